@@ -134,7 +134,8 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
-    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel)
+    tokens = settings.max_batched_tokens or GPU_BATCHED_TOKENS
+    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel, tokens)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):

@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from engine import wire
 from engine.batch import Batch
@@ -244,11 +243,10 @@ class Loop:
         try:
             result = step.wait()
         except DEVICE_ERRORS as error:
+            self._runner.wait_for_device()  # also for the later step, because its buffers are used again
             replies = self._fail(step.batch, error)
             if self._pending_step is not None:
                 replies += self._fail(self._pending_step.batch, error)
-                with suppress(*DEVICE_ERRORS):  # its buffers are used again, so it must be done
-                    self._pending_step.discard()
                 self._pending_step = None
             return replies
         for branch in step.plan.branches:

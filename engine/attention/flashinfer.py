@@ -28,6 +28,7 @@ from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_spec import PLAIN, AttentionSpec
+from kernels.label_logprobs import multiprocessors
 from kernels.soft_cap import NO_CAP
 
 VERSION = "0.6.6"
@@ -35,8 +36,9 @@ VERSION = "0.6.6"
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 << 20
-"""Partial results of long rows: at most 2 tiles of 128 rows a processor and key head, of which 8 query heads of 128 each make
-138 MB on 132 processors."""
+"""Least room for partial results of long rows; see :func:`workspace_bytes`."""
+TILE_ROWS = 128
+"""Most rows of a tile."""
 ALIGNMENT = 4
 """Numbers: each table starts at a multiple of 16 bytes."""
 
@@ -56,7 +58,9 @@ class FlashInferAttention(AttentionBackend):
         if kv.scales is not None:
             group = heads // kv.keys.shape[2]
             self._value_scales = kv.scales[:, 1].repeat_interleave(group, 1).unsqueeze(2).to(kv.dtype)
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
+        kv_heads, head_dim = kv.keys.shape[2:]
+        room = workspace_bytes(heads, kv_heads, head_dim, multiprocessors(kv.keys.device))
+        workspace = torch.empty(room, dtype=torch.uint8, device=kv.keys.device)
         distinct = list(dict.fromkeys(self.specs))
         self._wrappers = cycle([{spec: self._wrapper(workspace, spec) for spec in distinct} for _ in range(2)])
         """Wrappers of a step by the spec of their layers."""
@@ -144,6 +148,17 @@ class FlashInferAttention(AttentionBackend):
             False,  # long contexts may be split over blocks
             0,  # thread blocks of other kernels at the same time
         )
+
+
+def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
+    """Room for the partial results of any plan. A plan that needs more fails, and its step with it.
+
+    A plan that splits rows has at most two tiles for each processor, divided among the key heads. For each tile it reserves the
+    rows of all query heads and their log-sum-exps, in float32 (``PrefillPlan`` in FlashInfer's ``attention/scheduler.cuh``). With 8
+    query heads of 128 for each key head, 132 processors need 140 MB, and with 16 more than :data:`WORKSPACE_BYTES`.
+    """
+    rows = heads * (2 * processors // kv_heads) * TILE_ROWS
+    return max(WORKSPACE_BYTES, 4 * rows * (head_dim + 1))
 
 
 def window_left(spec: AttentionSpec) -> int:

@@ -98,9 +98,10 @@ class ModelConfig:
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:
-        """How the queries of each layer attend."""
+        """How the queries of each layer attend. A window that no context exceeds is none, so that kernels without windows serve."""
+        windows = (None if window is None or window >= self.max_context else window for window in self.windows)
         return [
-            AttentionSpec(self.attention_scale, window, self.attention_cap) for window in self.windows or [None] * self.num_layers
+            AttentionSpec(self.attention_scale, window, self.attention_cap) for window in tuple(windows) or [None] * self.num_layers
         ]
 
     @property

@@ -34,7 +34,8 @@ def bounded(config: ModelConfig) -> bool:
 
 
 def kv_scales(decoder: Decoder) -> Tensor:
-    """[layers, 2, kv_heads] float32, powers of two: of keys and of values. Raises :class:`ModelError` if nothing bounds them."""
+    """[layers, 2, kv_heads] float32, powers of two, on the device of ``decoder``: of keys and of values. Raises :class:`ModelError`
+    if nothing bounds them."""
     if not bounded(decoder.config):
         raise ModelError(
             f"--kv-dtype fp8 needs norms before the projections, which bound keys and values, and {decoder.config.architecture} has"
@@ -45,6 +46,7 @@ def kv_scales(decoder: Decoder) -> Tensor:
     bounds = torch.stack(
         [kv_bounds(layer, decoder.config) if bound is None else bound for layer, bound in zip(layers, known, strict=True)]
     )
+    bounds = bounds.to(decoder.embed.weight.device)  # quantised weights were bounded where they were loaded
     _, exponents = torch.frexp((bounds * (MARGIN / MAX_CODE)).clamp(min=1e-20))  # 2 ** exponent is larger, by a factor of 2 at most
     return torch.ldexp(torch.ones_like(bounds), exponents)
 

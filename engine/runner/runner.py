@@ -10,7 +10,6 @@ behind the main model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +29,13 @@ from engine.runner.graphs import StepGraphs
 from engine.vision.steps import StepImages
 
 
+class DeviceLost(Exception):
+    """The device computes nothing more, as a GPU after an illegal access to memory. The engine has to start again.
+
+    No RuntimeError, because those end the step's requests only.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """A step that was launched and whose results are not on the host yet."""
@@ -37,10 +43,6 @@ class PendingStep:
     batch: Batch
     plan: OutputPlan
     download: Download
-
-    def discard(self) -> None:
-        """Block until the step is done, and leave its results. Raises what the device raised."""
-        self.download.wait()
 
     def wait(self) -> StepResult:
         """Block until the results are on the host. Raises what the device raised."""
@@ -105,8 +107,7 @@ class Runner:
         try:
             return self._launch(batch)
         except Exception:
-            with suppress(RuntimeError):  # a device that cannot go on has nothing queued
-                self._wait_for_device()
+            self.wait_for_device()
             raise
 
     def _launch(self, batch: Batch) -> PendingStep:
@@ -131,10 +132,14 @@ class Runner:
         download.send()
         return PendingStep(batch, plan, download)
 
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
+        """Block until all queued work is done, and leave its results. Raises :class:`DeviceLost`."""
         nothing = Download(self._device)
-        nothing.send()
-        nothing.wait()
+        try:
+            nothing.send()
+            nothing.wait()
+        except RuntimeError as error:
+            raise DeviceLost(f"{self._device} computes nothing more") from error
 
     @property
     def replayed(self) -> int:

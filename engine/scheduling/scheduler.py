@@ -90,7 +90,7 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._requests)
         self._wait_estimator = WaitEstimator(clock)
         self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
 
@@ -167,8 +167,7 @@ class Scheduler:
 
     def expire(self) -> list[Request]:
         """Remove the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
-        passed = self._deadlines.passed(self._clock())
-        late = [request for request in passed if self._requests.get(request.id) is request and request.droppable]
+        late = [request for request in self._deadlines.passed(self._clock()) if request.droppable]
         for request in late:
             self.remove(request)
         return late

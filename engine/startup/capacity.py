@@ -8,21 +8,30 @@ import torch
 
 from engine.device import cgroup
 from engine.models.decoder import Decoder
+from engine.runner.graphs import BUCKETS
+from engine.settings import GPU_BATCHED_TOKENS
 
 MAX_SLOTS = 131_072
 """Most slots on a CPU."""
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
+GPU_FIXED_BYTES = 1 << 30
+"""Workspaces of attention and products, loaded kernels, and logits of 256 rows."""
 
 
-def default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int) -> int:
+def default_slots(
+    decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int, tokens: int = GPU_BATCHED_TOKENS
+) -> int:
     """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``,
     those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
+
+    On a GPU that a model nearly fills, the share is less, so that steps of ``tokens`` have what they need.
     """
     weight = decoders[0].embed.weight
     size = sum(map(slot_bytes, decoders, kept))
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
-        return max(1024, int(free * GPU_MEMORY_SHARE) // size)
+        needed = GPU_FIXED_BYTES + max(step_bytes(decoder, tokens + BUCKETS[-1]) for decoder in decoders)
+        return max(1024, int(min(free * GPU_MEMORY_SHARE, free - needed)) // size)
     return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * size)))
 
 
@@ -30,3 +39,15 @@ def slot_bytes(decoder: Decoder, kept: torch.dtype) -> int:
     """Return the bytes of keys and values of one token in this process."""
     config = decoder.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kept.itemsize
+
+
+def step_bytes(decoder: Decoder, tokens: int) -> int:
+    """Return the bytes of a step's tensors where most of them are alive: in attention or behind the gate of a layer's feed-forward
+    part. The memory of CUDA graphs is apart and has those of their largest step."""
+    config = decoder.config
+    attention = (3 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # projected heads, queries, output
+    inner = 3 * config.intermediate_size  # gate and up, and their product
+    if config.experts is not None:
+        # As much for each chosen expert, or their outputs, in the model's dtype and twice in float32.
+        inner = max(inner, config.experts.chosen * max(3 * config.experts.size, 5 * config.hidden_size))
+    return tokens * (4 * config.hidden_size + max(attention, inner)) * decoder.embed.weight.dtype.itemsize

@@ -18,6 +18,7 @@ from engine.device.compilations import Compilations
 from engine.loop import Loop
 from engine.lora.blank import DIGEST
 from engine.models.errors import ModelError
+from engine.runner.graphs import BUCKETS
 from engine.scheduling.scheduler import Budget
 from kernels.label_logprobs import ROW_TILES
 from kernels.lora import FEW_ROWS
@@ -79,6 +80,7 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
         yield from _guided(info)
     if info.vision is not None:
         yield from _seeing(info, info.vision)
+    yield [_large(info, budget)]
 
 
 def with_adapter(work: Sequence[Messages]) -> list[Messages]:
@@ -91,11 +93,23 @@ def with_adapter(work: Sequence[Messages]) -> list[Messages]:
 
 def _few_and_many(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     """Steps in which few and many rows have an adapter."""
+    for count in (1, min(FEW_ROWS + 1, _most(info, budget))):
+        yield [_any_score(f"{count} of one token", info, [[0]] * count)]
+
+
+def _large(info: wire.Info, budget: Budget) -> wire.Score:
+    """A step of more tokens than CUDA graphs have, if steps may have as many: the attention backend that was chosen computes it,
+    whose kernels no smaller step has launched."""
+    prompt, tokens = _prompt(info), min(budget.max_batched_tokens, BUCKETS[-1] + 1)
+    count = max(1, min(-(-tokens // len(prompt)), (info.limits.max_slots - 1) // len(prompt)))
+    return _any_score("a large step", info, [prompt] * count)
+
+
+def _any_score(name: str, info: wire.Info, branches: list[list[int]]) -> wire.Score:
+    """A score that the model can compute."""
     able = set(info.capabilities)
     readout: wire.ScoreReadout = wire.Labels([0]) if "score" in able else wire.Classes() if "classify" in able else wire.Embedding()
-    prefix = [] if isinstance(readout, wire.Embedding) else [0]
-    for count in (1, min(FEW_ROWS + 1, _most(info, budget))):
-        yield [wire.Score(f"{count} of one token", prefix, [[0]] * count, readout)]
+    return wire.Score(name, [] if isinstance(readout, wire.Embedding) else [0], branches, readout)
 
 
 def _most(info: wire.Info, budget: Budget) -> int:

@@ -209,7 +209,7 @@ def test_items_leave_a_reserve_for_other_prefixes(causal: Path) -> None:
         items = [some_tokens(rng, 10, 10) for _ in range(100)]
         run(loop, message(f"a {number}", items, [7]))
         run(loop, message(f"b {number}", items, [8]))
-    assert loop._scheduler.cache.evictable >= 1900
+    assert loop._scheduler.cache.evictable >= 1850  # hashes decide whether the last eviction takes a few tokens more
     assert answer(run(loop, wire.Score("again", prompt, [[7]], LABELS))).cached_tokens == 300
 
 

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
 from engine.build import build_loop
+from engine.device.transfer import Download
 from engine.loop import Loop
+from engine.readouts.labels import LabelReadout
 from engine.readouts.logprobs import join_logprobs
-from engine.runner.runner import PendingStep
+from engine.runner.runner import DeviceLost, PendingStep
 from engine.settings import EngineSettings
 from engine.wire import generation
 from tests.checkpoints import make_checkpoint
@@ -367,6 +369,22 @@ def test_a_step_that_fails_in_flight_takes_down_what_was_launched_on_it(build, m
     assert loop.stats.slots_free == loop.stats.slots_total
     monkeypatch.setattr(PendingStep, "wait", land)
     assert len(run(loop, wire.Score("s", [5, 6], [[7]], wire.Labels(LABELS)))[0].rows) == 1
+
+
+@in_both_loops
+@pytest.mark.parametrize("where", ["launch", "result"])
+def test_a_device_that_computes_nothing_more_ends_the_engine(build, monkeypatch, where):
+    """As a GPU after an illegal access to memory. An engine that went on would be ready, and fail every request."""
+    loop = build()
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Download, "wait", lost)
+    if where == "launch":
+        monkeypatch.setattr(LabelReadout, "queue", lost)
+    with pytest.raises(DeviceLost, match="cpu computes nothing more"):
+        run(loop, wire.Score("s", [5, 6], [[7]], wire.Labels(LABELS)))
 
 
 INVALID = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from engine import wire
 from engine.kvcache.slots import SlotPool
 from engine.replies.counters import Counters
 from engine.replies.item_results import ItemResults
-from engine.requests.core import NOBODY, Branch, ScoringRequest
+from engine.requests.core import NOBODY, Branch, Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
 from engine.requests.item_group import ItemGroup
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
@@ -205,6 +206,31 @@ def test_late_work_is_dropped_before_it_is_computed():
     clock.now = 2.0
     assert scheduler.expire() == [part, none]
     assert scheduler.requests == [written, computed]
+
+
+def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
+    """Gateways give each message one of ten minutes, and a request has its prompt."""
+    scheduler = make()
+    for number in range(200):
+        scheduler.add(score(f"kept {number}", [5, 6, 7], [4], deadline=600.0))
+        settle(scheduler, scheduler.schedule(), None)
+    assert not scheduler.requests
+    gc.collect()
+    assert not [found for found in gc.get_objects() if isinstance(found, Request) and found.id.startswith("kept ")]
+    assert len(scheduler._deadlines) < 100
+
+
+def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
+    clock = Clock()
+    scheduler = make(clock=clock)
+    scheduler.add(score("same", [5, 6, 7], [4], deadline=1.0))
+    settle(scheduler, scheduler.schedule(), None)
+    later = score("same", [5, 6, 7], [4], deadline=5.0)
+    scheduler.add(later)
+    clock.now = 2.0
+    assert scheduler.expire() == []
+    clock.now = 5.0
+    assert scheduler.expire() == [later]
 
 
 def test_a_failed_step_leaves_nothing_behind():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from engine.device.transfer import Upload
@@ -25,6 +26,9 @@ from kernels.silu_mul import silu_mul
 
 NORM_EPS = 1e-6
 """Epsilon of the tower's norms; no configuration changes it."""
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN, which torch prefers on Hopper GPUs from release 2.13 on. It builds a plan for each shape, in some 30 ms, and an
+image of a new size has a shape for each size of its windows."""
 PREFIX = "visual."
 """Before the names of the tower's tensors in checkpoints."""
 
@@ -121,9 +125,10 @@ class VisionTower(nn.Module):
         upload.send(pixels.device)
         x = linear(self._normalised(pixels.index_select(1, order.tensor)), self.patch_weight)
         cos, sin = self._rotations(places.tensor.view(-1, 2).index_select(0, order.tensor), images)
-        for index, block in enumerate(self.blocks):
-            runs = [WindowRun(0, patches, patches)] if index in self.config.full_attention else grid.windows
-            x = block(x, cos, sin, images, runs)
+        with sdpa_kernel(ATTENTION):
+            for index, block in enumerate(self.blocks):
+                runs = [WindowRun(0, patches, patches)] if index in self.config.full_attention else grid.windows
+                x = block(x, cos, sin, images, runs)
         x = self.merge_norm(x).view(images * grid.tokens, -1)
         x = self.merge_out(gelu(self.merge_in(x))).view(images, grid.tokens, -1)
         return x.index_select(1, inverse.tensor)  # type: ignore[no-any-return]

@@ -113,6 +113,26 @@ def test_a_step_has_a_plan_for_each_distinct_spec(
     assert [wrapper.runs for wrapper in wrappers[:count]] == [2 * number for number in layers.values()]
 
 
+def most_planned(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
+    """Bytes of the workspace that ``PrefillPlan`` of FlashInfer 0.6.6 takes for one prompt of a long context, at most."""
+    group, tiles = heads // kv_heads, 128 if head_dim < 256 else 64
+    most = 2 * processors // kv_heads
+    found = []
+    for queries in range(-(-65 // group), 600, 7):
+        of_queries = -(-queries * group // tiles)
+        batches = (of_queries * -(-20_000 // chunk) for chunk in range(128, 20_000, 16))
+        found += [batch for batch in batches if batch <= most][:1]
+    return heads * max(found) * tiles * (head_dim + 1) * 4
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 1, 128), (16, 1, 128), (8, 4, 256)], ids=str)
+def test_the_workspace_has_room_for_every_plan(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Also for a quarter of Qwen3-235B-A22B, with 16 query heads for its key head."""
+    room = flashinfer.workspace_bytes(heads, kv_heads, head_dim, 132)
+    assert most_planned(heads, kv_heads, head_dim, 132) <= room
+    assert (room > flashinfer.WORKSPACE_BYTES) == (heads // kv_heads == 16)
+
+
 def gen_batch_prefill_module(
     backend: str,
     dtype_q: torch.dtype,

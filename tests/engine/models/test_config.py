@@ -250,6 +250,19 @@ def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -
     assert found == expected
 
 
+def test_a_window_that_no_context_exceeds_limits_no_attention() -> None:
+    """As that of Phi-4-mini, of 262,144 tokens. Layers that had one keep the rotation of windows."""
+    written = written_by_transformers("mistral")[1] | {"max_position_embeddings": 64}
+    configs = [parse_config(written | {"sliding_window": window}) for window in (63, 64, 65)]
+    assert [config.attention_specs[0].window for config in configs] == [63, None, None]
+    gemma = written_by_transformers("gemma3", sliding_window=77)[1]
+    short, whole = parse_config(gemma, max_context=50), parse_config(gemma, max_context=78)
+    assert {spec.window for spec in short.attention_specs} == {None}
+    assert {spec.window for spec in whole.attention_specs} == {None, 77}
+    assert [short.rope_of(layer) for layer in range(12)] == [whole.rope_of(layer) for layer in range(12)]
+    assert short.rope_of(0) == short.local_rope != short.rope
+
+
 def test_late_windows_of_qwen() -> None:
     written = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}
     assert parse(**written).windows == (None, 128)

@@ -73,6 +73,13 @@ def test_quantised_models_have_the_same_scales(tmp_path: Path, quantize: str) ->
     assert torch.equal(kv_scales(load_model(model, quantize=quantize)), kv_scales(load_model(model)))
 
 
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_scales_lie_where_the_model_was_moved(tmp_path: Path, quantize: str | None) -> None:
+    """Weights are quantised on the host, and the model is moved to the GPU afterwards."""
+    decoder = load_model(make_checkpoint(tmp_path, "qwen3"), quantize=quantize)
+    assert kv_scales(decoder.to("meta")).device.type == "meta"
+
+
 def test_parts_have_the_scales_of_their_heads(tmp_path: Path) -> None:
     """Each part has the scales of its heads, so the codes equal those of one process."""
     model = make_checkpoint(tmp_path, "qwen3")

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModel, AutoModelForCausalLM
 
 from engine import build, wire
+from engine.batch import Batch
 from engine.build import build_loop
 from engine.device import compilations
 from engine.device.compilations import Compilations
@@ -18,6 +19,8 @@ from engine.loop import Loop
 from engine.models import packed
 from engine.models.errors import ModelError
 from engine.readouts.labels import LabelReadout
+from engine.runner.graphs import BUCKETS
+from engine.runner.runner import PendingStep, Runner
 from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
@@ -214,6 +217,22 @@ def test_a_variant_that_the_start_does_not_reach_is_noticed(variants: Variants, 
     variants._binders.clear()
     run(loop, wire.Score("s", [3], [[4]] * 3, wire.Labels([5] * 16)))
     assert len(variants.found - early) > 0
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1500, 1500), (3000, BUCKETS[-1] + 1)])
+def test_one_step_is_larger_than_cuda_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: int) -> None:
+    """Otherwise the first large request would be the first to use FlashInfer."""
+    monkeypatch.setattr(build, "_compiles", lambda device: True)
+    launch, found = Runner.launch, []
+
+    def launched(runner: Runner, batch: Batch) -> PendingStep:
+        found.append(batch.tokens)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    model = make_checkpoint(tmp_path, "qwen3", **SHAPE)
+    build_loop(settings(model, attention="reference", max_batched_tokens=tokens))
+    assert max(found) >= expected
 
 
 def test_progress_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

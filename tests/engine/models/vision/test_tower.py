@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine import wire
 from engine.models.config import load_config, parse_config
@@ -62,6 +63,20 @@ def test_images_of_one_size_are_computed_together(tower: VisionTower, reference:
     found = embed(tower, *images)
     for image, rows in zip(images, found, strict=True):
         torch.testing.assert_close(rows, expected(reference, image), atol=2e-5, rtol=1e-5)
+
+
+def test_cudnn_computes_no_attention(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would build a plan for each shape."""
+    allowed = []
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return scaled_dot_product_attention(*given)
+
+    monkeypatch.setattr("engine.models.vision.tower.scaled_dot_product_attention", attend)
+    embed(tower, some_image(1, 4, 4))
+    assert set(allowed) == {(False, True)}
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "elsewhere it may"
 
 
 def test_pixels_are_normalised_as_in_the_processor(tower: VisionTower) -> None:

@@ -1,0 +1,71 @@
+"""Memory for slots on a GPU: what a step needs beside them is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.config import ModelConfig
+from engine.models.layer_config import ExpertConfig
+from engine.models.rope import Rope
+from engine.runner.graphs import BUCKETS
+from engine.settings import GPU_BATCHED_TOKENS
+from engine.startup.capacity import GPU_FIXED_BYTES, default_slots, slot_bytes, step_bytes
+
+GIB = 1 << 30
+LLAMA_70B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=8192,
+    intermediate_size=28_672,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    max_context=131_072,
+    rope=Rope(500_000.0),
+)
+
+
+def decoder(config: ModelConfig) -> Any:
+    return SimpleNamespace(
+        config=config, embed=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16))
+    )
+
+
+def slots(config: ModelConfig, free: int, monkeypatch: pytest.MonkeyPatch, decoders: Sequence[Any] = ()) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    decoders = decoders or [decoder(config)]
+    return default_slots(decoders, [torch.bfloat16] * len(decoders), 1)
+
+
+def test_slots_take_four_fifths_where_the_rest_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(LLAMA_70B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16)
+    assert slots(small, 78 * GIB, monkeypatch) == int(78 * GIB * 0.8) // slot_bytes(decoder(small), torch.bfloat16)
+
+
+def test_the_largest_step_and_the_largest_graph_have_room_beside_weights_that_nearly_fill_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of Llama 70B takes 66 GiB of 79."""
+    half = replace(LLAMA_70B, intermediate_size=14_336, num_heads=32, num_kv_heads=4)
+    needed = GPU_FIXED_BYTES + step_bytes(decoder(half), GPU_BATCHED_TOKENS + BUCKETS[-1])
+    assert 2 * GIB < needed < 3 * GIB
+    size = slot_bytes(decoder(half), torch.bfloat16)
+    assert slots(half, 10 * GIB, monkeypatch) * size <= 10 * GIB - needed
+    assert slots(half, 20 * GIB, monkeypatch) * size > 15 * GIB
+    assert slots(half, 2 * GIB, monkeypatch) == 1024
+    both = [decoder(replace(half, num_layers=2)), decoder(half)]
+    assert slots(half, 10 * GIB, monkeypatch, both) < slots(half, 10 * GIB, monkeypatch), "of two models, the one that needs more"
+
+
+def test_experts_need_their_outputs_in_float32() -> None:
+    shape = {"hidden_size": 2048, "intermediate_size": 6144, "num_heads": 32, "num_kv_heads": 4}
+    experts = ExpertConfig(count=128, chosen=8, size=768, renormalise=True, layers=tuple(range(48)))
+    dense, sparse = (step_bytes(decoder(replace(LLAMA_70B, **shape, experts=each)), 8192) for each in (None, experts))
+    assert sparse > 8192 * 8 * 2048 * (2 + 4 + 4) > dense

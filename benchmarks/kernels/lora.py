@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.lora import LoraMatrices, LoraProduct, LoraRows, LoraRun, add_lora, add_lora_reference, block_runs
+from kernels.lora import add_lora
+from kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
 
 ADAPTERS = 16
 PRODUCTS = {
@@ -37,7 +38,7 @@ def _at(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, ra
     # x, the shrunk rows written and read, y read and written, and the matrices.
     moved = 2 * (count * (inputs + 2 * len(parts) * rank + 2 * outputs) + ADAPTERS * rank * (len(parts) * inputs + outputs))
     shape = f"{name}, [{count}, {inputs}] · {ADAPTERS} of rank {rank}"
-    operations: dict[str, Callable[..., Tensor]] = {"add_lora": add_lora, "add_lora, eager": add_lora_reference}
+    operations: dict[str, Callable[..., Tensor]] = {"add_lora": add_lora, "add_lora, eager": _add_lora_reference}
     for label, operation in operations.items():
         yield gpu.moved(label, shape, moved, partial(operation, y, x, product, given))
 
@@ -63,5 +64,5 @@ def _rows(count: int) -> LoraRows:
     """Runs of about equal length."""
     ends = [count * number // ADAPTERS for number in range(ADAPTERS + 1)]
     runs = tuple(LoraRun(slot, ends[slot], ends[slot + 1]) for slot in range(ADAPTERS))
-    blocks, size = block_runs(runs)
+    blocks, size = block_runs(runs, count)
     return LoraRows(runs, torch.from_numpy(blocks).reshape(-1).cuda(), size)

@@ -20,7 +20,7 @@ from engine.lora.blank import DIGEST
 from engine.models.errors import ModelError
 from engine.scheduling.scheduler import Budget
 from kernels.label_logprobs import ROW_TILES
-from kernels.lora import FEW_ROWS
+from kernels.lora_layout import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -144,8 +144,15 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
     assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "references"])
+@pytest.mark.parametrize(
+    ("kernels", "fused"),
+    [
+        pytest.param(True, True, id="fused kernels"),
+        pytest.param(True, False, marks=pytest.mark.slow, id="kernels"),
+        pytest.param(False, True, id="fused references"),
+        pytest.param(False, False, id="references"),
+    ],
+)
 def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tables that the engine makes, while adapters change their slots; ``kernels``: in Triton's interpreter."""
     pytest.importorskip("triton")
@@ -163,8 +170,8 @@ def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, 
 
     for module, name in ((lora, "shrink_lora"), (lora, "expand_lora"), (lora_gate, "lora_gate"), (lora_rope, "lora_rope_write")):
         watch(module, name)
-    loop = build(model, max_loras_device=2)
-    prefix, branches = list(range(10, 20)), [[3], [4, 5, 6]]
+    loop = build(model, max_loras_device=2, max_batched_tokens=16)
+    prefix, branches = list(range(10, 28)), [[3], [4, 5, 6]]
     messages = [
         wire.Score(str(index), prefix, branches, wire.Labels(LABELS), adapter=each) for index, each in enumerate(digests(loop))
     ]
@@ -172,7 +179,7 @@ def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, 
     for index, merged in enumerate(model.merged):
         wanted = expected_logprobs(merged, prefix, branches)
         torch.testing.assert_close(torch.tensor(rows[str(index)]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
-    assert len(launched["shrink_lora"]) > 1, "of all rows, and of those that are read"
+    assert {1, 16} <= launched["shrink_lora"], "of all rows, and of one row where none is read"
     assert len(launched["expand_lora"]) > 1, "of other projections"
     over_heads = loop._runner._decoder.config.qk_norm_over_heads
     assert launched.keys() - {"shrink_lora", "expand_lora"} == (

@@ -76,6 +76,9 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
                 lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
                 given = {"max_loras_device": places, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
                 loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                layer = loop._runner._decoder.layers[0]
+                assert layer.attention.qkv_proj.defers
+                assert isinstance(layer.mlp.gate, linear.AdaptedGate)
                 captured, rng = len(launched), random.Random(1)
                 replies = run(loop, *messages([""], rng))
                 assert len(launched) == captured
@@ -160,6 +163,24 @@ def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path,
             run(loop, wire.Score("s", some_tokens(rng, 90, 90), [[5], [6, 7]], wire.Labels([5]), adapter=digest))
         run(loop, *messages(["", *digests], rng))
     assert kernels_of_adapters(variants) == early
+
+
+def test_steps_without_adapters_launch_the_same_kernels(base: Path, adapters: Path) -> None:
+    """As an engine that takes no adapters."""
+    found = []
+    for lora in ([], [f"a{each}={adapters / f'a{each}'}" for each in range(4)]):
+        with pytest.MonkeyPatch.context() as patch:
+            variants = Variants(patch)
+            settings = EngineSettings(
+                model=str(base), name="t", lora=lora, max_lora_rank=8, dtype="float32", max_total_tokens=2000, attention="triton"
+            )
+            loop = build_loop(settings)
+            loop._runner._decoder.packed_head = None
+            with variants:
+                run(loop, *messages([""], random.Random(1)))
+            found.append(variants.found)
+    assert any(each.startswith("_silu_mul") for each in found[0])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 48, 200])

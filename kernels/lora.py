@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.linear import linear
 from kernels.lora_layout import ALIGNMENT, MOST_PARTS, RANK_ALIGNMENT, ROW_BLOCKS, LoraDelta, LoraProduct, LoraRows
+from kernels.quantize import FP8
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 RANK_TILE = 16
@@ -29,9 +30,13 @@ def add_lora(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> Tens
     return y if delta is None else expand_lora(y, delta)
 
 
-def shrink_lora(x: Tensor, product: LoraProduct, rows: LoraRows) -> LoraDelta | None:
-    """Multiply each run with the matrix A of its slot. x: [rows, inputs]. None where no adapter of the rows changes the product."""
-    return shrink_lora_triton(x, product, rows) if launches(x, product.weights) else shrink_lora_reference(x, product, rows)
+def shrink_lora(x: Tensor, product: LoraProduct, rows: LoraRows, scales: Tensor | None = None) -> LoraDelta | None:
+    """Multiply each run with the matrix A of its slot. x: [rows, inputs]. None where no adapter of the rows changes the product.
+
+    scales: [rows, 1] float32, where x are e4m3 codes (:mod:`kernels.quantize`); None where x is in the dtype of the matrices.
+    """
+    operation = shrink_lora_triton if launches(x, product.weights) else shrink_lora_reference
+    return operation(x, product, rows, scales)
 
 
 def expand_lora(y: Tensor, delta: LoraDelta) -> Tensor:
@@ -39,17 +44,18 @@ def expand_lora(y: Tensor, delta: LoraDelta) -> Tensor:
     return expand_lora_triton(y, delta) if launches(y, delta.inner) else expand_lora_reference(y, delta)
 
 
-def shrink_lora_reference(x: Tensor, product: LoraProduct, rows: LoraRows) -> LoraDelta | None:
+def shrink_lora_reference(x: Tensor, product: LoraProduct, rows: LoraRows, scales: Tensor | None = None) -> LoraDelta | None:
     """:func:`shrink_lora` in plain PyTorch, run by run, all parts in one product."""
     width = len(product.parts) * _most_rank(product, rows)
     if width == 0:
         return None
-    inner = x.new_empty((len(x), width))
+    inner = product.weights.new_empty((len(x), width))
     for run in rows.runs:
         found = product.matrices[run.slot]
         if found is not None:
-            own = x[run.begin : run.end] if rows.order is None else x.index_select(0, rows.order[run.begin : run.end])
-            inner[run.begin : run.end, : len(found.a)] = linear(own, found.a)
+            own = slice(run.begin, run.end) if rows.order is None else rows.order[run.begin : run.end]
+            values = x[own] if scales is None else (x[own].float() * scales[own]).to(found.a.dtype)
+            inner[run.begin : run.end, : len(found.a)] = linear(values, found.a)
     return LoraDelta(inner, product, rows)
 
 
@@ -68,26 +74,30 @@ def expand_lora_reference(y: Tensor, delta: LoraDelta) -> Tensor:
     return y
 
 
-def shrink_lora_triton(x: Tensor, product: LoraProduct, rows: LoraRows) -> LoraDelta | None:
-    """:func:`shrink_lora` on a GPU, rounded to the dtype of x. All contiguous and of one dtype.
+def shrink_lora_triton(x: Tensor, product: LoraProduct, rows: LoraRows, scales: Tensor | None = None) -> LoraDelta | None:
+    """:func:`shrink_lora` on a GPU, rounded to the matrices' dtype. All contiguous and of one dtype, but for codes and scales.
 
     Raises ValueError for other shapes, dtypes, devices or layouts. The tables are not checked: that would wait for the GPU.
     """
     expect_device("x", x)
-    expect("x", x, x, (len(x), product.inputs), FLOATS)
-    _check(x, product, rows)
+    weights = product.weights
+    expect("weights", weights, x, weights.shape, FLOATS)
+    expect("x", x, x, (len(x), product.inputs), (weights.dtype if scales is None else FP8,))
+    if scales is not None:
+        expect("scales", scales, x, (len(x), 1), (torch.float32,))
+    _check(weights, product, rows)
     rank = _most_rank(product, rows)
     if rank == 0:
         return None
     if rank % RANK_ALIGNMENT:
         raise ValueError(f"the largest rank is {rank}, where a multiple of {RANK_ALIGNMENT} is expected")
     width = len(product.parts) * rank
-    inner = x.new_empty((len(x), width))
+    inner = weights.new_empty((len(x), width))
     delta = LoraDelta(inner, product, rows)
-    exact = x.dtype == torch.float32
+    exact = weights.dtype == torch.float32
     column_tile, size_tile = (32, 32) if exact else (64, 128 if rows.size == ROW_BLOCKS[0] else 64)
     _shrink[len(rows.blocks) // 3, -(-width // column_tile)](
-        x, *tables(delta), *orders(rows), product.inputs, len(product.parts), rows.size, column_tile, size_tile,
+        x, scales, *tables(delta), *orders(rows), product.inputs, len(product.parts), rows.size, column_tile, size_tile,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return delta
@@ -149,6 +159,7 @@ def _check(like: Tensor, product: LoraProduct, rows: LoraRows) -> None:
 @jit("blocks", "product", "products", "capacity", "width", "order", "ordered")
 def _shrink(
     x: tl.tensor,
+    scales: tl.tensor,
     inner: tl.tensor,
     weights: tl.tensor,
     table: tl.tensor,
@@ -183,7 +194,9 @@ def _shrink(
             inside = step < INPUTS - start
             a = tl.load(left + start, mask=real[:, None] & inside[None, :], other=0.0)
             b = tl.load(right + start, mask=(column < columns)[None, :] & inside[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")
+        if scales is not None:
+            acc *= tl.load(scales + row, mask=real, other=0.0)[:, None]
         cell = place[:, None] * width * UNIT + column[None, :]
         tl.store(inner + cell, acc.to(inner.dtype.element_ty), mask=real[:, None] & (column < columns)[None, :])
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.engine.budget_guided import guided_table, survivors_table
 from benchmarks.engine.budget_kernels import Kernel, kernels_table
-from benchmarks.engine.budget_lora import MODELS, adapter_programs_table, additions, shares_table
+from benchmarks.engine.budget_lora import adapter_programs_table, additions, shares_table
 from benchmarks.engine.h200 import ATTENTION, BF16, FP8, PRODUCTS, QUANTIZED_PRODUCTS
 from benchmarks.engine.subject import QWEN3_06B
 from engine.models.config import ModelConfig
@@ -189,7 +189,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "survivors": survivors_table,
     "adapters": lambda: kernels_table(additions(QWEN3_06B), digits=3),
     "programs of adapters": adapter_programs_table,
-    "shares of adapters": lambda: shares_table([step(config, fp8=False) for config in MODELS.values()]),
+    "shares of adapters": lambda: shares_table(lambda each: step(each.config, fp8=each.fp8)),
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from benchmarks.engine.budget_kernels import Kernel
 from benchmarks.engine.h200 import ATTENTION, BANDWIDTH, BF16, COPIES
@@ -12,10 +13,7 @@ from engine.models.config import ModelConfig
 from kernels.lora import RANK_TILE
 from kernels.lora_layout import ROW_BLOCKS, most_blocks
 
-MODELS = {
-    "Qwen3-0.6B": QWEN3_06B,
-    "Qwen3-8B": replace(QWEN3_06B, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, tied=False),
-}
+QWEN3_8B = replace(QWEN3_06B, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, tied=False)
 ITEMS, TOKENS = 43, 192
 """Items of the step, and tokens of each."""
 ADAPTERS, RANK = 16, 16
@@ -33,8 +31,9 @@ READERS = {"qk_norm_rope_write": 4, "silu_mul": 3}
 """Operations that make additions, and bytes that they move without them for each number of the product."""
 
 
-def additions(config: ModelConfig, rank: int = RANK, *, fused: bool = True) -> list[Kernel]:
-    """Kernels of the additions in one step. ``fused``: additions to the large products are made in the operations behind them.
+def additions(config: ModelConfig, rank: int = RANK, *, fused: bool = True, fp8: bool = False) -> list[Kernel]:
+    """Kernels of the additions in one step. ``fused``: additions to the large products are made in the operations behind them, as far
+    as these can. ``fp8``: the base's products are in FP8, whose inputs are codes but for ``o_proj``.
 
     A step without adapters has the launches and the other bytes of these operations as well.
     """
@@ -51,11 +50,11 @@ def additions(config: ModelConfig, rank: int = RANK, *, fused: bool = True) -> l
     ):
         shrunk, matrices = rows * parts * rank, layers * ADAPTERS * rank
         computed = -(-parts * rank // SHRINK_TILE) * SHRINK_TILE
-        read = 2 * (rows * inputs + shrunk + matrices * parts * inputs)
+        read = (1 if fp8 and name != "o_proj" else 2) * rows * inputs + 2 * (shrunk + matrices * parts * inputs)
         found.append(Kernel(f"shrink of {name}", layers, read, 2.0 * rows * inputs * computed, ATTENTION * BF16))
         flops = 2.0 * rows * outputs * -(-rank // RANK_TILE) * RANK_TILE
         read = 2 * (shrunk + matrices * outputs)
-        if fused and reader is not None:
+        if fused and reader is not None and not (fp8 and reader == "silu_mul"):
             found.append(_within(reader, name, rows * outputs, read, flops))
         else:
             found.append(Kernel(f"expand of {name}", layers, read + 4 * rows * outputs, flops, ATTENTION * BF16))
@@ -68,24 +67,42 @@ def _within(reader: str, name: str, numbers: int, read: float, flops: float) -> 
     return Kernel(f"expand of {name} in {reader}", 0, read, flops, ATTENTION * BF16, hidden)
 
 
-def shares_table(steps: Sequence[Sequence[Kernel]]) -> str:
-    """Additions of each of :data:`MODELS` beside its step without adapters, which ``steps`` has, and for larger ranks.
+class Subject(NamedTuple):
+    """A model with adapters of one rank."""
 
-    The last column is the rate of bytes, as a share of the peak, at which the two operations with additions must run for the goal.
+    name: str
+    config: ModelConfig
+    rank: int = RANK
+    fp8: bool = False
+
+
+SUBJECTS = [
+    *(Subject("Qwen3-0.6B", QWEN3_06B, rank) for rank in (16, 64, 128)),
+    Subject("Qwen3-0.6B in FP8", QWEN3_06B, fp8=True),
+    *(Subject("Qwen3-8B", QWEN3_8B, rank) for rank in (16, 64, 128)),
+    Subject("Qwen3-8B in FP8", QWEN3_8B, fp8=True),
+]
+
+
+def shares_table(step: Callable[[Subject], Sequence[Kernel]]) -> str:
+    """Additions to steps of :data:`SUBJECTS`. ``step``: the step without adapters.
+
+    The last column is the rate of bytes, as a share of the peak, at which the operations that make additions must run for the goal.
     """
     lines = [
         "| model, rank | step without adapters, ms | additions apart, ms | share | additions as made, ms | share | rate for 15 % |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (name, config), kernels in zip(MODELS.items(), steps, strict=True):
+    for subject in SUBJECTS:
+        kernels, (name, config, rank, fp8) = step(subject), subject
         whole = _seconds(kernels)
-        readers = sum(kernel.seconds for kernel in kernels if kernel.name in READERS)
-        for rank in (16, 64, 128):
-            apart, made = (_seconds(additions(config, rank, fused=fused)) for fused in (False, True))
-            left = GOAL * whole - made
-            rate = f"{COPIES * readers / (readers + left):.2f}" if left > 0 else "none"
-            cells = [f"{1000 * whole:.2f}", *(f"{1000 * each:.2f} | {each / whole:.0%}" for each in (apart, made)), rate]
-            lines.append(f"| {name}, {rank} | " + " | ".join(cells).replace("%", " %") + " |")
+        apart, made = (additions(config, rank, fused=fused, fp8=fp8) for fused in (False, True))
+        making = [reader for reader in READERS if any(kernel.name.endswith(f" in {reader}") for kernel in made)]
+        readers = sum(kernel.seconds for kernel in kernels if kernel.name in making)
+        left = GOAL * whole - _seconds(made)
+        rate = f"{COPIES * readers / (readers + left):.2f}" if left > 0 else "none"
+        cells = [f"{1000 * whole:.2f}", *(f"{1000 * each:.2f} | {each / whole:.0%}" for each in map(_seconds, (apart, made))), rate]
+        lines.append(f"| {name}, {rank} | " + " | ".join(cells).replace("%", " %") + " |")
     return "\n".join(lines) + "\n"
 
 

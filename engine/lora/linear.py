@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -63,12 +62,12 @@ class StepRows:
 class AdaptedLinear(nn.Module):
     """A projection of any format, and the additions of adapters in the model's dtype."""
 
-    def __init__(self, base: nn.Module, step: StepRows, product: LoraProduct, dtype: torch.dtype, *, defers: bool) -> None:
+    def __init__(self, base: nn.Module, step: StepRows, product: LoraProduct, *, defers: bool) -> None:
         """``defers``: leave the additions to the operation behind the projection."""
         super().__init__()
         self.base = base
         self.defers = defers
-        self._step, self._product, self._dtype = step, product, dtype
+        self._step, self._product = step, product
 
     def forward(self, x: Rows) -> Tensor | Unadded:
         """[rows, in] -> [rows, out]"""
@@ -76,17 +75,11 @@ class AdaptedLinear(nn.Module):
         step = self._step
         if step.tokens == 0:
             return y
-        delta = shrink_lora(self._plain(x), self._product, step.of(len(y)))
+        rows, scales = (x, None) if isinstance(x, Tensor) else x
+        delta = shrink_lora(rows, self._product, step.of(len(y)), scales)
         if delta is None:
             return y
         return Unadded(y, delta) if self.defers else expand_lora(y, delta)
-
-    def _plain(self, x: Rows) -> Tensor:
-        """Rows in the model's dtype; those of FP8 are the values that the base multiplies."""
-        if isinstance(x, Tensor):
-            return x
-        codes, scales = x
-        return (codes.float() * scales).to(self._dtype)
 
 
 class AdaptedGate:
@@ -136,12 +129,11 @@ def adapt(
     """
     if embeddings:
         decoder.set_submodule("embed", AdaptedEmbedding(decoder.embed, step))
-    dtype = decoder.embed.weight.dtype
     for product, own in zip(layout.products, products, strict=True):
         layer = decoder.layers[product.layer]
         assert isinstance(layer, DecoderLayer)
         defers = fused and _can_defer(layer, product.module)
-        layer.set_submodule(product.module, AdaptedLinear(layer.get_submodule(product.module), step, own, dtype, defers=defers))
+        layer.set_submodule(product.module, AdaptedLinear(layer.get_submodule(product.module), step, own, defers=defers))
         if defers and isinstance(layer.mlp, MLP) and product.module == "mlp.gate_up_proj":
             layer.mlp.gate = AdaptedGate(layer.mlp)
 

@@ -21,6 +21,7 @@ from kernels.lora import (
     shrink_lora_triton,
 )
 from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks
+from kernels.quantize import quantize_rows_reference
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 from tests.kernels.lora import Case, captured, product, rows_of
 
@@ -88,6 +89,19 @@ def test_padded_tables_of_captured_launches(case: Case, device: torch.device) ->
     torch.testing.assert_close(found, row_by_row(y, x, given, rows).float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_input_in_fp8(case: Case, shuffled: bool, device: torch.device) -> None:
+    """Codes are multiplied as they are, and sums by the rows' scales."""
+    given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=shuffled), tensors(case, device)
+    codes, scales = quantize_rows_reference(x * 10)
+    expected = row_by_row(y, codes.float() * scales, given, rows).float()
+    for shrink, expand in ((shrink_lora_reference, expand_lora_reference), (shrink_lora_triton, expand_lora_triton)):
+        delta = shrink(codes, given, rows, scales)
+        found = y.clone() if delta is None else expand(y.clone(), delta)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
 @pytest.fixture
 def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter multiply bfloat16, whose bits ``tl.dot`` takes for integers there."""
@@ -139,11 +153,15 @@ def test_arguments_are_checked(device: torch.device) -> None:
         add_lora_triton(y, x[:, 1:], given, rows)
     with pytest.raises(ValueError, match=r"inner is torch.float32, where torch.float16 is expected"):
         add_lora_triton(y.half(), x, given, rows)
+    with pytest.raises(ValueError, match=r"scales has shape \[1, 70\], where \[70, 1\] is expected"):
+        shrink_lora_triton(x.to(torch.float8_e4m3fn), given, rows, torch.ones(1, len(x), device=device))
+    with pytest.raises(ValueError, match=r"x is torch.float32, where torch.float8_e4m3fn is expected"):
+        shrink_lora_triton(x, given, rows, torch.ones(len(x), 1, device=device))
     with pytest.raises(ValueError, match=r"y has shape \[70, 129\], where \[70, 130\] is expected"):
         add_lora_triton(y[:, 1:], x, given, rows)
     with pytest.raises(ValueError, match=r"largest rank is 15, where a multiple of 8 is expected"):
         add_lora_triton(y, x, given, rows._replace(most_rank=15))
-    with pytest.raises(ValueError, match=r"weights is torch.float16"):
+    with pytest.raises(ValueError, match=r"x is torch.float32, where torch.float16 is expected"):
         add_lora_triton(y, x, given._replace(weights=given.weights.half()), rows)
     with pytest.raises(ValueError, match=r"a multiple of 16"):
         add_lora_triton(y, x, given._replace(weights=given.weights[:, 1:].contiguous()), rows)
@@ -170,16 +188,18 @@ IMPORTS = """
 import torch
 from kernels.lora import expand_lora_triton, shrink_lora_triton
 from tests.kernels.lora import Case, product, rows_of
-def launch(count, inputs, parts, dtype):
+def launch(count, inputs, parts, dtype, fp8=False):
     case = Case((16,), (0, count), inputs, parts)
     x, y = torch.empty((count, inputs), dtype=dtype), torch.empty((count, sum(parts)), dtype=dtype)
-    expand_lora_triton(y, shrink_lora_triton(x, product(case, x.device, dtype), rows_of(case, x.device)))
+    scales = torch.empty((count, 1)) if fp8 else None
+    x = x.to(torch.float8_e4m3fn) if fp8 else x
+    expand_lora_triton(y, shrink_lora_triton(x, product(case, x.device, dtype), rows_of(case, x.device), scales))
 """
 
 
 @pytest.mark.slow
 def test_compiles_for_hopper() -> None:
-    """With Qwen3-8B's shapes: without spills; in bfloat16 on tensor cores, and with loads of 16 bytes."""
+    """With Qwen3-8B's shapes: without spills; in bfloat16 on tensor cores, and with loads of 16 bytes, or 8 of codes."""
     shapes = [(4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))]
     launches = [
         f"launch({rows}, {inputs}, {parts}, torch.{dtype})"
@@ -187,6 +207,7 @@ def test_compiles_for_hopper() -> None:
         for rows in (4, 1000)
         for dtype in ("bfloat16", "float32")
     ]
+    launches += [f"launch({rows}, 4096, (12288, 12288), torch.bfloat16, fp8=True)" for rows in (4, 1000)]
     for launch, kernels in zip(launches, compiled(IMPORTS, *launches), strict=True):
         assert [kernel["name"] for kernel in kernels] == ["_shrink", "_expand"]
         for kernel in kernels:
@@ -194,6 +215,6 @@ def test_compiles_for_hopper() -> None:
             assert kernel["shared"] <= SHARED_MEMORY
             assert "float32" in launch or "mma" in kernel["ptx"], (launch, kernel["name"])
         shrink, expand = (kernel["ptx"] for kernel in kernels)
-        assert set(re.findall(r"cp\.async\.c.*?(0x\w+)", shrink)) == {"0x10"}, launch
+        assert set(re.findall(r"cp\.async\.c.*?(0x\w+)", shrink)) - ({"0x8"} if "fp8" in launch else set()) == {"0x10"}, launch
         assert re.search(r"ld\.global[.\w]*\.v4\.b32", expand), launch
         assert not re.search(r"ld\.global[.\w]*\.b16", expand), launch

@@ -32,8 +32,8 @@ READERS = {"qk_norm_rope_write": 4, "silu_mul": 3}
 
 
 def additions(config: ModelConfig, rank: int = RANK, *, fused: bool = True, fp8: bool = False) -> list[Kernel]:
-    """Kernels of the additions in one step. ``fused``: additions to the large products are made in the operations behind them, as far
-    as these can. ``fp8``: the base's products are in FP8, whose inputs are codes but for ``o_proj``.
+    """Kernels of the additions in one step. ``fused``: additions to the large products are made in the operations behind them, as
+    far as these can. ``fp8``: the base's products are in FP8, whose inputs are codes but for ``o_proj``.
 
     A step without adapters has the launches and the other bytes of these operations as well.
     """

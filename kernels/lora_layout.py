@@ -15,7 +15,7 @@ RANK_ALIGNMENT = 8
 """Ranks are multiples of it, padded with zeros, so that kernels load 16 bytes of a row of B in 16-bit dtypes."""
 MOST_PARTS = 3
 ROW_BLOCKS = 16, 64
-"""Rows of a block: where runs have :data:`FEW_ROWS` or fewer on average, and where they have more."""
+"""Rows of a block: where runs, and rows without an adapter, have :data:`FEW_ROWS` or fewer on average, and where they have more."""
 FEW_ROWS = 32
 NO_ADAPTER = -1
 """Slot of rows without an adapter."""
@@ -90,13 +90,13 @@ def padded_rank(rank: int) -> int:
 def block_runs(runs: Sequence[LoraRun], rows: int, size: int | None = None) -> tuple[npt.NDArray[np.int64], int]:
     """Cut ``rows`` rows into blocks: :attr:`LoraRows.blocks` on the host as [blocks, 3], and :attr:`LoraRows.size`.
 
-    ``size``: of the blocks; None for the one that suits the runs.
+    ``size``: of the blocks; None for the one that suits the rows.
     """
-    size = size or ROW_BLOCKS[sum(run.end - run.begin for run in runs) > FEW_ROWS * len(runs)]
     pieces, begin = [], 0
     for run in (*runs, LoraRun(NO_ADAPTER, rows, rows)):
         pieces += [LoraRun(NO_ADAPTER, begin, run.begin), run]
         begin = run.end
+    size = size or ROW_BLOCKS[rows > FEW_ROWS * sum(piece.begin < piece.end for piece in pieces)]
     slots, begins, ends = np.array(pieces, np.int64).T
     counts = -(-(ends - begins) // size)
     before = np.repeat(np.cumsum(counts) - counts, counts)

@@ -138,7 +138,7 @@ def test_blocks_have_each_row_once_and_one_slot(lengths: tuple[int, ...], behind
     runs = [LoraRun(slot + 2, *bounds) for slot, bounds in enumerate(itertools.pairwise(ends))]
     count = ends[-1] + behind
     blocks, size = block_runs(runs, count)
-    assert size == ROW_BLOCKS[sum(lengths) > FEW_ROWS * len(lengths)]
+    assert size == ROW_BLOCKS[count > FEW_ROWS * (len(lengths) + 1 + (behind > 0 and len(lengths) > 0))]
     assert len(blocks) <= most_blocks(count, len(runs), size)
     assert all(0 < end - first <= size for _, first, end in blocks.tolist())
     found = [(slot, row) for slot, first, end in blocks.tolist() for row in range(first, end)]

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.gelu_mul import gelu_mul_reference
-from kernels.lora import RANK_TILE, UNIT, check_delta, entry, expand_lora_reference, expanded_pair, orders, tables
+from kernels.lora import check_delta, expand_lora_reference, orders, tables
 from kernels.lora_layout import ROW_BLOCKS, LoraDelta
+from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 from kernels.silu_mul import gated, silu_mul_reference
-
-REGISTERS = 128
-"""Of a thread. Two programs of eight warps share a multiprocessor then, so that one loads while the other computes."""
 
 
 def lora_gate(gate_up: Tensor, delta: LoraDelta, *, gelu: bool) -> Tensor:

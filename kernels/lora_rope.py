@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.lora import RANK_TILE, UNIT, check_delta, entry, expand_lora_reference, expanded_pair, tables
+from kernels.lora import check_delta, expand_lora_reference, tables
 from kernels.lora_layout import ROW_BLOCKS, LoraDelta
+from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
 from kernels.qk_norm_rope import check_qk_norm_rope, qk_norm_rope_write_reference
 from kernels.runtime import jit, launches, power_of_two, tl
 
@@ -89,7 +90,7 @@ def lora_rope_write_triton(
     warps = min(16, max(4, rows.size * half // (256 if qkv.dtype == torch.float32 else 512)))
     _lora_rope_write[-(-all_heads // head_tile), len(rows.blocks) // 3](
         qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, *tables(delta), product.inputs, parts, heads, kv_heads,
-        head_dim // 2, cos.shape[1], rows.size, head_tile, half, RANK_TILE, num_warps=warps, num_stages=2,
+        head_dim // 2, cos.shape[1], rows.size, head_tile, half, RANK_TILE, num_warps=warps, num_stages=2, maxnreg=REGISTERS,
     )  # fmt: skip
     return q
 
@@ -150,9 +151,9 @@ def _lora_rope_write(
             part = 0
             if PARTS > 1:
                 part = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
-            own = b + head * 2 * HALF * rank
+            column = head * 2 * HALF
             first_delta, second_delta = expanded_pair(
-                inner + row * width * UNIT + part * rank, 0, own + left * rank, own + right * rank,
+                inner + row * width * UNIT + part * rank, 0, b + (column + left) * rank, b + (column + right) * rank,
                 rank, real, inside, True, ROW_TILE, BLOCK, RANK_TILE,
             )  # fmt: skip
             first = first.to(tl.float32) + first_delta

@@ -92,7 +92,7 @@ def qk_norm_rope_write_triton(
 
     Raises ValueError for other shapes, dtypes, devices or layouts. Slots are not checked: that would wait for the GPU.
     """
-    _check(qkv, q_weight, k_weight, cos, sin, keys, values, slots, scales)
+    check_qk_norm_rope(qkv, q_weight, k_weight, cos, sin, keys, values, slots, scales)
     tokens, rows, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = rows - 2 * kv_heads
@@ -107,7 +107,7 @@ def qk_norm_rope_write_triton(
     return q
 
 
-def _check(
+def check_qk_norm_rope(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -118,6 +118,7 @@ def _check(
     slots: Tensor,
     scales: Tensor | None,
 ) -> None:
+    """What kernels of this operation expect of their arguments. Raises ValueError otherwise."""
     expect_device("qkv", qkv)
     if qkv.dim() != 3 or keys.dim() != 3 or qkv.shape[1] <= 2 * keys.shape[1] or qkv.shape[2] % 2:
         raise ValueError(

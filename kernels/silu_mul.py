@@ -72,12 +72,18 @@ def _silu_mul(
     start = gate_up + token * 2 * SIZE
     gate = tl.load(start + columns, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(start + SIZE + columns, mask=kept, other=0.0).to(tl.float32)
-    slope = gate
-    if GELU:  # x · (1 + tanh(y)) / 2 = x · sigmoid(2y)
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 · sqrt(2 / pi)
-        slope = tl.maximum(slope, -80.0)  # the exponential of more overflows
-    rows = gate * tl.sigmoid(slope) * up
+    rows = gated(gate, up, GELU)
     if scales is not None:
         rows, row_scales = row_codes(rows)
         tl.store(scales + token + tl.arange(0, 1), row_scales)
     tl.store(out + token * SIZE + columns, rows.to(out.dtype.element_ty), mask=kept)
+
+
+@jit()
+def gated(gate: tl.tensor, up: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """Part of kernels: ``silu(gate) · up``, or ``gelu(gate) · up``; float32."""
+    slope = gate
+    if GELU:  # x · (1 + tanh(y)) / 2 = x · sigmoid(2y)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 · sqrt(2 / pi)
+        slope = tl.maximum(slope, -80.0)  # the exponential of more overflows
+    return gate * tl.sigmoid(slope) * up

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.engine.budget_guided import guided_table, survivors_table
-from benchmarks.engine.h200 import ATTENTION, BANDWIDTH, BF16, COPIES, FP8, PRODUCTS, QUANTIZED_PRODUCTS
+from benchmarks.engine.budget_kernels import Kernel, kernels_table
+from benchmarks.engine.budget_lora import adapter_programs_table, additions, shares_table
+from benchmarks.engine.h200 import ATTENTION, BF16, FP8, PRODUCTS, QUANTIZED_PRODUCTS
 from benchmarks.engine.subject import QWEN3_06B
 from engine.models.config import ModelConfig
 from engine.runner.graphs import BUCKETS
@@ -29,23 +30,6 @@ SHORT_QUERY = 20
 """Tokens of a query that follows cached items of :data:`ITEM` tokens."""
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
 """Rows and keys of one block of the attention kernel in 16 bits (:mod:`kernels.paged_attention`)."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """All launches of one kernel in a step."""
-
-    name: str
-    launches: int
-    bytes: float
-    flops: float = 0.0
-    rate: float = PRODUCTS * BF16
-    """Operations a second."""
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time, without the gaps between launches."""
-        return max(self.flops / self.rate, self.bytes / (COPIES * BANDWIDTH))
 
 
 def segments() -> tuple[list[int], list[int]]:
@@ -132,20 +116,7 @@ def step(
 
 def step_table(*, fp8: bool, work: tuple[list[int], list[int]] | None = None) -> str:
     """The table of one number format. work: see :func:`step`."""
-    kernels = step(QWEN3_06B, fp8=fp8, work=work)
-    lines = [
-        "| kernel | launches | GB | TFLOP | limit | predicted ms | measured ms |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for kernel in kernels:
-        limit = "operations" if kernel.flops / kernel.rate > kernel.bytes / (COPIES * BANDWIDTH) else "bytes"
-        numbers = f"{kernel.bytes / 1e9:.2f} | {kernel.flops / 1e12:.2f} | {limit} | {1000 * kernel.seconds:.2f}"
-        lines.append(f"| {kernel.name} | {kernel.launches} | {numbers} | |")
-    whole = [
-        sum(values) for values in zip(*((each.launches, each.bytes, each.flops, each.seconds) for each in kernels), strict=True)
-    ]
-    lines.append(f"| **all** | {whole[0]:.0f} | {whole[1] / 1e9:.2f} | {whole[2] / 1e12:.2f} | | **{1000 * whole[3]:.2f}** | |")
-    return "\n".join(lines) + "\n"
+    return kernels_table(step(QWEN3_06B, fp8=fp8, work=work))
 
 
 def savings_table() -> str:
@@ -175,10 +146,9 @@ def catalogue_table() -> str:
     for fp8, kept, rows in ((False, 2, 128), (False, 1, 128), (False, 2, 64), (False, 1, 64), (True, 1, 64)):
         kernels = step(QWEN3_06B, fp8=fp8, work=catalogue(), kept=kept, block_rows=rows)
         attention = next(kernel for kernel in kernels if kernel.name == "attention")
-        limit = "operations" if attention.flops / attention.rate > attention.bytes / (COPIES * BANDWIDTH) else "bytes"
         seconds = sum(kernel.seconds for kernel in kernels)
         name = f"products in {'FP8' if fp8 else 'bf16'}, KV in {'bf16' if kept == 2 else 'FP8'}, {rows} rows a block"
-        numbers = f"{attention.bytes / 1e9:.1f} | {1000 * attention.seconds:.2f} | {limit} | {1000 * seconds:.2f}"
+        numbers = f"{attention.bytes / 1e9:.1f} | {1000 * attention.seconds:.2f} | {attention.limit} | {1000 * seconds:.2f}"
         lines.append(f"| {name} | {numbers} | {len(catalogue()[0]) / seconds:,.0f} |")
     return "\n".join(lines) + "\n"
 
@@ -217,6 +187,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "catalogue": catalogue_table,
     "guided steps": guided_table,
     "survivors": survivors_table,
+    "adapters": lambda: kernels_table(additions(QWEN3_06B), digits=3),
+    "programs of adapters": adapter_programs_table,
+    "shares of adapters": lambda: shares_table(lambda each: step(each.config, fp8=each.fp8)),
 }
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.lora import LoraMatrices, LoraProduct, LoraRows, LoraRun, add_lora, add_lora_reference, block_runs
+from kernels.lora import add_lora, expand_lora_reference, shrink_lora, shrink_lora_reference
+from kernels.lora_gate import lora_gate
+from kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
+from kernels.lora_rope import lora_rope_write
 
 ADAPTERS = 16
 PRODUCTS = {
@@ -22,12 +25,16 @@ PRODUCTS = {
 
 
 def rows(gpu: Gpu) -> Iterator[Row]:
-    """A step of 43 items of 192 tokens, and decoding steps, with eager PyTorch as comparison; then larger ranks."""
+    """A step of 43 items of 192 tokens, and decoding steps, with eager PyTorch as comparison; then larger ranks, and the operations
+    that make additions. The latter are to be compared with ``silu_mul`` and ``qk_norm_rope_write``."""
     for name, (inputs, parts) in PRODUCTS.items():
         for count in (43 * 192, 256, ADAPTERS):
             yield from _at(gpu, name, inputs, parts, count, 16)
     for rank in (64, 128):
         yield from _at(gpu, "gate_up_proj", *PRODUCTS["gate_up_proj"], 43 * 192, rank)
+    for count, rank in ((43 * 192, 16), (43 * 192, 64), (43 * 192, 128), (256, 16), (ADAPTERS, 16)):
+        yield _gate(gpu, count, rank)
+        yield _rope(gpu, count, rank)
 
 
 def _at(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, rank: int) -> Iterator[Row]:
@@ -37,9 +44,39 @@ def _at(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, ra
     # x, the shrunk rows written and read, y read and written, and the matrices.
     moved = 2 * (count * (inputs + 2 * len(parts) * rank + 2 * outputs) + ADAPTERS * rank * (len(parts) * inputs + outputs))
     shape = f"{name}, [{count}, {inputs}] · {ADAPTERS} of rank {rank}"
-    operations: dict[str, Callable[..., Tensor]] = {"add_lora": add_lora, "add_lora, eager": add_lora_reference}
+    operations: dict[str, Callable[..., Tensor]] = {"add_lora": add_lora, "add_lora, eager": _add_eagerly}
     for label, operation in operations.items():
         yield gpu.moved(label, shape, moved, partial(operation, y, x, product, given))
+
+
+def _add_eagerly(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> Tensor:
+    delta = shrink_lora_reference(x, product, rows)
+    assert delta is not None
+    return expand_lora_reference(y, delta)
+
+
+def _gate(gpu: Gpu, count: int, rank: int) -> Row:
+    inputs, parts = PRODUCTS["gate_up_proj"]
+    delta = shrink_lora(torch.randn(count, inputs, device="cuda").bfloat16(), _product(inputs, parts, rank), _rows(count))
+    assert delta is not None
+    gate_up = torch.randn(count, sum(parts), device="cuda").bfloat16()
+    moved = 2 * (count * (3 * parts[0] + len(parts) * rank) + ADAPTERS * rank * sum(parts))
+    shape = f"[{count}, 2 · {parts[0]}], {ADAPTERS} of rank {rank}"
+    return gpu.moved("lora_gate", shape, moved, lambda: lora_gate(gate_up, delta, gelu=False))
+
+
+def _rope(gpu: Gpu, count: int, rank: int, head_dim: int = 128) -> Row:
+    inputs, parts = PRODUCTS["qkv_proj"]
+    delta = shrink_lora(torch.randn(count, inputs, device="cuda").bfloat16(), _product(inputs, parts, rank), _rows(count))
+    assert delta is not None
+    heads, kv_heads, _ = (columns // head_dim for columns in parts)
+    qkv = torch.randn(count, heads + 2 * kv_heads, head_dim, device="cuda").bfloat16()
+    weight, angles = torch.ones(head_dim, device="cuda").bfloat16(), torch.randn(count, head_dim // 2, device="cuda")
+    keys, values = torch.zeros(2, 2 * count, kv_heads, head_dim, device="cuda").bfloat16()
+    given = weight, weight, 1e-6, angles.cos(), angles.sin(), keys, values, torch.randperm(2 * count, device="cuda")[:count]
+    moved = 4 * qkv.numel() + 8 * angles.numel() + 8 * count + 2 * (count * len(parts) * rank + ADAPTERS * rank * sum(parts))
+    shape = f"[{count}, {heads} + 2 · {kv_heads}, {head_dim}], {ADAPTERS} of rank {rank}"
+    return gpu.moved("lora_rope_write", shape, moved, lambda: lora_rope_write(qkv, delta, *given))
 
 
 def _product(inputs: int, parts: tuple[int, ...], rank: int) -> LoraProduct:
@@ -63,5 +100,5 @@ def _rows(count: int) -> LoraRows:
     """Runs of about equal length."""
     ends = [count * number // ADAPTERS for number in range(ADAPTERS + 1)]
     runs = tuple(LoraRun(slot, ends[slot], ends[slot + 1]) for slot in range(ADAPTERS))
-    blocks, size = block_runs(runs)
-    return LoraRows(runs, torch.from_numpy(blocks).reshape(-1).cuda(), size)
+    blocks, size = block_runs(runs, count)
+    return LoraRows(runs, torch.tensor(blocks.reshape(-1).tolist(), device="cuda"), size)

@@ -15,6 +15,7 @@ from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_spec import PLAIN, AttentionSpec
+from kernels.lora_rope import lora_rope_write
 from kernels.qk_norm_rope import qk_norm_rope_write
 
 MOST_SLOTS = 1 << 20
@@ -56,6 +57,10 @@ class AttentionBackend(ABC):
         ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys.
         """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
+        if heads.delta is not None:
+            assert self.kv.scales is None, "adapters exclude keys and values in FP8"
+            given = heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin
+            return lora_rope_write(heads.qkv, heads.delta, *given, keys, values, out_cache_loc)
         scales = None if self.kv.scales is None else self.kv.scales[layer]
         return self.make_ready(
             heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from engine import wire
 from engine.lora.blank import blank_adapter
 from engine.lora.captured import CapturedRows
@@ -60,8 +62,13 @@ def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory |
     size = (capacity + len(modules) * layout.vocab_size * layout.hidden_size) * weight.dtype.itemsize / 2**20
     logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
     rows = StepRows()
-    adapt(decoder, layout, rows, slots.products, embeddings="embed_tokens" in modules)
+    adapt(decoder, layout, rows, slots.products, fused=_fuses(weight.device), embeddings="embed_tokens" in modules)
     return AdapterMemory(layout, slots, rows, settings.max_lora_rank)
+
+
+def _fuses(device: torch.device) -> bool:
+    """Whether operations behind projections make additions. On a CPU, this would save nothing."""
+    return device.type == "cuda"
 
 
 def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: EngineSettings, info: wire.Info) -> AdapterRegistry:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.lora.linear import StepRows
 from engine.lora.slots import DeviceSlots
-from kernels.lora import FEW_ROWS, ROW_BLOCKS, LoraRows, block_runs, most_blocks
+from kernels.lora_layout import FEW_ROWS, ROW_BLOCKS, LoraRows, block_runs, most_blocks, padded_rank
 
 COLUMNS = 3
 """Numbers of a block."""
@@ -24,7 +24,7 @@ class CapturedRows:
 
     def __init__(self, step: StepRows, slots: DeviceSlots, max_rank: int, buckets: Sequence[int]) -> None:
         """``step``: the rows that the projections read. ``buckets``: tokens of the captured steps."""
-        self._step, self._places, self._max_rank = step, slots.count, max_rank
+        self._step, self._places, self._max_rank = step, slots.count, padded_rank(max_rank)
         # The largest bucket has large blocks, so that the kernels of both sizes are compiled while graphs are captured.
         self._few = min(FEW_ROWS * self._places, max(FEW_ROWS, max(buckets) - 1))
         numbers = max(COLUMNS * self._blocks(tokens) for tokens in buckets)
@@ -49,7 +49,7 @@ class CapturedRows:
     def fill(self, tokens: int) -> None:
         """Queue the copy of the blocks of the step that is being launched, padded for a graph of ``tokens``."""
         assert self._step.all is not None
-        blocks, _ = block_runs(self._step.all.runs, self._size(tokens))
+        blocks, _ = block_runs(self._step.all.runs, tokens, self._size(tokens))
         table = self._within(tokens)
         packed = torch.zeros(len(table), dtype=torch.int64, pin_memory=table.is_cuda)
         packed[: blocks.size] = torch.from_numpy(blocks.reshape(-1))

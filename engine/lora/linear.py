@@ -1,4 +1,9 @@
-"""The layers' linear projections, with the additions of the adapters of a step."""
+"""The layers' linear projections, with the additions of the adapters of a step.
+
+On a GPU, the operation behind a large projection makes its additions: the gate those of gate and up, and the kernel that rotates
+and writes keys those of queries, keys and values. Operations that need whole rows do not: a gate that quantises its rows to FP8,
+and a norm over all heads.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.device.transfer import Copy
 from engine.lora.layout import Layout
-from engine.models.decoder import Decoder, Rows
-from kernels.lora import LoraProduct, LoraRows, LoraRun, add_lora
+from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
+from engine.models.modules import Unadded
+from kernels.gelu_mul import gelu_mul
+from kernels.lora import expand_lora, shrink_lora
+from kernels.lora_gate import lora_gate
+from kernels.lora_layout import LoraProduct, LoraRows, LoraRun
+from kernels.silu_mul import silu_mul
 
 
 class UploadedRows(NamedTuple):
@@ -53,25 +62,35 @@ class StepRows:
 class AdaptedLinear(nn.Module):
     """A projection of any format, and the additions of adapters in the model's dtype."""
 
-    def __init__(self, base: nn.Module, step: StepRows, product: LoraProduct, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, step: StepRows, product: LoraProduct, *, defers: bool) -> None:
+        """``defers``: leave the additions to the operation behind the projection."""
         super().__init__()
         self.base = base
-        self._step, self._product, self._dtype = step, product, dtype
+        self.defers = defers
+        self._step, self._product = step, product
 
-    def forward(self, x: Rows) -> Tensor:
+    def forward(self, x: Rows) -> Tensor | Unadded:
         """[rows, in] -> [rows, out]"""
         y: Tensor = self.base(x)
         step = self._step
         if step.tokens == 0:
             return y
-        return add_lora(y, self._plain(x), self._product, step.of(len(y)))
+        rows, scales = (x, None) if isinstance(x, Tensor) else x
+        delta = shrink_lora(rows, self._product, step.of(len(y)), scales)
+        if delta is None:
+            return y
+        return Unadded(y, delta) if self.defers else expand_lora(y, delta)
 
-    def _plain(self, x: Rows) -> Tensor:
-        """Rows in the model's dtype; those of FP8 are the values that the base multiplies."""
-        if isinstance(x, Tensor):
-            return x
-        codes, scales = x
-        return (codes.float() * scales).to(self._dtype)
+
+class AdaptedGate:
+    """The gate of an MLP, which may have additions to make to gate and up."""
+
+    def __init__(self, mlp: MLP) -> None:
+        self._plain, self._gelu = mlp.gate, mlp.gelu
+
+    def __call__(self, gate_up: Tensor | Unadded) -> Rows:
+        """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
+        return lora_gate(*gate_up, gelu=self._gelu) if isinstance(gate_up, Unadded) else self._plain(gate_up)
 
 
 class AdaptedEmbedding(nn.Module):
@@ -95,12 +114,31 @@ class AdaptedEmbedding(nn.Module):
         return x
 
 
-def adapt(decoder: Decoder, layout: Layout, step: StepRows, products: Sequence[LoraProduct], *, embeddings: bool = False) -> None:
-    """Replace the projections of ``decoder``, and its embedding where adapters may have their own. ``products``: in the order of
-    the layout."""
+def adapt(
+    decoder: Decoder,
+    layout: Layout,
+    step: StepRows,
+    products: Sequence[LoraProduct],
+    *,
+    fused: bool = False,
+    embeddings: bool = False,
+) -> None:
+    """Replace the projections of ``decoder``, and its embedding where adapters may have their own.
+
+    ``products``: in the order of the layout. ``fused``: let the operations behind the large projections make their additions.
+    """
     if embeddings:
         decoder.set_submodule("embed", AdaptedEmbedding(decoder.embed, step))
-    dtype = decoder.embed.weight.dtype
     for product, own in zip(layout.products, products, strict=True):
         layer = decoder.layers[product.layer]
-        layer.set_submodule(product.module, AdaptedLinear(layer.get_submodule(product.module), step, own, dtype))
+        assert isinstance(layer, DecoderLayer)
+        defers = fused and _can_defer(layer, product.module)
+        layer.set_submodule(product.module, AdaptedLinear(layer.get_submodule(product.module), step, own, defers=defers))
+        if defers and isinstance(layer.mlp, MLP) and product.module == "mlp.gate_up_proj":
+            layer.mlp.gate = AdaptedGate(layer.mlp)
+
+
+def _can_defer(layer: DecoderLayer, module: str) -> bool:
+    if module == "mlp.gate_up_proj":
+        return isinstance(layer.mlp, MLP) and layer.mlp.gate in (silu_mul, gelu_mul)
+    return module == "attention.qkv_proj" and not layer.attention.over_heads

@@ -24,7 +24,7 @@ from engine.lora.config import AdapterConfig
 from engine.lora.errors import AdapterError
 from engine.lora.layout import WHOLE, Layout
 from engine.lora.tensors import MAX_HEADER, StoredTensor
-from kernels.lora import ALIGNMENT
+from kernels.lora_layout import ALIGNMENT, padded_rank
 
 MAX_CLASSES = 4096
 MOST_OTHERS = 1024
@@ -169,11 +169,11 @@ class AdapterReader:
             raise AdapterError("task_type is SEQ_CLS, and neither the adapter nor the model has a classification head (score).")
 
     def _table(self, pairs: Mapping[tuple[int, str], Pair]) -> Table:
-        """[2, products]: begin and rank of each product's matrices."""
+        """[2, products]: begin and rank of each product's matrices, as they are kept."""
         ranks = [0] * len(self.layout.products)
         for place, pair in pairs.items():
             index = self.layout.places[place][0]
-            ranks[index] = max(ranks[index], pair["A"].shape[0])
+            ranks[index] = max(ranks[index], padded_rank(pair["A"].shape[0]))
         return places_of(self.layout, ranks)
 
     def _numbers(self, ranks: Table) -> int:
@@ -215,11 +215,11 @@ class AdapterReader:
 
 def capacity_of(layout: Layout, rank: int) -> int:
     """Numbers of an adapter of this rank on all projections."""
-    return sum(_aligned(product.numbers(rank)) for product in layout.products)
+    return sum(_aligned(product.numbers(padded_rank(rank))) for product in layout.products)
 
 
 def places_of(layout: Layout, ranks: Sequence[int]) -> Table:
-    """:attr:`LoadedAdapter.table` of an adapter with these ranks, [products]."""
+    """:attr:`LoadedAdapter.table` of an adapter with these ranks as they are kept, [products]."""
     sizes = [_aligned(product.numbers(rank)) for product, rank in zip(layout.products, ranks, strict=True)]
     return np.array([np.cumsum([0, *sizes[:-1]]), ranks], np.int64)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.lora.adapter import LoadedAdapter
 from engine.lora.layout import WHOLE, Layout, Product
-from kernels.lora import LoraMatrices, LoraProduct
+from kernels.lora_layout import LoraMatrices, LoraProduct
 
 
 class DeviceSlots:

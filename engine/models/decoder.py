@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from engine.models import weight_names
 from engine.models.config import ModelConfig
 from engine.models.experts import Experts
-from engine.models.modules import Embedding, Linear, RMSNorm, Sum, TokenHead
+from engine.models.modules import Embedding, Linear, RMSNorm, Sum, TokenHead, Unadded
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedWeight, linear
+from kernels.lora_layout import LoraDelta
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
@@ -44,9 +45,12 @@ class Heads:
     cos: Tensor
     """[tokens, rotary_dim / 2] float32, like sin; the other elements of a head are not rotated"""
     sin: Tensor
+    delta: LoraDelta | None = None
+    """Additions of LoRA adapters to ``qkv``, which come first; None where there are none, and where gradients are computed"""
 
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v), queries and keys normalised and rotated; differentiable."""
+        assert self.delta is None
         q, k, v = torch.split(self.qkv, [self.qkv.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_weight is not None and self.k_weight is not None:
             q, k = rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
@@ -89,8 +93,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, rotary_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
-        qkv: Tensor = self._normed(self.qkv_proj(x))
-        heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin)
+        projected: Tensor | Unadded = self.qkv_proj(x)
+        qkv, delta = projected if isinstance(projected, Unadded) else (self._normed(projected), None)
+        heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin, delta)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
         return self.o_proj(_some(out.flatten(1), rows))  # type: ignore[no-any-return]
 
@@ -103,11 +108,11 @@ class Attention(nn.Module):
         q, k, v = torch.split(qkv, [heads * self.head_dim for heads in self.split], dim=1)
         return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
 
-    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, delta: LoraDelta | None) -> Heads:
         kv_heads = self.split[1]
         if self.over_heads or self.q_norm is None or self.k_norm is None:
-            return Heads(qkv, kv_heads, None, None, 0.0, cos, sin)
-        return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin)
+            return Heads(qkv, kv_heads, None, None, 0.0, cos, sin, delta)
+        return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin, delta)
 
 
 class MLP(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from kernels.linear import PackedWeight, linear
+from kernels.lora_layout import LoraDelta
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.soft_cap import soft_cap
 
@@ -22,6 +23,14 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
         return linear(x, self.weight, self.bias)
+
+
+class Unadded(NamedTuple):
+    """Output of a projection, and additions of LoRA adapters that the operation behind it makes."""
+
+    y: Tensor
+    """[rows, out]"""
+    delta: LoraDelta
 
 
 class Embedding(nn.Embedding):

@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.modules import TokenHead
 from engine.requests.core import Branch
 from kernels.linear import linear
-from kernels.lora import LoraRun, block_runs
+from kernels.lora_layout import LoraRun, block_runs
 
 
 class StepAdapters:
@@ -59,11 +59,11 @@ class StepAdapters:
         lengths = [segment.tokens.size for segment in batch.segments]
         slots = np.repeat([self._slot(segment) for segment in batch.segments], lengths)
         assert len(slots) == batch.tokens
-        own = slots[np.asarray(read, np.int64)]
+        own = slots[np.asarray(read or [0], np.int64)]  # one row is computed where none is read
         order = np.argsort(own, kind="stable")
-        self._rows.all = _uploaded(_runs(slots), upload)
+        self._rows.all = _uploaded(slots, upload)
         self._rows.embeddings = tuple(self._embeddings(self._rows.all.runs))
-        self._rows.read = _uploaded(_runs(own[order]), upload, upload.add(order))
+        self._rows.read = _uploaded(own[order], upload, upload.add(order))
 
     def _embeddings(self, runs: Sequence[LoraRun]) -> Iterator[tuple[int, int, Tensor]]:
         assert self._slots is not None
@@ -117,8 +117,10 @@ def _own_token_head(branch: Branch) -> str | None:
     return None if adapter is None or "lm_head" not in adapter.modules else adapter.digest
 
 
-def _uploaded(runs: tuple[LoraRun, ...], upload: Upload, order: Copy | None = None) -> UploadedRows:
-    blocks, size = block_runs(runs)
+def _uploaded(slots: npt.NDArray[np.int64], upload: Upload, order: Copy | None = None) -> UploadedRows:
+    """``slots``: of each row, in order."""
+    runs = _runs(slots)
+    blocks, size = block_runs(runs, len(slots))
     return UploadedRows(runs, upload.add(blocks), size, order)
 
 

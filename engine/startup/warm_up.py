@@ -21,7 +21,7 @@ from engine.models.errors import ModelError
 from engine.runner.graphs import BUCKETS
 from engine.scheduling.scheduler import Budget
 from kernels.label_logprobs import ROW_TILES
-from kernels.lora import FEW_ROWS
+from kernels.lora_layout import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,8 +17,8 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
+from kernels import lora, lora_gate, lora_rope
 from kernels.int8 import instructions
-from kernels.lora import add_lora_triton
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.test_loop import run, tokens_of
@@ -143,19 +144,34 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
     assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
 
 
-def test_kernels_equal_merged_weights(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, on the tables that the engine makes, while adapters change their slots."""
+@pytest.mark.parametrize(
+    ("kernels", "fused"),
+    [
+        pytest.param(True, True, id="fused kernels"),
+        pytest.param(True, False, marks=pytest.mark.slow, id="kernels"),
+        pytest.param(False, True, id="fused references"),
+        pytest.param(False, False, id="references"),
+    ],
+)
+def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the tables that the engine makes, while adapters change their slots; ``kernels``: in Triton's interpreter."""
     pytest.importorskip("triton")
-    launched: list[int] = []
+    monkeypatch.setattr("engine.lora.build._fuses", lambda device: fused)
+    launched: dict[str, set[int]] = {}
 
-    def launch(*given: Any) -> torch.Tensor:
-        launched.append(len(given[0]))
-        return add_lora_triton(*given)
+    def watch(module: ModuleType, name: str) -> None:
+        operation = getattr(module, f"{name}_triton" if kernels else f"{name}_reference")
 
-    for name in ("add_lora_reference", "add_lora_triton"):
-        monkeypatch.setattr(f"kernels.lora.{name}", launch)
-    loop = build(model, max_loras_device=2)
-    prefix, branches = list(range(10, 20)), [[3], [4, 5, 6]]
+        def launch(rows: torch.Tensor, *given: Any, **named: Any) -> Any:
+            launched.setdefault(name, set()).add(len(rows))
+            return operation(rows, *given, **named)
+
+        monkeypatch.setattr(module, f"{name}_reference", launch)
+
+    for module, name in ((lora, "shrink_lora"), (lora, "expand_lora"), (lora_gate, "lora_gate"), (lora_rope, "lora_rope_write")):
+        watch(module, name)
+    loop = build(model, max_loras_device=2, max_batched_tokens=16)
+    prefix, branches = list(range(10, 28)), [[3], [4, 5, 6]]
     messages = [
         wire.Score(str(index), prefix, branches, wire.Labels(LABELS), adapter=each) for index, each in enumerate(digests(loop))
     ]
@@ -163,7 +179,12 @@ def test_kernels_equal_merged_weights(model: Model, monkeypatch: pytest.MonkeyPa
     for index, merged in enumerate(model.merged):
         wanted = expected_logprobs(merged, prefix, branches)
         torch.testing.assert_close(torch.tensor(rows[str(index)]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
-    assert len(set(launched)) > 1, "of all rows, and of those that are read"
+    assert {1, 16} <= launched["shrink_lora"], "of all rows, and of one row where none is read"
+    assert len(launched["expand_lora"]) > 1, "of other projections"
+    over_heads = loop._runner._decoder.config.qk_norm_over_heads
+    assert launched.keys() - {"shrink_lora", "expand_lora"} == (
+        set() if not fused else {"lora_gate"} if over_heads else {"lora_gate", "lora_rope_write"}
+    )
 
 
 def test_catalogue_items_and_likelihoods(model: Model) -> None:

@@ -66,8 +66,13 @@ def scores(loop: Loop, digest: str, prompts: list[list[int]]) -> Tensor:
         *[pytest.param(name, ATTENTION, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_moe")],
     ],
 )
-def test_fused_projections_and_experts(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
-    """One layer of the mixture of experts with ``mlp_only_layers`` is dense, and its MLP has adapters."""
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "at once"])
+def test_fused_projections_and_experts(
+    tmp_path: Path, family: str, targets: tuple[str, ...], deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of the mixture of experts with ``mlp_only_layers`` is dense, and its MLP has adapters. ``deferred``: the operations
+    behind projections make additions, as on a GPU."""
+    monkeypatch.setattr("engine.lora.build._fuses", lambda device: deferred)
     model = make_checkpoint(tmp_path / "base", family)
     kinds: list[dict[str, Any]] = [{}, {"targets": targets[:1], "rank": 7}]
     adapters = [
@@ -138,15 +143,19 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
 
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("phi3", "qwen2"))])
-def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str) -> None:
+def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
-    last bit changes others behind it, so some prompts differ more."""
+    last bit changes others behind it, so some prompts differ more. Additions are made as on a GPU."""
+    monkeypatch.setattr("engine.lora.build._fuses", lambda device: True)
     model, rng = make_checkpoint(tmp_path / "base", family), random.Random(3)
     adapters = [
         write_adapter(tmp_path / f"a{seed}", load(model), FUSED if family == "phi3" else ALL, seed=seed, rank=rank)
         for seed, rank in enumerate((4, 9))
     ]
     loop, start = build(model, *adapters, quantize="fp8"), some_tokens(rng, 4, 4)
+    layer = loop._runner._decoder.layers[0]
+    assert layer.attention.qkv_proj.defers
+    assert not layer.mlp.gate_up_proj.defers, "its gate quantises whole rows"
     prompts = [start + some_tokens(rng, 20, 40) for _ in range(12)]
     for digest, adapter in zip(digests(loop), (None, *adapters), strict=True):
         merged = load(model) if adapter is None else merge(load(model), adapter)

@@ -19,7 +19,8 @@ from engine.lora import linear
 from engine.lora.captured import CapturedRows
 from engine.lora.linear import StepRows, UploadedRows
 from engine.settings import EngineSettings
-from kernels.lora import FEW_ROWS, ROW_BLOCKS, LoraRun, add_lora
+from kernels.lora import shrink_lora
+from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraRun
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import some_tokens, write_adapter
 from tests.engine.late import computing
@@ -65,7 +66,7 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
     """Also after adapters were loaded and unloaded between replays. Replays launch nothing, and the graphs of the base model alone
     have no work for adapters."""
     launched: list[int] = []
-    monkeypatch.setattr(linear, "add_lora", lambda y, *given: launched.append(len(y)) or add_lora(y, *given))
+    monkeypatch.setattr(linear, "shrink_lora", lambda x, *given: launched.append(len(x)) or shrink_lora(x, *given))
 
     def answers(graphs: str) -> list[wire.Reply]:
         launched.clear()
@@ -75,6 +76,9 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
                 lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
                 given = {"max_loras_device": places, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
                 loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                layer = loop._runner._decoder.layers[0]
+                assert layer.attention.qkv_proj.defers
+                assert isinstance(layer.mlp.gate, linear.AdaptedGate)
                 captured, rng = len(launched), random.Random(1)
                 replies = run(loop, *messages([""], rng))
                 assert len(launched) == captured
@@ -125,6 +129,10 @@ def test_whole_modules_of_adapters_beside_graphs(base: Path, tmp_path: Path, who
     assert alike(*map(msgspec.to_builtins, (found, expected)))
 
 
+def kernels_of_adapters(variants: Variants) -> set[str]:
+    return {each for each in variants.found if each.startswith(("_shrink", "_expand", "_lora_"))}
+
+
 def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of both sizes, though all captured steps are small, and any rank."""
     variants = Variants(monkeypatch)
@@ -145,16 +153,34 @@ def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path,
             tokens = torch.arange(size)
             with captured.captured(size):
                 runner._decoder(tokens, tokens, attention.plan([a_segment(context, size)]))
-    early = {each for each in variants.found if "_shrink" in each or "_expand" in each}
+    early = kernels_of_adapters(variants)
     assert len(early) == 2 * PRODUCTS * len(ROW_BLOCKS)
+    assert len([each for each in early if "_expand" in each]) == 2 * len(ROW_BLOCKS), "the two others are fused"
     rng = random.Random(2)
     digests = [each.digest for each in loop.adapters.description.adapters]
     with variants:
         for digest in digests:
             run(loop, wire.Score("s", some_tokens(rng, 90, 90), [[5], [6, 7]], wire.Labels([5]), adapter=digest))
         run(loop, *messages(["", *digests], rng))
-    late = {each for each in variants.found if "_shrink" in each or "_expand" in each}
-    assert late == early
+    assert kernels_of_adapters(variants) == early
+
+
+def test_steps_without_adapters_launch_the_same_kernels(base: Path, adapters: Path) -> None:
+    """As an engine that takes no adapters."""
+    found = []
+    for lora in ([], [f"a{each}={adapters / f'a{each}'}" for each in range(4)]):
+        with pytest.MonkeyPatch.context() as patch:
+            variants = Variants(patch)
+            settings = EngineSettings(
+                model=str(base), name="t", lora=lora, max_lora_rank=8, dtype="float32", max_total_tokens=2000, attention="triton"
+            )
+            loop = build_loop(settings)
+            loop._runner._decoder.packed_head = None
+            with variants:
+                run(loop, *messages([""], random.Random(1)))
+            found.append(variants.found)
+    assert any(each.startswith("_silu_mul") for each in found[0])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 48, 200])
@@ -177,5 +203,6 @@ def test_the_table_has_room_for_any_runs(tokens: int, base: Path, adapters: Path
         captured.fill(tokens)
         blocks = [block for block in found.blocks.view(-1, 3).tolist() if block != [0, 0, 0]]
         rows = [(slot, row) for slot, first, end in blocks for row in range(first, end)]
-        assert rows == [(slot, row) for slot, begin, end in lengths for row in range(begin, end)]
+        slots = {row: slot for slot, begin, end in lengths for row in range(begin, end)}
+        assert rows == [(slots.get(row, NO_ADAPTER), row) for row in range(tokens)]
         assert all(end - first <= found.size for _, first, end in blocks)

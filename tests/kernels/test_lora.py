@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,36 +14,29 @@ from triton import language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels.lora import (
-    ALIGNMENT,
-    FEW_ROWS,
-    ROW_BLOCKS,
-    LoraMatrices,
-    LoraProduct,
-    LoraRows,
-    LoraRun,
     add_lora,
-    add_lora_reference,
-    add_lora_triton,
-    block_runs,
-    most_blocks,
+    expand_lora_reference,
+    expand_lora_triton,
+    shrink_lora_reference,
+    shrink_lora_triton,
 )
+from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks
+from kernels.quantize import quantize_rows_reference
 from tests.kernels.hopper import SHARED_MEMORY, compiled
+from tests.kernels.lora import Case, captured, product, rows_of
+
+
+def add_lora_reference(y: Tensor, x: Tensor, given: LoraProduct, rows: LoraRows) -> Tensor:
+    delta = shrink_lora_reference(x, given, rows)
+    return y if delta is None else expand_lora_reference(y, delta)
+
+
+def add_lora_triton(y: Tensor, x: Tensor, given: LoraProduct, rows: LoraRows) -> Tensor:
+    delta = shrink_lora_triton(x, given, rows)
+    return y if delta is None else expand_lora_triton(y, delta)
+
 
 OPERATIONS = add_lora, add_lora_reference, add_lora_triton
-INDEX, PRODUCTS, MAX_RANK = 1, 3, 128
-
-
-class Case(NamedTuple):
-    """Rows and the adapters that they have."""
-
-    ranks: tuple[int, ...]
-    """Rank of each slot; 0: the adapter does not change the product."""
-    counts: tuple[int, ...]
-    """Rows without adapter, and rows of each slot."""
-    inputs: int = 48
-    parts: tuple[int, ...] = (40, 24, 24)
-
-
 CASES = {
     "one row": Case((8,), (0, 1)),
     "all rows of one": Case((16,), (0, 70), parts=(130,)),
@@ -56,40 +49,6 @@ CASES = {
     "no row with an adapter": Case((8,), (7, 0)),
     "no rows": Case((8,), (0, 0)),
 }
-
-
-def product(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> LoraProduct:
-    """One of several products, which begins elsewhere in each slot. All other numbers are NaN."""
-    generator = torch.Generator().manual_seed(len(case.counts))
-    outputs, parts = sum(case.parts), len(case.parts)
-    numbers = max(case.ranks) * (parts * case.inputs + outputs)
-    capacity = -(-numbers // ALIGNMENT) * ALIGNMENT + ALIGNMENT * (len(case.ranks) + 1)
-    weights = torch.full((len(case.ranks), capacity), torch.nan, dtype=dtype, device=device)
-    table = torch.full((len(case.ranks), 2, PRODUCTS), 10**6, device=device)
-    matrices: list[LoraMatrices | None] = []
-    for slot, rank in enumerate(case.ranks):
-        begin = ALIGNMENT * (slot + 1)
-        table[slot, :, INDEX] = torch.tensor([begin, rank])
-        behind, end = begin + parts * rank * case.inputs, begin + rank * (parts * case.inputs + outputs)
-        a, b = weights[slot, begin:behind].view(-1, case.inputs), weights[slot, behind:end].view(outputs, -1 if rank else 0)
-        a.copy_(torch.randn(a.shape, generator=generator) * case.inputs**-0.5)
-        b.copy_(torch.randn(b.shape, generator=generator) * max(rank, 1) ** -0.5)
-        ends = torch.tensor(case.parts).cumsum(0).tolist()
-        split = tuple((end - size, end, b[end - size : end]) for size, end in zip(case.parts, ends, strict=True))
-        matrices.append(LoraMatrices(a, split, rank) if rank else None)
-    return LoraProduct(matrices, weights, table, INDEX, case.inputs, case.parts)
-
-
-def rows_of(case: Case, device: torch.device, *, shuffled: bool) -> LoraRows:
-    """Runs of rows in order of their slots; ``shuffled``: through an order."""
-    begin, runs = case.counts[0], []
-    for slot, count in enumerate(case.counts[1:]):
-        if count:
-            runs.append(LoraRun(slot, begin, begin + count))
-        begin += count
-    blocks, size = block_runs(runs)
-    order = torch.randperm(begin, generator=torch.Generator().manual_seed(1)).to(device) if shuffled else None
-    return LoraRows(tuple(runs), torch.from_numpy(blocks).reshape(-1).to(device), size, order)
 
 
 def tensors(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -126,12 +85,21 @@ def test_additions(case: Case, shuffled: bool, device: torch.device) -> None:
 def test_padded_tables_of_captured_launches(case: Case, device: torch.device) -> None:
     """As many blocks as there is room for, and room for ranks that no adapter has; the runs are unknown."""
     given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=False), tensors(case, device)
-    room = 3 * most_blocks(len(x), len(case.ranks), rows.size)
-    assert room >= len(rows.blocks)
-    blocks = torch.zeros(room, dtype=torch.int64, device=device)
-    blocks[: len(rows.blocks)] = rows.blocks
-    found = add_lora_triton(y.clone(), x, given, rows._replace(runs=(), blocks=blocks, most_rank=MAX_RANK))
+    found = add_lora_triton(y.clone(), x, given, captured(case, rows))
     torch.testing.assert_close(found, row_by_row(y, x, given, rows).float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_input_in_fp8(case: Case, shuffled: bool, device: torch.device) -> None:
+    """Codes are multiplied as they are, and sums by the rows' scales."""
+    given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=shuffled), tensors(case, device)
+    codes, scales = quantize_rows_reference(x * 10)
+    expected = row_by_row(y, codes.float() * scales, given, rows).float()
+    for shrink, expand in ((shrink_lora_reference, expand_lora_reference), (shrink_lora_triton, expand_lora_triton)):
+        delta = shrink(codes, given, rows, scales)
+        found = y.clone() if delta is None else expand(y.clone(), delta)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.fixture
@@ -162,15 +130,20 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     assert errors[-1].mean() < (3.0 if dtype == torch.bfloat16 and not y.is_cuda else 1.1) * errors[1].mean()
 
 
+@pytest.mark.parametrize("behind", [0, 1, 100])
 @pytest.mark.parametrize("lengths", [(), (1,), (16, 17), (FEW_ROWS,), (FEW_ROWS + 1,), (64, 65, 1), (1, 1, 200)], ids=str)
-def test_blocks_have_each_row_once_and_one_slot(lengths: tuple[int, ...]) -> None:
+def test_blocks_have_each_row_once_and_one_slot(lengths: tuple[int, ...], behind: int) -> None:
+    """``behind``: rows without an adapter behind all others, such as padding."""
     ends = torch.tensor((3, *lengths)).cumsum(0).tolist()
     runs = [LoraRun(slot + 2, *bounds) for slot, bounds in enumerate(itertools.pairwise(ends))]
-    blocks, size = block_runs(runs)
-    assert size == ROW_BLOCKS[sum(lengths) > FEW_ROWS * len(lengths)]
+    count = ends[-1] + behind
+    blocks, size = block_runs(runs, count)
+    assert size == ROW_BLOCKS[count > FEW_ROWS * (len(lengths) + 1 + (behind > 0 and len(lengths) > 0))]
+    assert len(blocks) <= most_blocks(count, len(runs), size)
     assert all(0 < end - first <= size for _, first, end in blocks.tolist())
     found = [(slot, row) for slot, first, end in blocks.tolist() for row in range(first, end)]
-    assert found == [(run.slot, row) for run in runs for row in range(run.begin, run.end)]
+    slots = {row: run.slot for run in runs for row in range(run.begin, run.end)}
+    assert found == [(slots.get(row, NO_ADAPTER), row) for row in range(count)]
 
 
 def test_arguments_are_checked(device: torch.device) -> None:
@@ -178,9 +151,17 @@ def test_arguments_are_checked(device: torch.device) -> None:
     given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=True), tensors(case, device)
     with pytest.raises(ValueError, match=r"x has shape \[70, 47\], where \[70, 48\] is expected"):
         add_lora_triton(y, x[:, 1:], given, rows)
-    with pytest.raises(ValueError, match=r"y is torch.float16"):
+    with pytest.raises(ValueError, match=r"inner is torch.float32, where torch.float16 is expected"):
         add_lora_triton(y.half(), x, given, rows)
-    with pytest.raises(ValueError, match=r"weights is torch.float16"):
+    with pytest.raises(ValueError, match=r"scales has shape \[1, 70\], where \[70, 1\] is expected"):
+        shrink_lora_triton(x.to(torch.float8_e4m3fn), given, rows, torch.ones(1, len(x), device=device))
+    with pytest.raises(ValueError, match=r"x is torch.float32, where torch.float8_e4m3fn is expected"):
+        shrink_lora_triton(x, given, rows, torch.ones(len(x), 1, device=device))
+    with pytest.raises(ValueError, match=r"y has shape \[70, 129\], where \[70, 130\] is expected"):
+        add_lora_triton(y[:, 1:], x, given, rows)
+    with pytest.raises(ValueError, match=r"largest rank is 15, where a multiple of 8 is expected"):
+        add_lora_triton(y, x, given, rows._replace(most_rank=15))
+    with pytest.raises(ValueError, match=r"x is torch.float32, where torch.float16 is expected"):
         add_lora_triton(y, x, given._replace(weights=given.weights.half()), rows)
     with pytest.raises(ValueError, match=r"a multiple of 16"):
         add_lora_triton(y, x, given._replace(weights=given.weights[:, 1:].contiguous()), rows)
@@ -205,21 +186,20 @@ def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
 
 IMPORTS = """
 import torch
-from kernels.lora import LoraMatrices, LoraProduct, LoraRows, LoraRun, add_lora_triton, block_runs
-def rows(count):
-    runs = (LoraRun(0, 0, count),)
-    blocks, size = block_runs(runs)
-    return LoraRows(runs, torch.from_numpy(blocks).reshape(-1), size)
-def launch(count, inputs, parts, dtype, rank=16):
-    weights, table = torch.empty((1, 1 << 20), dtype=dtype), torch.zeros((1, 2, 112), dtype=torch.int64)
-    product = LoraProduct([LoraMatrices(None, (), rank)], weights, table, 5, inputs, parts)
-    add_lora_triton(torch.empty((count, sum(parts)), dtype=dtype), torch.empty((count, inputs), dtype=dtype), product, rows(count))
+from kernels.lora import expand_lora_triton, shrink_lora_triton
+from tests.kernels.lora import Case, product, rows_of
+def launch(count, inputs, parts, dtype, fp8=False):
+    case = Case((16,), (0, count), inputs, parts)
+    x, y = torch.empty((count, inputs), dtype=dtype), torch.empty((count, sum(parts)), dtype=dtype)
+    scales = torch.empty((count, 1)) if fp8 else None
+    x = x.to(torch.float8_e4m3fn) if fp8 else x
+    expand_lora_triton(y, shrink_lora_triton(x, product(case, x.device, dtype), rows_of(case, x.device), scales))
 """
 
 
 @pytest.mark.slow
 def test_compiles_for_hopper() -> None:
-    """With Qwen3-8B's shapes: without spills; in bfloat16 on tensor cores, and with loads of 16 bytes of all but inner and B."""
+    """With Qwen3-8B's shapes: without spills; in bfloat16 on tensor cores, and with loads of 16 bytes, or 8 of codes."""
     shapes = [(4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))]
     launches = [
         f"launch({rows}, {inputs}, {parts}, torch.{dtype})"
@@ -227,6 +207,7 @@ def test_compiles_for_hopper() -> None:
         for rows in (4, 1000)
         for dtype in ("bfloat16", "float32")
     ]
+    launches += [f"launch({rows}, 4096, (12288, 12288), torch.bfloat16, fp8=True)" for rows in (4, 1000)]
     for launch, kernels in zip(launches, compiled(IMPORTS, *launches), strict=True):
         assert [kernel["name"] for kernel in kernels] == ["_shrink", "_expand"]
         for kernel in kernels:
@@ -234,5 +215,6 @@ def test_compiles_for_hopper() -> None:
             assert kernel["shared"] <= SHARED_MEMORY
             assert "float32" in launch or "mma" in kernel["ptx"], (launch, kernel["name"])
         shrink, expand = (kernel["ptx"] for kernel in kernels)
-        assert set(re.findall(r"cp\.async\.c.*?(0x\w+)", shrink)) == {"0x10"}, launch
+        assert set(re.findall(r"cp\.async\.c.*?(0x\w+)", shrink)) - ({"0x8"} if "fp8" in launch else set()) == {"0x10"}, launch
         assert re.search(r"ld\.global[.\w]*\.v4\.b32", expand), launch
+        assert not re.search(r"ld\.global[.\w]*\.b16", expand), launch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.engine import budget, budget_guided
+from benchmarks.engine import budget, budget_guided, budget_lora
 from benchmarks.engine.roofline import Work, elementwise_bytes, flops, layer_flops
 from benchmarks.engine.subject import QWEN3_06B
 from engine.lenvm.parts import WIDTHS
@@ -93,3 +93,43 @@ def test_needed_candidates_of_many_rows_are_computed_alone() -> None:
     ratios = {rows: float(cells[-1]) for rows, *cells in lines}
     assert ratios.keys() == {"50", "100", "256", "800"}
     assert max(ratios.values()) <= 1.6
+
+
+def test_additions_of_adapters_by_hand() -> None:
+    """8,256 rows of 28 layers, 43 of them in the last one behind attention; 16 adapters of rank 16."""
+    every, behind, matrices = 28 * 8256, 27 * 8256 + 43, 28 * 16 * 16
+    apart, made = ({kernel.name: kernel for kernel in budget_lora.additions(QWEN3_06B, fused=fused)} for fused in (False, True))
+    assert apart["shrink of qkv_proj"] == made["shrink of qkv_proj"]
+    assert made["shrink of qkv_proj"].bytes == 2 * (every * (1024 + 48) + matrices * 3 * 1024)
+    assert made["shrink of down_proj"].flops == 2 * behind * 3072 * 64
+    assert apart["expand of gate_up_proj"].bytes == 2 * (behind * (32 + 2 * 6144) + matrices * 6144)
+    within = made["expand of gate_up_proj in silu_mul"]
+    assert apart["expand of gate_up_proj"].bytes - within.bytes == 4 * behind * 6144
+    assert within.flops == apart["expand of gate_up_proj"].flops == 2 * behind * 6144 * 16
+    launches = [sum(kernel.launches for kernel in found.values()) for found in (apart, made)]
+    assert launches == [8 * 28, 6 * 28]
+
+
+def test_operations_that_bytes_hide_take_no_time() -> None:
+    """Additions within the gate take as much longer as the operations take longer than the gate's bytes."""
+    for rank in (16, 128, 1024):
+        kernel = budget_lora.additions(QWEN3_06B, rank)[5]
+        assert kernel.name == "expand of gate_up_proj in silu_mul"
+        (gate,) = (each for each in budget.step(QWEN3_06B, fp8=False) if each.name == "silu_mul")
+        rows = (27 * 8256 + 43) / (27 * 8160 + 42)
+        whole = max(kernel.flops / kernel.rate, gate.seconds * rows + kernel.bytes / (budget_lora.COPIES * budget_lora.BANDWIDTH))
+        assert kernel.seconds == pytest.approx(whole - gate.seconds * rows)
+
+
+def test_additions_of_usual_ranks_meet_the_goal() -> None:
+    lines = [line.strip("| ").split(" | ") for line in budget.TABLES["shares of adapters"]().splitlines()[2:]]
+    shares = {name: int(made.removesuffix(" %")) for name, _, _, _, _, made, _ in lines}
+    assert max(share for name, share in shares.items() if not name.endswith(("128", "0.6B in FP8, 16"))) <= 15
+
+
+def test_adapters_of_a_base_in_fp8_read_codes() -> None:
+    plain, codes = ({kernel.name: kernel.bytes for kernel in budget_lora.additions(QWEN3_06B, fp8=fp8)} for fp8 in (False, True))
+    behind = 27 * 8256 + 43
+    assert plain["shrink of down_proj"] - codes["shrink of down_proj"] == behind * 3072
+    assert plain["shrink of o_proj"] == codes["shrink of o_proj"]
+    assert "expand of gate_up_proj" in codes.keys() - plain.keys()

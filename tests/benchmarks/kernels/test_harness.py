@@ -76,7 +76,7 @@ class _Counting(Gpu):
         return self.moved(name, shape, operations, run)
 
 
-@pytest.mark.parametrize("name", ["label_logprobs", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"])
+@pytest.mark.parametrize("name", ["label_logprobs", "lora", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"])
 def test_arguments_fit(name: str) -> None:
     """The references take what the benchmarks give them."""
     with _Shapes():

@@ -135,9 +135,9 @@ def test_windows_soft_caps_and_experts(variants: Variants, tmp_path: Path, famil
     nothing_new(variants, loop, [*scores(rng), *generations(rng)], 1)
 
 
-@pytest.mark.parametrize("kind", ["embeddings", pytest.param("scores", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("scores", "fp8"))])
 def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
-    """Adapters of any rank, in steps of few and many rows, beside requests without one."""
+    """Adapters of any rank, in steps of few and many rows, beside requests without one; ``fp8``: over a base in FP8."""
     model_class = HEADLESS["qwen3"] if kind == "embeddings" else None
     model = make_checkpoint(tmp_path / "model", "qwen3", model_class=model_class, **SHAPE)
     if kind == "embeddings":
@@ -149,10 +149,11 @@ def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
     ]
     if kind == "scores":
         paths.append(write_adapter(tmp_path / "e", loaded, ("q_proj",), whole=("lm_head", "embed_tokens")))
-    loop = build_loop(settings(model, lora=[f"{path.name}={path}" for path in paths], max_loras_device=3, lora_modules="all"))
+    given = {"lora": [f"{path.name}={path}" for path in paths], "max_loras_device": 3, "lora_modules": "all"}
+    loop = build_loop(settings(model, quantize="fp8" if kind == "fp8" else None, **given))
     assert loop.stats.adapter_swaps == 0
-    assert any("_shrink" in found for found in variants.found)
-    assert any("_expand" in found for found in variants.found)
+    for kernel in ("_shrink", "_expand", "_lora_rope_write", *(() if kind == "fp8" else ("_lora_gate",))):
+        assert any(found.startswith(kernel) for found in variants.found), kernel
     rng, digests = random.Random(1), ["", *(adapter.digest for adapter in loop.adapters.description.adapters)]
     asked: list[wire.Request] = []
     for digest in digests:

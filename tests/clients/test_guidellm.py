@@ -19,7 +19,7 @@ from tests.processes import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-FEW_WORKERS = {"GUIDELLM__MAX_WORKER_PROCESSES": "2"}
+FEW_WORKERS = {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 """Each of its processes imports all of it, which takes a second of CPU; by default there are up to ten."""
 
 

@@ -27,8 +27,7 @@ def start_gateway(engine: FakeEngine, as_in_production: None) -> Iterator[StartG
     programs: list[Program] = []
 
     def start(**settings: object) -> Program:
-        given = {"silence_seconds": 20} | settings  # fakes compute on their event loops
-        environment = {f"YARDSTICK_{name.upper()}": str(value) for name, value in given.items()}
+        environment = {f"YARDSTICK_{name.upper()}": str(value) for name, value in settings.items()}
         programs.append(Program("gateway", "--engine", engine.url, **environment))
         return programs[-1].wait_ready()
 

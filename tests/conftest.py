@@ -34,8 +34,17 @@ BESIDE_OTHERS = [
 ]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
-FIRST = Path(__file__).parent / "gateway" / "console"
-"""Folder whose tests take a minute in one browser: if they came last, other processes would have nothing left to do."""
+FIRST = [
+    Path(__file__).parent / path
+    for path in (
+        "gateway/console",
+        "attacks/test_soak.py",
+        "test_wheelhouse.py",
+        "test_lora_soak.py",
+        "clients",
+    )
+]
+"""Folders and files with tests of a minute or more: if they came last, other processes would have nothing left to do."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Examples have no deadline: beside other tests, a thread may not run for longer than any example takes.
@@ -140,4 +149,4 @@ def _is_alone(file: Path) -> bool:
 
 @cache
 def _is_first(file: Path) -> bool:
-    return FIRST in file.parents
+    return any(each in (file, *file.parents) for each in FIRST)

@@ -163,10 +163,10 @@ def test_a_scan_has_every_item_once_and_ends_with_its_client(tmp_path: Path) -> 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)], ids=["memory", "redis"])
-def test_scans_of_a_hundred_thousand_items_beside_live_requests(tmp_path: Path, shared: bool) -> None:
+def test_scans_of_a_large_catalogue_beside_live_requests(tmp_path: Path, shared: bool) -> None:
     """Two scans: the second one's client leaves. Times are compared with those of the same requests before and after the scan, and
     with that of the scan. The reasons of the engine's growth are in docs/catalogue.md."""
-    with as_in_production(), serving(tmp_path, 100_000, shared=shared) as service, ThreadPoolExecutor() as threads:
+    with as_in_production(), serving(tmp_path, 40_000, shared=shared) as service, ThreadPoolExecutor() as threads:
         alone = [service.live() for _ in range(20)]
         before, peak, live, tokens = service.memory, service.memory, list[float](), service.computed
         began = time.monotonic()
@@ -174,7 +174,7 @@ def test_scans_of_a_hundred_thousand_items_beside_live_requests(tmp_path: Path, 
         while not scanning.done():
             live.append(service.live())
             peak = Memory(*map(max, vars(peak).values(), vars(service.memory).values()))
-            time.sleep(0.15)
+            time.sleep(0.05)
         assert len(scanning.result()) == service.items
         seconds, whole = time.monotonic() - began, service.computed - tokens
         alone += [service.live() for _ in range(20)]
@@ -184,9 +184,9 @@ def test_scans_of_a_hundred_thousand_items_beside_live_requests(tmp_path: Path, 
         print(f"MiB before: {before}; grown by {grown}")
         assert len(live) > 20
         assert median < 6 * usual
-        assert slow < max(6 * max(alone), seconds / 10), "no live request waits for a large part of the scan"
-        assert grown.gateway < 100
-        assert grown.redis < 64
-        assert grown.loop < 400
-        assert leave(service, "two", 5000, seconds=seconds / 10) < whole / 2
+        assert slow < max(6 * max(alone), seconds / 5), "no live request waits for a large part of the scan"
+        assert grown.gateway < 50
+        assert grown.redis < 32
+        assert grown.loop < 200
+        assert leave(service, "two", 2000, seconds=seconds / 4) < whole / 2
         assert statistics.median(service.live() for _ in range(5)) < 3 * max(alone)

@@ -25,7 +25,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, some_tokens, write_adapter
 from tests.processes import Pod, wait_until
 
-SECONDS = float(os.environ.get("LORA_SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("LORA_SOAK_SECONDS", "15"))
 ADAPTERS, NAMES, LOADED, ON_DEVICE = 8, ("a", "b", "c", "d"), 4, 2
 RANK = 128
 SLACK_MIB = 50

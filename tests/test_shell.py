@@ -540,6 +540,18 @@ def test_a_machine_that_can_run_no_cluster_is_no_failure_but_a_reason(machine: P
     assert calls[-1:] == ["down"] * ("up" in calls), "what was started is stopped"
 
 
+def test_a_dockerd_that_is_ending_is_waited_for(machine: Path) -> None:
+    """It answers no more, and another one starts once its process is gone; here that of its number is the test's."""
+    ending = machine / "docker.pid"
+    ending.write_text(str(os.getpid()))
+    pretend(machine, "docker", f"[ -e {machine}/started ]")
+    pretend(machine, "sleep", f"rm -f {ending}")
+    pretend(machine, "dockerd", f"[ ! -e {ending} ] && touch {machine}/started && exec tail -f /dev/null")
+    done = on(machine, LOCAL, CLUSTER=str(machine / "cluster"), DOCKER_PID=str(ending))
+    assert done.returncode == 0, done.stderr
+    assert (machine / "started").exists()
+
+
 def test_images_that_cannot_be_built_and_tests_that_fail_are_failures(machine: Path) -> None:
     pretend(machine, "make", "exit 2")
     done = on(machine, LOCAL, CLUSTER=str(machine / "cluster"))

@@ -25,7 +25,6 @@ from examples.demo_models.shapes import CONTEXT, base_config, count_parameters, 
 from examples.demo_models.text import save_tokenizer, train_tokenizer
 
 STORED = torch.float16
-THREADS = 2
 
 Stage = Callable[[str], Progress]
 """Begins a stage with the given name and returns the function that reports its steps."""
@@ -114,12 +113,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write base/, length/ and figures.json to")
     parser.add_argument("--steps", type=int, help="training steps of the base model; a few make a quick trial of everything")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="threads of the training")
     arguments = parser.parse_args()
     budget = Budget()
     if arguments.steps is not None:
         share = arguments.steps / budget.steps
         budget = Budget(*(max(1, round(share * value)) for value in dataclasses.astuple(budget)))
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(arguments.threads)
     make_models(arguments.out, budget, arguments.seed, terminal())
     print((arguments.out / "figures.json").read_text(encoding="utf-8"), end="")
 

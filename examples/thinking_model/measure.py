@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -99,7 +100,7 @@ class Asker:
         return outputs
 
 
-def measure(models: Path, count: int, min_p: float) -> list[Row]:
+def measure(models: Path, count: int, min_p: float, budgets: Sequence[int] = BUDGETS) -> list[Row]:
     """Ask ``count`` held-out questions in each way."""
     asker = Asker(models, min_p)
     rng = Random(4)
@@ -118,7 +119,7 @@ def measure(models: Path, count: int, min_p: float) -> list[Row]:
         return Row(way, budget, statistics.mean(thinking), statistics.mean(within), statistics.mean(right))
 
     rows = [row("free", None, asker.steered(prompts, None))]
-    for budget in BUDGETS:
+    for budget in budgets:
         guidance = wire.LengthGuidance(
             constraint="eq", target_length=budget, top_k=CANDIDATES, applies_to="thinking", thinking=asker.section
         )
@@ -146,12 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare steered thinking with thinking that is cut off.")
     parser.add_argument("models", type=Path, help="directory with base/ and lenvm/, from examples.thinking_model.train")
     parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="tokens of thinking")
     parser.add_argument(
         "--min-p", type=float, default=0.1, help="least probability of a candidate, relative to the most probable one"
     )
     parser.add_argument("--plot", type=Path, help="PNG file to draw")
     arguments = parser.parse_args()
-    rows = measure(arguments.models, arguments.questions, arguments.min_p)
+    rows = measure(arguments.models, arguments.questions, arguments.min_p, arguments.budgets)
     print("| thinking | budget | mean tokens of thinking | within 1.2 × budget | right answers |\n| --- | --- | --- | --- | --- |")
     for row in rows:
         print(f"| {row.way} | {row.budget or '-'} | {row.thinking:.1f} | {row.within:.0%} | {row.right:.0%} |")

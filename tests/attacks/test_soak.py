@@ -29,12 +29,14 @@ from tests.attacks.watch import Watch, tree_mib
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "90"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "45"))
 LATENCY_SECONDS = 300.0
 """Shortest soak that checks latencies."""
-QUIET_SECONDS = max(20.0, SECONDS / 10)
+QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 8.0
 INCIDENT_SECONDS = min(60.0, SECONDS / 3)
-"""Time between two engines that are stopped or killed."""
+"""Time between two engines that are stopped or killed. The default has one of each."""
+LAST_SECONDS = min(30.0, SECONDS / 4)
+"""Time from the beginning of the last incident to the end."""
 SLACK_SECONDS = 0.05
 """Added to the bound of latency: what two shared cores add by themselves."""
 MEMORY_MIB = 150
@@ -190,7 +192,7 @@ class Incidents:
         kinds = [self._deployment.stop_and_continue, self._deployment.kill_and_start]
         turn = 0
         try:
-            while time.monotonic() + INCIDENT_SECONDS / 2 + 30 < self._end:
+            while time.monotonic() + INCIDENT_SECONDS / 2 + LAST_SECONDS < self._end:
                 time.sleep(INCIDENT_SECONDS / 2)
                 began = time.monotonic()
                 kinds[turn % 2](turn // 2 % 2)

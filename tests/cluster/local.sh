@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 CLUSTER=${CLUSTER:?name the script that starts a cluster}
 RELEASE=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 LOG=${LOG:-/var/log/yardstick-cluster.log}
+DOCKER_PID=${DOCKER_PID:-/var/run/docker.pid}
 
 # cannot WHAT [FILE]: this machine lacks what a cluster needs; the end of FILE says more.
 cannot() {
@@ -34,6 +35,13 @@ stop() {
   if [ -n "$dockerd" ]; then kill "$dockerd" && wait "$dockerd" || true; fi
 }
 trap stop EXIT
+
+# An earlier dockerd that is ending answers no more, and until it has ended no other one starts.
+still_ending() { ! docker info >/dev/null 2>&1 && kill -0 "$(cat "$DOCKER_PID" 2>/dev/null)" 2>/dev/null; }
+for _ in $(seq 60); do
+  still_ending || break
+  sleep 0.5
+done
 
 # It has no say in the firewall: as it is, it would have nothing forwarded but what is its own, and the builds need no network.
 if ! docker info >/dev/null 2>&1; then

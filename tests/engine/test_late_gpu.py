@@ -245,7 +245,7 @@ def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graph
 
 @pytest.mark.parametrize(
     ("tokens", "step"),
-    [pytest.param(700, 32, id="short"), pytest.param(19_000, 1024, id="19,000 tokens", marks=[pytest.mark.slow])],
+    [pytest.param(700, 32, id="short"), pytest.param(9500, 512, id="9,500 tokens", marks=[pytest.mark.slow])],
 )
 def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: int) -> None:
     """Nothing but the event tells the host that such a step is done."""
@@ -263,7 +263,11 @@ def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", ["on", "off", "counted"])
+@pytest.mark.parametrize(
+    ("pace", "graphs"),
+    [(never, "on"), (sometimes(1), "off"), (never, "counted"), (sometimes(1), "counted")],
+    ids=["never-on", "sometimes-off", "never-counted", "sometimes-counted"],
+)
 def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``counted``: the length model's passes compute needed candidates only."""
     if graphs == "counted":
@@ -272,9 +276,10 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
         monkeypatch.setattr(Needs, "few", True)
     rng = random.Random(4)
     guided = some_messages(rng, high=20)[:3]
-    sampling = wire.Sampling(max_tokens=12, seed=1)
+    guided = [msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, max_tokens=8)) for each in guided]
+    sampling = wire.Sampling(max_tokens=8, seed=1)
     structured = [
-        wire.Generate("re", [5, 6, 7], sampling, grammar=of_regex("[a-d]{4,9}")),
+        wire.Generate("re", [5, 6, 7], sampling, grammar=of_regex("[a-d]{4,6}")),
         wire.Generate("js", some_tokens(rng, 80, 90), sampling, grammar=of_json_object()),
     ]
     messages = [*guided[:2], *structured, make_score(rng, "s", items=2, query=20), *guided[2:]]

@@ -110,9 +110,7 @@ def renamed(message: wire.Score, name: str) -> wire.Score:
     "settings",
     [
         pytest.param({}, marks=pytest.mark.slow, id="whole"),
-        pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow, id="chunks"),
-        pytest.param({"max_total_tokens": 130}, marks=pytest.mark.slow, id="few slots"),
-        pytest.param({"max_total_tokens": 130, "max_batched_tokens": 33}, id="few slots and chunks"),
+        pytest.param({"max_total_tokens": 130, "max_batched_tokens": 15}, id="few slots and chunks"),
     ],
 )
 def test_rows_equal_transformers(build: Build, asked: Asked, settings: dict[str, int]) -> None:

@@ -107,17 +107,16 @@ def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count:
     return finished
 
 
-@pytest.mark.parametrize(("count", "most"), [(16, 11), pytest.param(40, 30, marks=pytest.mark.slow)])
-def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer, count: int, most: int) -> None:
-    assert check_schemas(build(), tokenizer, seed=1, count=count) > most
+def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
+    assert check_schemas(build(), tokenizer, seed=1, count=16) > 11
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_thousand_schemas(checkpoint: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_four_hundred_schemas(checkpoint: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
     loop = build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=16_384, threads=1))
-    assert check_schemas(loop, tokenizer, seed=100 + seed, count=250) > 190
+    assert check_schemas(loop, tokenizer, seed=100 + seed, count=200) > 150
     loop.close()
 
 

@@ -125,7 +125,8 @@ def test_formats_survive_kills_at_random_moments(base, seed, tmp_path, monkeypat
 @pytest.mark.timeout(600)
 def test_the_command(tmp_path, capsys):
     sizes = accuracy.Sizes(questions=8, alone=2, random_requests=1, texts=2, random_texts=1, tokens=8, values=8)
-    summary = accuracy.run(sizes, Store(tmp_path))
+    formats = [Format("float32"), Format("float32", "int8"), Format("bfloat16", "fp8")]
+    summary = accuracy.run(sizes, Store(tmp_path), formats)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
     assert ("float32, INT8" in summary["demo"]) == accuracy.supported(accuracy.Format("float32", "int8"))
     assert "bfloat16, FP8" in (tmp_path / "tables.txt").read_text()

@@ -23,7 +23,7 @@ from examples.demo_models.text import load_tokenizer, train_tokenizer
 @pytest.mark.slow
 def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
     out = tmp_path / "models"
-    command = [sys.executable, "-m", "examples.demo_models.train", "--out", str(out), "--steps", "4"]
+    command = [sys.executable, "-m", "examples.demo_models.train", "--out", str(out), "--steps", "4", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     assert "base model: step     4 of 4" in done.stdout
     assert load_model(out / "base").config == load_model(MODELS / "base").config

@@ -35,10 +35,11 @@ def test_every_thought_is_right_and_ends_with_the_answer() -> None:
 def test_a_short_run_of_the_programs(tmp_path: Path) -> None:
     train = [sys.executable, "-m", "examples.thinking_model.train", "--out", str(tmp_path)]
     subprocess.run([*train, "--steps", "3", "--length-steps", "2", "--texts", "40"], cwd=ROOT, check=True, timeout=300)
-    measure = [sys.executable, "-m", "examples.thinking_model.measure", str(tmp_path), "--questions", "3"]
+    measure = [sys.executable, "-m", "examples.thinking_model.measure", str(tmp_path), "--questions", "2", "--budgets", "6", "40"]
     done = subprocess.run(
         [*measure, "--plot", str(tmp_path / "plot.png")], cwd=ROOT, check=True, timeout=300, capture_output=True, text=True
     )
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert {row["way"] for row in rows} == {"free", "steered", "cut off"}
+    bounded = [(way, budget) for budget in (6, 40) for way in ("steered", "cut off")]
+    assert [(row["way"], row["budget"]) for row in rows] == [("free", None), *bounded]
     assert (tmp_path / "plot.png").stat().st_size > 1000

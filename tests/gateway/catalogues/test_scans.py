@@ -76,7 +76,7 @@ def test_scans_scale_with_the_number_of_engines(start: Start) -> None:
     def seconds(engines: int) -> float:
         fakes = [FakeEngine(limits=WIDE) for _ in range(engines)]
         client = start(*fakes)
-        load(client, 4000)
+        load(client, 1500)
         scan(client, [9], top_n=1, label_token_ids=[5]).raise_for_status()
         for fake in fakes:
             fake.faults.seconds_per_item = 0.002

@@ -2,7 +2,8 @@
 
 OpenMP threads share every product and every larger operation of a step, and sleep until the next one
 (:mod:`engine.serving.environment`). On two quiet cores of an Intel Xeon, waking a thread took 0.1 ms, more than it saves where
-operations are small: steps of the demo model with 1 to 32 rows took 0.56 to 0.70 times as long on one thread as on two.
+operations are small: steps of the demo model with 1 to 32 rows took 0.56 to 0.65 times as long on one thread as on two
+(docs/benchmarks, "Fewer waits").
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from engine.models.source import located
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
+from engine.runner.small_steps import small_steps
 from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
@@ -151,7 +152,8 @@ def assemble(
         lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps)
+    small = None if isinstance(decoder, LeadingDecoder) else small_steps(config, attention.kv.keys.device)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, small)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)

@@ -1,8 +1,8 @@
 """Attention in plain PyTorch: the reference for other backends, and the backend of a CPU.
 
 Segments are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the context that its last query sees. Pieces
-of similar shape are padded into one group, whose keys and values are gathered for a few pieces at a time, as many as fit a core's
-cache. ``scaled_dot_product_attention`` is called for a tile of at most :data:`TILE_QUERIES` queries of each piece with the
+of similar shape are padded into one group, whose keys and values are gathered for a few pieces at a time, as many as fit the cores'
+caches. ``scaled_dot_product_attention`` is called for a tile of at most :data:`TILE_QUERIES` queries of each piece with the
 keys that the tile sees, so that little above the causal diagonal is computed. The query heads that share a key head are folded into
 the query axis, so that keys and values are never repeated.
 """
@@ -42,8 +42,9 @@ MANY_QUERIES = 512
 not copied."""
 MAX_AREA = 1 << 22
 """Queries × keys of a group, for bounded memory."""
-GATHERED_BYTES = 1 << 20
-"""Keys and values of a group that are gathered at a time; more would leave the cache of a core before they are read."""
+GATHERED_BYTES = 2 << 20
+"""Keys and values of a group that are gathered at a time, for each thread, which reads its share of them. More would leave the
+cache of a core before they are read; less would cut a group into more calls, and threads wait for each other in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ class ReferenceAttention(AttentionBackend):
         apart = (group.pieces, -1, kv_heads, self._fold, head_dim)  # [pieces, longest, kv_heads, fold, head_dim]
         asked, answered = rows.view(apart), result.view(apart)
         piece_bytes = 2 * len(group.slots) // group.pieces * kv_heads * head_dim * q.element_size()
-        for some in spans(group.pieces, max(1, GATHERED_BYTES // piece_bytes)):
+        gathered = GATHERED_BYTES * torch.get_num_threads()
+        for some in spans(group.pieces, max(1, gathered // piece_bytes)):
             self._attend_pieces(layer, asked[some], group, some, answered[some], own)
         if (value_scales := self.kv.value_scales(layer)) is not None:
             answered.mul_(value_scales[:, None, None].to(result.dtype))

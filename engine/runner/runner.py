@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from engine.readouts.plan import OutputPlan
 from engine.requests.core import PENDING, Branch
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
+from engine.runner.small_steps import SmallSteps
 from engine.vision.steps import StepImages
 
 
@@ -82,6 +84,7 @@ class Runner:
         lenvm: LenVMRunner | None = None,
         adapters: StepAdapters | None = None,
         images: StepImages | None = None,
+        small_steps: SmallSteps | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -89,6 +92,7 @@ class Runner:
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
+        self._small_steps = small_steps
         self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads)
         self._device = attention.kv.keys.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -98,18 +102,20 @@ class Runner:
         self._drawn_row: dict[Branch, int] = {}
         """Row of each branch in ``_drawn``."""
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue all segments of ``batch``, and the outputs that they ask for, on the device.
 
         Where that fails midway, wait for what is queued, because no :class:`PendingStep` will: its buffers are used again.
         """
         try:
-            return self._launch(batch)
+            if self._small_steps is None:
+                return self._launch(batch)
+            return self._small_steps.run(batch.load, partial(self._launch, batch))
         except Exception:
             self.wait_for_device()
             raise
 
+    @torch.inference_mode()
     def _launch(self, batch: Batch) -> PendingStep:
         self._adapters.begin(batch)
         self.images.compute(batch)

@@ -45,10 +45,8 @@ def one_at_a_time(q: Tensor, kv: KVCache, segments: list[ExtendSegment]) -> Tens
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("tile", [4, 7, 64])
-@pytest.mark.parametrize("lengths", [[20, 20, 20], [20, 17, 19], [9], [40, 3, 40, 1]], ids=str)
-def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "TILE_QUERIES", tile)
+def some_step(lengths: list[int]) -> tuple[KVCache, list[ExtendSegment], Heads]:
+    """Full slots, :func:`step`, and the heads of its tokens."""
     torch.manual_seed(0)
     kv = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
     kv.keys.normal_()
@@ -57,8 +55,30 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
     tokens = sum(len(each.tokens) for each in segments)
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     cos, sin = torch.ones(tokens, HEAD_DIM // 2), torch.zeros(tokens, HEAD_DIM // 2)
-    found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, Heads(qkv, KV_HEADS, None, None, 0.0, cos, sin))
-    torch.testing.assert_close(found, one_at_a_time(qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+    return kv, segments, Heads(qkv, KV_HEADS, None, None, 0.0, cos, sin)
+
+
+@pytest.mark.parametrize("tile", [4, 7, 64])
+@pytest.mark.parametrize("lengths", [[20, 20, 20], [20, 17, 19], [9], [40, 3, 40, 1]], ids=str)
+def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "TILE_QUERIES", tile)
+    kv, segments, heads = some_step(lengths)
+    found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, heads)
+    torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("threads", "calls"), [(1, 6), (2, 4), (4, 3)])
+def test_more_threads_gather_more_keys(threads: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has room for the keys and values of one item. Query and decoded token are a call each, four items one to four."""
+    called, attend = [], reference._attention
+    monkeypatch.setattr(reference, "GATHERED_BYTES", 2 * (24 + 20) * KV_HEADS * HEAD_DIM * 4)
+    monkeypatch.setattr(reference, "_attention", lambda *given: called.append(len(given[0])) or attend(*given))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    kv, segments, heads = some_step([20] * 4)
+    found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, heads)
+    torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+    assert len(called) == calls, called
+    assert max(called) == threads
 
 
 def test_items_and_their_queries_are_attended_to_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

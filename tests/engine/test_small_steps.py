@@ -1,0 +1,98 @@
+"""Small steps on one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop
+from engine.models.config import load_config
+from engine.models.decoder import Decoder
+from engine.runner import small_steps as module
+from engine.runner.small_steps import MOST_PRODUCTS, SmallSteps, small_steps
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine.test_loop import run, tokens_of
+
+CPU = torch.device("cpu")
+THREADS = 2
+SCORE = wire.Score("s", list(range(3, 40)), [[7, 8], [9]], wire.Labels([1, 2]))
+GREEDY = wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=4, temperature=0, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, int]]:
+    """Tokens of each pass of the decoder, whether it is on the calling thread, and the threads of its operations."""
+    computed, forward, caller = [], Decoder.forward, threading.get_ident()
+
+    def watched(self, tokens, *others):
+        computed.append((len(tokens), threading.get_ident() == caller, torch.get_num_threads()))
+        return forward(self, tokens, *others)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    return computed
+
+
+def build(checkpoint: Path, threads: int = THREADS) -> Loop:
+    return build_loop(EngineSettings(model=str(checkpoint), name="t", threads=threads, max_total_tokens=512))
+
+
+def test_small_steps_use_one_thread(
+    checkpoint: Path, computed: list[tuple[int, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(checkpoint)
+    monkeypatch.setattr(module, "MOST_PRODUCTS", 30 * config.hidden_size * config.vocab_size)  # the head is larger than a layer
+    loop = build(checkpoint)
+    found = run(loop, SCORE), tokens_of(run(loop, GREEDY), "g")
+    assert computed == [(40, True, THREADS), (3, False, 1), *[(1, False, 1)] * 3]
+    assert torch.get_num_threads() == THREADS
+    alone = build(checkpoint, threads=1)
+    (scored,), (expected,) = found[0], run(alone, SCORE)
+    torch.testing.assert_close(torch.tensor(scored.rows), torch.tensor(expected.rows))
+    assert found[1] == tokens_of(run(alone, GREEDY), "g")
+
+
+def test_a_small_step_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    loop = build(checkpoint)
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "forward", failing)
+        (failed,) = run(loop, GREEDY)
+    assert isinstance(failed, wire.Failed)
+    assert "MemoryError: no room" in caplog.text
+    assert len(tokens_of(run(loop, GREEDY, checked=True), "g")) == 4
+
+
+def test_models_that_have_no_small_steps(checkpoint: Path) -> None:
+    config = load_config(checkpoint)
+    assert isinstance(small_steps(config, CPU), SmallSteps)
+    assert small_steps(config, torch.device("cuda")) is None
+    large = replace(config, vocab_size=MOST_PRODUCTS // config.hidden_size + 1)
+    assert small_steps(large, CPU) is None
+    assert isinstance(small_steps(replace(large, lm_head=False), CPU), SmallSteps)
+    assert small_steps(replace(config, intermediate_size=MOST_PRODUCTS), CPU) is None
+    torch.set_num_threads(1)
+    assert small_steps(config, CPU) is None

@@ -69,12 +69,13 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
 
 @pytest.mark.parametrize(("threads", "calls"), [(1, 6), (2, 4), (4, 3)])
 def test_more_threads_gather_more_keys(threads: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has room for the keys and values of one item. Query and decoded token are a call each, four items one to four."""
+    """Each thread has room for the keys and values of one item. The query with its first item, and the decoded token, are a call
+    each, the other four items one to four."""
     called, attend = [], reference._attention
     monkeypatch.setattr(reference, "GATHERED_BYTES", 2 * (24 + 20) * KV_HEADS * HEAD_DIM * 4)
     monkeypatch.setattr(reference, "_attention", lambda *given: called.append(len(given[0])) or attend(*given))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    kv, segments, heads = some_step([20] * 4)
+    kv, segments, heads = some_step([20] * 5)
     found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, heads)
     torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
     assert len(called) == calls, called

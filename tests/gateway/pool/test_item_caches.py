@@ -38,7 +38,7 @@ def told(client: httpx.Client, name: str, engine: FakeEngine) -> float:
 
 def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that tells nothing, such as an older one, has none; one that is away keeps its last ones."""
-    monkeypatch.setattr("gateway.app.ItemCaches", partial(ItemCaches, interval=0.05))
+    monkeypatch.setattr("gateway.composition.fleet.ItemCaches", partial(ItemCaches, interval=0.05))
     one, old = FakeEngine(stats=STATS), FakeEngine()
     client = start(one, old)
     wait_until(lambda: "yardstick_item_cache_tokens{" in client.get("/metrics").text)

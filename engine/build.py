@@ -42,7 +42,7 @@ from engine.models.source import located
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
-from engine.runner.small_steps import small_steps
+from engine.runner.step_threads import StepThreads, step_threads
 from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
@@ -59,7 +59,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_loop(settings: EngineSettings) -> Loop:
-    """Load the model and build the loop around it. Raises :class:`ModelError`."""
+    """Load the model and build the loop around it. Raises :class:`ModelError`.
+
+    Only for a process that computes nothing else, because operations of the calling thread may get no other threads from here on.
+    """
     settings = located(settings)
     check_settings(settings)
     check_expert_parallel(settings)
@@ -80,12 +83,14 @@ def build_loop(settings: EngineSettings) -> Loop:
         decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
     digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
-    if settings.lenvm_model is None:
-        return assemble(decoder, settings, digest, vocabulary=vocabulary)
-    lenvm_directory = Path(settings.lenvm_model)
-    paired = load_pair(lenvm_directory, directory, settings, dtype, device)
-    both = hashlib.sha256(f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}".encode()).hexdigest()
-    return assemble(decoder, settings, both[: len(digest)], paired, vocabulary)
+    paired = None
+    if settings.lenvm_model is not None:
+        lenvm_directory = Path(settings.lenvm_model)
+        paired = load_pair(lenvm_directory, directory, settings, dtype, device)
+        both = f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}"
+        digest = hashlib.sha256(both.encode()).hexdigest()[: len(digest)]
+    threads = None if shared else step_threads(decoder.config, device)
+    return assemble(decoder, settings, digest, paired, vocabulary, threads)
 
 
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:
@@ -128,8 +133,10 @@ def assemble(
     digest: str,
     paired: PairedLenVM | None = None,
     vocabulary: LLTokenizer | None = None,
+    threads: StepThreads | None = None,
 ) -> Loop:
-    """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars."""
+    """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars. ``threads``: see
+    :class:`Runner`."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
@@ -152,8 +159,7 @@ def assemble(
         lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    small = None if isinstance(decoder, LeadingDecoder) else small_steps(config, attention.kv.keys.device)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, small)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)

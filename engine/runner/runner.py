@@ -27,7 +27,7 @@ from engine.readouts.plan import OutputPlan
 from engine.requests.core import PENDING, Branch
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
-from engine.runner.small_steps import SmallSteps
+from engine.runner.step_threads import StepThreads
 from engine.vision.steps import StepImages
 
 
@@ -84,15 +84,16 @@ class Runner:
         lenvm: LenVMRunner | None = None,
         adapters: StepAdapters | None = None,
         images: StepImages | None = None,
-        small_steps: SmallSteps | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
+        """``threads``: what computes steps; by default the calling thread."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
-        self._small_steps = small_steps
+        self._threads = threads
         self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads)
         self._device = attention.kv.keys.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -108,9 +109,7 @@ class Runner:
         Where that fails midway, wait for what is queued, because no :class:`PendingStep` will: its buffers are used again.
         """
         try:
-            if self._small_steps is None:
-                return self._launch(batch)
-            return self._small_steps.run(batch.load, partial(self._launch, batch))
+            return self._launch(batch) if self._threads is None else self._threads.run(batch.load, partial(self._launch, batch))
         except Exception:
             self.wait_for_device()
             raise

@@ -165,10 +165,9 @@ class Dispatcher:
         The first attempt goes to a replica that terminates if there is no other: a request that was tokenised for a version of the
         model when its last replicas began to terminate would wait in vain for others, because another version replaces them.
         """
-        ready = bool(model.ready)
-        replica = None if ready or attempts.number else model.leaving
+        replica = None if model.ready or attempts.number else model.leaving
         if replica is None:
-            if not ready:
+            if not model.ready:
                 await self._wait(model, attempts, caller)
             replica = model.choose(tokens, affinity, attempts.replicas, preferred)
         attempts.replicas.append(replica)

@@ -23,27 +23,31 @@ MOST_PRODUCTS = 64_000_000
 0.84 times as long as two with 127 of its tokens, and 0.59 times with 224. The margin is for cores that wake sooner."""
 
 
-class SmallSteps:
-    """A thread whose operations use no other one."""
+class StepThreads:
+    """The thread that computes large steps, and shares their operations with others. Small steps stay on the calling thread.
+
+    Each thread of a process has its own number of OpenMP threads. To change it for each step takes longer than to pass large steps
+    on, because torch then forgets what oneDNN has prepared.
+    """
 
     def __init__(self, weights: int) -> None:
-        """``weights``: elements of the largest layer or head; each is multiplied once for a token."""
+        """Leave the calling thread alone with its operations. ``weights``: elements of the largest layer or head; each is
+        multiplied once for a token."""
         self._most_tokens = MOST_PRODUCTS // weights
-        threads = torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(1, "small-steps", torch.set_num_threads, (1,))
-        self._thread.submit(torch.get_num_threads).result()  # it has started
-        torch.set_num_threads(threads)  # torch sets the calling thread, and those that start later
+        self._large = ThreadPoolExecutor(1, "large-steps", torch.set_num_threads, (torch.get_num_threads(),))
+        self._large.submit(torch.get_num_threads).result()  # it has its number, which would also be that of later threads
+        torch.set_num_threads(1)
 
     def run(self, tokens: int, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns. It computes ``tokens`` tokens, and runs in the calling thread if they are many."""
-        return self._thread.submit(compute).result() if tokens <= self._most_tokens else compute()
+        """Return what ``compute``, which computes ``tokens`` tokens, returns."""
+        return compute() if tokens <= self._most_tokens else self._large.submit(compute).result()
 
 
-def small_steps(config: ModelConfig, device: torch.device) -> SmallSteps | None:
-    """Return the thread for a model; None where all of its steps are better computed as they are."""
+def step_threads(config: ModelConfig, device: torch.device) -> StepThreads | None:
+    """Return the threads for a model; None where all of its steps are better shared."""
     heads = config.num_heads + config.num_kv_heads
     layer = config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
     weights = max(layer, config.hidden_size * config.vocab_size * config.lm_head)
     if device.type != "cpu" or torch.get_num_threads() == 1 or weights > MOST_PRODUCTS:
         return None
-    return SmallSteps(weights)
+    return StepThreads(weights)

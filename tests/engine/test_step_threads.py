@@ -1,4 +1,4 @@
-"""Small steps on one thread."""
+"""Small steps on one thread, and large ones on several."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.config import load_config
 from engine.models.decoder import Decoder
-from engine.runner import small_steps as module
-from engine.runner.small_steps import MOST_PRODUCTS, SmallSteps, small_steps
+from engine.runner import step_threads as module
+from engine.runner.step_threads import MOST_PRODUCTS, StepThreads, step_threads
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_loop import run, tokens_of
@@ -57,22 +57,27 @@ def build(checkpoint: Path, threads: int = THREADS) -> Loop:
     return build_loop(EngineSettings(model=str(checkpoint), name="t", threads=threads, max_total_tokens=512))
 
 
-def test_small_steps_use_one_thread(
-    checkpoint: Path, computed: list[tuple[int, bool, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_and_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to 30 tokens are small."""
     config = load_config(checkpoint)
     monkeypatch.setattr(module, "MOST_PRODUCTS", 30 * config.hidden_size * config.vocab_size)  # the head is larger than a layer
+
+
+@pytest.mark.usefixtures("small_and_large")
+def test_small_steps_use_one_thread(checkpoint: Path, computed: list[tuple[int, bool, int]]) -> None:
     loop = build(checkpoint)
+    computed.clear()
     found = run(loop, SCORE), tokens_of(run(loop, GREEDY), "g")
-    assert computed == [(40, True, THREADS), (3, False, 1), *[(1, False, 1)] * 3]
-    assert torch.get_num_threads() == THREADS
+    assert computed == [(40, False, THREADS), (3, True, 1), *[(1, True, 1)] * 3]
     alone = build(checkpoint, threads=1)
     (scored,), (expected,) = found[0], run(alone, SCORE)
     torch.testing.assert_close(torch.tensor(scored.rows), torch.tensor(expected.rows))
     assert found[1] == tokens_of(run(alone, GREEDY), "g")
 
 
-def test_a_small_step_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("small_and_large")
+def test_a_large_step_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     loop = build(checkpoint)
 
     def failing(*_: object) -> None:
@@ -80,19 +85,19 @@ def test_a_small_step_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "forward", failing)
-        (failed,) = run(loop, GREEDY)
+        (failed,) = run(loop, SCORE)
     assert isinstance(failed, wire.Failed)
     assert "MemoryError: no room" in caplog.text
-    assert len(tokens_of(run(loop, GREEDY, checked=True), "g")) == 4
+    assert isinstance(run(loop, SCORE, checked=True)[0], wire.Scored)
 
 
-def test_models_that_have_no_small_steps(checkpoint: Path) -> None:
+def test_models_of_which_all_steps_are_shared(checkpoint: Path) -> None:
     config = load_config(checkpoint)
-    assert isinstance(small_steps(config, CPU), SmallSteps)
-    assert small_steps(config, torch.device("cuda")) is None
     large = replace(config, vocab_size=MOST_PRODUCTS // config.hidden_size + 1)
-    assert small_steps(large, CPU) is None
-    assert isinstance(small_steps(replace(large, lm_head=False), CPU), SmallSteps)
-    assert small_steps(replace(config, intermediate_size=MOST_PRODUCTS), CPU) is None
-    torch.set_num_threads(1)
-    assert small_steps(config, CPU) is None
+    assert step_threads(large, CPU) is None
+    assert step_threads(replace(config, intermediate_size=MOST_PRODUCTS), CPU) is None
+    assert step_threads(config, torch.device("cuda")) is None
+    assert torch.get_num_threads() == THREADS
+    assert isinstance(step_threads(replace(large, lm_head=False), CPU), StepThreads)
+    assert torch.get_num_threads() == 1
+    assert step_threads(config, CPU) is None

@@ -164,7 +164,7 @@ def test_an_engine_that_joins_gets_what_was_loaded(start: Start) -> None:
     assert score(client, "red").status_code == 200
     first.ready = True
     wait_until(lambda: "red" in first.adapters)
-    assert metric(client, 'yardstick_adapter_operations_total{operation="restore",result="done"}') == 2
+    wait_until(lambda: metric(client, 'yardstick_adapter_operations_total{operation="restore",result="done"}') == 2)
     second.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     unload(client, "red").raise_for_status()

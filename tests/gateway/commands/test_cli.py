@@ -18,6 +18,7 @@ from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.launch import become
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
+from tests.processes import free_port
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 
@@ -122,7 +123,8 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
     ],
 )
 def test_a_wrong_option_of_serve_is_named(given: list[str], words: list[str]) -> None:
-    done = run("serve", *given)
+    port = [] if "--port" in given else ["--port", str(free_port())]
+    done = run("serve", *port, *given)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert all(word in done.stderr for word in words)

@@ -32,6 +32,12 @@ class Breath:
         self._until = time.perf_counter() + SLICE_SECONDS
 
 
+async def pause_if(long: bool) -> None:
+    """Let the event loop run other tasks if the work before was ``long``."""
+    if long:
+        await asyncio.sleep(0)
+
+
 class Pace:
     """Spreads the work of many ready tasks over several event loop iterations: in each iteration they run for about a millisecond
     in total."""

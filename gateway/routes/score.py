@@ -82,8 +82,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
         await form.arrange(scores)
-        large = form.numbers(scores) > LARGE_SCORES
-        rows = form.rows(prepared, scores)
+        large, rows = form.numbers(scores) > LARGE_SCORES, form.rows(prepared, scores)
         return await with_rows(closing(scores), form.field, rows, large=large, headers=headers_of(prepared, scores))
 
     return score

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,13 +12,13 @@ from gateway.cache.base import Row
 from gateway.cache.flights import Flights
 from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, NotReady
 from gateway.limits.base import Lease
 from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
-from gateway.process.breathing import slices
+from gateway.process.breathing import pause_if, slices
 from gateway.scoring.keys import result_keys
 from gateway.text.prepared import Ids
 
@@ -126,38 +125,43 @@ class Scorer:
         for begin, end in slices(prompts.branches):
             branches = prompts.branches[begin:end]
             keys += result_keys(model.info.fingerprint, prompts.readout, prompts.prefix, branches, prompts.suffix, salt=salt)
-            if end > LOOKUP_KEYS or end < len(prompts.branches):  # also between slices of few long branches
-                await asyncio.sleep(0)
+            await pause_if(end > LOOKUP_KEYS or end < len(prompts.branches))  # also between slices of few long branches
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         if arrived is not None:
             for place, key in enumerate(keys):
                 job.places.setdefault(key, []).append(place)
-        if policy.read:
-            for asked in cut(list(branch_of), job.lookup_keys):
-                found = await self._cache.get_many(asked, model.name)
-                job.add({key: result for key, result in zip(asked, found, strict=True) if result is not None})
-                if len(branch_of) > job.lookup_keys:
-                    await asyncio.sleep(0)
         results = job.results
-        hits = set(results)
+        hits = await self._look_up(job, list(branch_of))
         while missing := [key for key in branch_of if key not in results and key not in job.errors]:
             flights = self._flights.find(missing) if policy.read else {}
-            await self._compute(job, {key: branch_of[key] for key in missing if key not in flights})
+            try:
+                await self._compute(job, {key: branch_of[key] for key in missing if key not in flights})
+            except NotReady:  # the cache may have been late before, and others may have stored results meanwhile
+                hits |= await self._look_up(job, [key for key in missing if key not in results])
+                if all(key in results for key in missing):
+                    break
+                raise
             job.add(theirs := await self._flights.wait(flights))
             hits |= set(theirs)
         if job.errors and not results:
             raise next(iter(job.errors.values()))
-        if len(keys) > LOOKUP_KEYS:
-            await asyncio.sleep(0)
+        await pause_if(len(keys) > LOOKUP_KEYS)
         reused = [key in hits for key in keys]
         cached_tokens = job.cached_tokens + sum(length for hit, length in zip(reused, prompts.lengths, strict=True) if hit)
         repeated = set() if len(branch_of) == len(keys) else _repeated(keys)
-        if len(keys) > LOOKUP_KEYS:
-            await asyncio.sleep(0)
-        if not job.errors:
-            return Scores([results[key] for key in keys], reused, cached_tokens, job.queue_seconds, repeated)
-        errors = {place: job.errors[key] for place, key in enumerate(keys) if key in job.errors}
+        await pause_if(len(keys) > LOOKUP_KEYS)
+        errors = {place: job.errors[key] for place, key in enumerate(keys) if key in job.errors} if job.errors else {}
         return Scores([results.get(key, ()) for key in keys], reused, cached_tokens, job.queue_seconds, repeated, errors)
+
+    async def _look_up(self, job: _Job, keys: list[bytes]) -> set[bytes]:
+        """Add the results of ``keys`` that the cache has, and return their keys."""
+        hits: set[bytes] = set()
+        for asked in cut(keys, job.lookup_keys) if job.policy.read else ():
+            found = await self._cache.get_many(asked, job.model.name)
+            job.add(results := {key: result for key, result in zip(asked, found, strict=True) if result is not None})
+            hits |= results.keys()
+            await pause_if(len(keys) > job.lookup_keys)
+        return hits
 
     async def _compute(self, job: _Job, branch_of: dict[bytes, Ids]) -> None:
         """Compute ``branch_of`` on engines, add the results to ``job``, and publish them to waiting requests and the cache."""
@@ -174,8 +178,7 @@ class Scorer:
         if job.policy.read:
             self._flights.begin(branch_of)  # no await between find() and begin(), or two requests may compute the same key
         try:
-            if len(branch_of) > LOOKUP_KEYS:
-                await asyncio.sleep(0)
+            await pause_if(len(branch_of) > LOOKUP_KEYS)
             branches = list(branch_of.values())
             await self._fan_out.run(job.model, job.prompts, branches, take, job.lease, fail=fail if job.partial else None)
         finally:
@@ -184,8 +187,7 @@ class Scorer:
             if job.policy.write:
                 for kept in cut([key for key in branch_of if key in job.results], job.lookup_keys):
                     await self._cache.put_many({key: job.results[key] for key in kept})
-                    if len(branch_of) > job.lookup_keys:
-                        await asyncio.sleep(0)
+                    await pause_if(len(branch_of) > job.lookup_keys)
 
 
 def _repeated(keys: list[bytes]) -> set[int]:

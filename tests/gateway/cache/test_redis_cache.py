@@ -69,6 +69,23 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
     assert metric(second, "yardstick_cache_lookup_seconds_count") == 1
 
 
+def test_a_late_answer_of_redis_is_read_while_no_engine_is_ready(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
+    """Redis is silent when the request looks up, and there again when it has waited for an engine in vain."""
+    engine = FakeEngine()
+    client = connected(start(engine, **shared | {"redis_seconds": 0.1, "wait_seconds": 1.5}))
+    answer = score(client, [[5], [6]])
+    wait_until(lambda: metric(client, STORED) == 2)
+    engine.ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    server.client().client_pause(300)
+    again = score(client, [[5], [6]])
+    assert hits(again) == "2/2"
+    assert again.json()["scores"] == [pytest.approx(row) for row in answer.json()["scores"]]
+    assert metric(client, 'yardstick_redis_errors_total{kind="timeout"}') > 0
+    body = {"query": [1, 2], "items": [[5], [7]], "label_token_ids": [3, 4]}
+    assert client.post("/v1/score", json=body).status_code == 503
+
+
 def test_another_fingerprint_shares_nothing(start: Start, shared: dict[str, Any]) -> None:
     first = connected(start(FakeEngine(), **shared))
     score(first, [[5]])

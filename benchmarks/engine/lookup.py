@@ -103,7 +103,8 @@ def _loops(directory: Path, asked: argparse.Namespace) -> dict[int, Loop]:
     """An engine for each limit of rows."""
     config = SHAPES[asked.shape]
     save_model(random_decoder(config), config, directory, torch.float32)
-    settings = EngineSettings(model=str(directory), name="lookup", max_total_tokens=32768, threads=asked.threads)
+    threads = asked.threads or torch.get_num_threads()  # which the first loop may change for this thread
+    settings = EngineSettings(model=str(directory), name="lookup", max_total_tokens=32768, threads=threads)
     return {rows: build_loop(msgspec.structs.replace(settings, prompt_lookup_rows=rows)) for rows in asked.rows}
 
 

@@ -30,6 +30,8 @@ SETTLE_SECONDS = 1.0
 GATHER_SECONDS = 0.002
 """Time for which a settlement waits for others of the same key, to be sent in one call."""
 LEASES_A_CALL = 1000
+GIVEN_UP_SECONDS = 1.0
+"""Time from the end of a request that Redis has not answered to its settlement, which must not overtake the command before it."""
 MAX_SETTLEMENTS = 10_000
 """Most settlements waiting to be sent. Others are lost: their leases expire, and their requests are charged the expected cost."""
 
@@ -144,9 +146,9 @@ class SharedLimiter:
             verdict = await self._ask(lease)
         except RedisAway:
             verdict = await self._local.take(lease)
-        except asyncio.CancelledError:  # Redis may have granted the lease
+        except asyncio.CancelledError:  # Redis may have granted the lease, or grant it when it reads the command
             if lease.limits.concurrency is not None:
-                self._settle_later(lease)
+                asyncio.get_running_loop().call_later(GIVEN_UP_SECONDS, self._settle_later, lease)
             raise
         else:
             if verdict.denied is None:

@@ -142,15 +142,14 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
-    tokens = settings.max_batched_tokens or GPU_BATCHED_TOKENS
-    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel, tokens)
+    budget = _budget(settings, memory, on_gpu=on_gpu)
+    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel, budget.max_batched_tokens)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
-    budget = _budget(settings, memory, on_gpu=on_gpu)
     rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
     lookup = LookupSettings(rows, wire.DraftOptions(settings.prompt_lookup), config.eos_token_ids)
     lenvm = None

@@ -129,7 +129,7 @@ def orders(rows: LoraRows) -> tuple[Tensor, int]:
 
 
 def check_delta(delta: LoraDelta, like: Tensor) -> None:
-    """What all kernels that expand expect of ``delta``, which is added to ``like``. Raises ValueError otherwise."""
+    """Check the arguments of a kernel that adds ``delta`` to ``like``. Raises ValueError."""
     expect_device("inner", delta.inner)
     expect("inner", delta.inner, like, delta.inner.shape, (like.dtype,))
     _check(like, delta.product, delta.rows)

@@ -1,4 +1,4 @@
-"""What the kernels of LoRA adapters share: the rows of each adapter in a step, and where its matrices are on the device."""
+"""Arguments of all kernels of LoRA adapters: the rows of each adapter in a step, and the places of its matrices on the device."""
 
 from __future__ import annotations
 

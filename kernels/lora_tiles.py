@@ -8,7 +8,7 @@ from kernels.runtime import jit, tl
 RANK_TILE = 16
 """Ranks that one step of a product adds up; tensor cores take no fewer."""
 REGISTERS = 128
-"""Of a thread. Two programs of eight warps share a multiprocessor then, so that one loads while the other computes."""
+"""Registers of a thread. With so few, two programs of eight warps share a multiprocessor: one loads while the other computes."""
 UNIT = tl.constexpr(RANK_ALIGNMENT)
 """Factor of widths, which kernels take in units of the alignment, so that the compiler knows it."""
 

@@ -118,7 +118,7 @@ def check_qk_norm_rope(
     slots: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """What kernels of this operation expect of their arguments. Raises ValueError otherwise."""
+    """Check the arguments of a kernel of this operation. Raises ValueError."""
     expect_device("qkv", qkv)
     if qkv.dim() != 3 or keys.dim() != 3 or qkv.shape[1] <= 2 * keys.shape[1] or qkv.shape[2] % 2:
         raise ValueError(

@@ -28,7 +28,7 @@ class Kernel:
 
     @property
     def limit(self) -> str:
-        """What takes this time."""
+        """Which of the two takes longer: bytes or operations."""
         return "bytes" if self.seconds == self.bytes / (COPIES * BANDWIDTH) else "operations"
 
 

@@ -20,8 +20,8 @@ MAX_BYTES_OF_ONE = 1 << 17
 MAX_BYTES = 1 << 23
 """Most memory of RE2 for all patterns of a key."""
 _READ_OTHERWISE = re.compile(r"\{,|\[:|\\[1-9pPQC]")
-"""What RE2 reads and :mod:`re` does not, or in another way: ``{,3}``, ``[[:alpha:]]``, ``\\10``, ``\\pL`` and others. Sets such
-as ``\\pL`` also take RE2 long."""
+"""Syntax that RE2 reads in another way than :mod:`re`, or that :mod:`re` refuses: ``{,3}``, ``[[:alpha:]]``, ``\\10``, ``\\pL`` and
+others. RE2 also needs long to compile sets such as ``\\pL``."""
 
 
 class PatternError(ValueError):

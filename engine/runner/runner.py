@@ -86,7 +86,7 @@ class Runner:
         images: StepImages | None = None,
         threads: StepThreads | None = None,
     ) -> None:
-        """``threads``: what computes steps; by default the calling thread."""
+        """``threads``: chooses the thread for each step; by default the calling thread computes all."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs

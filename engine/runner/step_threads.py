@@ -24,10 +24,9 @@ MOST_PRODUCTS = 64_000_000
 
 
 class StepThreads:
-    """The thread that computes large steps, and shares their operations with others. Small steps stay on the calling thread.
+    """Computes small steps on the calling thread, and passes large ones to a thread that shares their operations with others.
 
-    Each thread of a process has its own number of OpenMP threads. To change it for each step takes longer than to pass large steps
-    on, because torch then forgets what oneDNN has prepared.
+    Each thread of a process has its own number of OpenMP threads, so none has to be changed for a step.
     """
 
     def __init__(self, weights: int) -> None:
@@ -35,7 +34,9 @@ class StepThreads:
         multiplied once for a token."""
         self._most_tokens = MOST_PRODUCTS // weights
         self._large = ThreadPoolExecutor(1, "large-steps", torch.set_num_threads, (torch.get_num_threads(),))
-        self._large.submit(torch.get_num_threads).result()  # it has its number, which would also be that of later threads
+        self._large.submit(
+            torch.get_num_threads
+        ).result()  # wait until it has set its number, which torch also gives to later threads
         torch.set_num_threads(1)
 
     def run(self, tokens: int, compute: Callable[[], T]) -> T:
@@ -44,7 +45,7 @@ class StepThreads:
 
 
 def step_threads(config: ModelConfig, device: torch.device) -> StepThreads | None:
-    """Return the threads for a model; None where all of its steps are better shared."""
+    """Return the threads for a model; None on a GPU, with one thread, and where even a step of one token is large."""
     heads = config.num_heads + config.num_kv_heads
     layer = config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
     weights = max(layer, config.hidden_size * config.vocab_size * config.lm_head)

@@ -1,4 +1,4 @@
-"""What a gateway keeps, for all gateways in Redis or for itself in memory."""
+"""The stores of a gateway: in Redis, which all gateways share, or in its own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of one request, for the access log, the metrics and its trace."""
+"""The record of one request, which the access log, the metrics and its trace read."""
 
 from __future__ import annotations
 

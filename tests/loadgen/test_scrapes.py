@@ -85,7 +85,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_run_reads_pages_and_survives_bad_ones() -> None:
+def test_a_run_reads_pages_and_survives_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrapes, "_SECONDS", 0.1)
     seen: list[Any] = []
 
     async def server(request: Request, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +109,7 @@ def test_a_run_reads_pages_and_survives_bad_ones() -> None:
         done: Run = run(load(None, settings), Share(), "secret", "test", None)
         assert all(record.failure is None for record in done.records)
         by_page = [[scrape for scrape in done.scrapes if scrape.url == page] for page in pages]
-        assert {len(found) for found in by_page} <= {3, 4}, "at the start, once or twice during the run, and at its end"
+        assert all(len(found) >= 4 for found in by_page), "at the start, twice or more during the run, and at its end"
         good, *bad = by_page
         assert [scrape.error for scrape in good] == [""] * len(good)
         assert good[0].time == 0

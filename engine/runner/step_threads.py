@@ -34,9 +34,8 @@ class StepThreads:
         multiplied once for a token."""
         self._most_tokens = MOST_PRODUCTS // weights
         self._large = ThreadPoolExecutor(1, "large-steps", torch.set_num_threads, (torch.get_num_threads(),))
-        self._large.submit(
-            torch.get_num_threads
-        ).result()  # wait until it has set its number, which torch also gives to later threads
+        # Wait until it has set its number, because torch gives the last number that was set to threads that start later.
+        self._large.submit(torch.get_num_threads).result()
         torch.set_num_threads(1)
 
     def run(self, tokens: int, compute: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ Yardstick checks a key, fills in the chat template, tokenises the prompt and tur
 - LiteLLM's proxy checks a key and leaves the rest to the server behind it. ``--litellm`` names the ``litellm`` command of an
   environment of its own (``pip install 'litellm[proxy]'``). It runs with one worker.
 - The router of vLLM's production-stack copies bytes: no keys, no text. ``--vllm-router`` names the Python interpreter of an
-  environment that has it. ``vllm-router`` of PyPI is another program; docs/benchmarks/README.md says how to install this one.
+  environment that has it. ``vllm-router`` of PyPI is another program; docs/benchmarks/running.md says how to install this one.
   It runs with uvloop and httptools if the environment has them.
 
 A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,

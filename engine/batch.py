@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 from engine.ints import EMPTY, Ints
 from engine.requests.core import Branch, Request
-
-if TYPE_CHECKING:
-    from engine.vision.embeddings import ImageWork
+from engine.requests.image_embeddings import ImageWork
 
 
 class ExtendSegment(msgspec.Struct, frozen=True, eq=False):

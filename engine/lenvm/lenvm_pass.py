@@ -14,7 +14,7 @@ from engine.batch import CandidatePass, ExtendSegment
 from engine.device.transfer import Upload
 from engine.lenvm.kept import Kept
 from engine.models.decoder import FusedAttend, Heads
-from engine.vision.prompts import shift_of
+from engine.requests.images import shift_of
 
 
 class LenVMPass(NamedTuple):

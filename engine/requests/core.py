@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints, ints
+from engine.requests.images import RequestImages
 from engine.requests.length_guidance import GuidedSection
 from engine.requests.readout_prompts import prompt_parts_of
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from engine.requests.item_group import ItemBlock, ItemGroup
     from engine.requests.prompt_lookup import Lookup
     from engine.structured.constraint import Constraint
-    from engine.vision.prompts import RequestImages
 
 NOBODY = wire.Caller()
 PENDING = -1

@@ -17,11 +17,11 @@ import numpy as np
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints, ints
 from engine.requests.core import Branch, Request, ScoringRequest, next_arrival
+from engine.requests.images import ItemImages
 
 if TYPE_CHECKING:
     from engine.kvcache.prefix_cache import Node
     from engine.lora.adapter import LoadedAdapter
-    from engine.vision.intake import ItemImages
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.vision.decoder import VisionDecoder
+from engine.requests.image_embeddings import EmbeddingCache
 from engine.settings import CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES, EngineSettings
-from engine.vision.embeddings import EmbeddingCache
 from engine.vision.intake import ImageIntake
 from engine.vision.steps import StepImages
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,36 +11,15 @@ from engine.ints import Ints
 from engine.models.vision.config import VisionConfig
 from engine.requests.core import Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
+from engine.requests.image_embeddings import EmbeddingCache
+from engine.requests.images import ItemImages, KnownImage, RequestImages, text_of
 from engine.requests.item_group import ItemGroup
-from engine.vision.embeddings import EmbeddingCache
-from engine.vision.prompts import KnownImage, RequestImages
 from engine.vision.registry import ImageRegistry
 
 MOST_PIXEL_BYTES = 4 << 30
 """Most bytes of pixels that open requests hold together. Further images are refused, as if the queue were full."""
 
 Message = wire.Score | wire.ScoreItems | wire.Generate
-
-
-class ItemImages:
-    """The images of an :class:`~engine.requests.item_group.ItemGroup`."""
-
-    def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], query: Ints, image_token: int) -> None:
-        """query: with the numbers of images."""
-        self._cache = cache
-        self._images = images
-        self._query = text_of(query, image_token)
-        self._layouts: dict[int, RequestImages] = {}
-        self.in_query = bool((query >= wire.IMAGE_TOKENS).any())
-        """Whether the query shows images. Its items are then computed one by one."""
-
-    def attach(self, request: ScoringRequest) -> None:
-        """Give the request of an item its images."""
-        if request.index not in self._layouts:
-            branches = [branch.tokens.view for branch in request.branches]
-            self._layouts[request.index] = RequestImages(self._cache, self._images, request.prefix, branches)
-        request.images = self._layouts[request.index]
-        request.targets = [self._query for _ in request.targets]
 
 
 class ImageIntake:
@@ -99,9 +78,3 @@ def renamed(tokens: Ints, ids: Ints) -> Ints:
     copy = np.array(tokens, np.int32)
     rename(copy, ids)
     return copy
-
-
-def text_of(tokens: Ints | Sequence[int], image_token: int) -> Ints:
-    """A copy with ``image_token`` for the tokens of images, as transformers has the prompt."""
-    given = np.asarray(tokens, np.int32)
-    return np.where(given >= wire.IMAGE_TOKENS, np.int32(image_token), given)

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 
 from engine import wire
-from engine.vision.prompts import KnownImage
+from engine.requests.images import KnownImage
 
 REMEMBERED = 1 << 16
 """Images whose numbers are kept, least recently used first out: about 10 MB."""

@@ -15,8 +15,8 @@ from engine.batch import Batch, ExtendSegment, Tokens
 from engine.device.transfer import Copy, Upload
 from engine.models.vision.decoder import ImageRows, VisionDecoder
 from engine.models.vision.windows import grid_of
-from engine.vision.embeddings import Embedding, EmbeddingCache
-from engine.vision.prompts import Layout
+from engine.requests.image_embeddings import Embedding, EmbeddingCache
+from engine.requests.images import Layout
 from engine.wire import IMAGE_TOKENS
 
 

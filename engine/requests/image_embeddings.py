@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.vision.prompts import KnownImage
+from engine.requests.images import KnownImage
 
 if TYPE_CHECKING:
     from torch import Tensor

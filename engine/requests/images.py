@@ -20,8 +20,8 @@ from engine.ints import Ints
 from engine.wire import IMAGE_TOKENS
 
 if TYPE_CHECKING:
-    from engine.requests.core import Branch, Request
-    from engine.vision.embeddings import EmbeddingCache, ImageBatch
+    from engine.requests.core import Branch, Request, ScoringRequest
+    from engine.requests.image_embeddings import EmbeddingCache, ImageBatch
 
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
@@ -154,7 +154,34 @@ class RequestImages:
         return all(ready)
 
 
+class ItemImages:
+    """The images of an :class:`~engine.requests.item_group.ItemGroup`: those of its items and of its query."""
+
+    def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], query: Ints, image_token: int) -> None:
+        """query: with the numbers of images."""
+        self._cache = cache
+        self._images = images
+        self._query = text_of(query, image_token)
+        self._layouts: dict[int, RequestImages] = {}
+        self.in_query = bool((query >= IMAGE_TOKENS).any())
+        """Whether the query shows images. Its items are then computed one by one."""
+
+    def attach(self, request: ScoringRequest) -> None:
+        """Give the request of an item its images."""
+        if request.index not in self._layouts:
+            branches = [branch.tokens.view for branch in request.branches]
+            self._layouts[request.index] = RequestImages(self._cache, self._images, request.prefix, branches)
+        request.images = self._layouts[request.index]
+        request.targets = [self._query for _ in request.targets]
+
+
 def shift_of(branch: Branch) -> int:
     """:meth:`RequestImages.shift`; 0 for a request without images."""
     images = branch.request.images
     return 0 if images is None else images.shift(branch)
+
+
+def text_of(tokens: Ints | Sequence[int], image_token: int) -> Ints:
+    """A copy with ``image_token`` for the tokens of images, as transformers has the prompt."""
+    given = np.asarray(tokens, np.int32)
+    return np.where(given >= IMAGE_TOKENS, np.int32(image_token), given)

@@ -39,7 +39,7 @@ class Simulated:
 
     def cost(self, item: Ints, query: int) -> int:
         """Score one item; return the number of tokens computed."""
-        node, found = self._cache.match_prefix(self._cache.enter(""), item)
+        node, found = self._cache.match_prefix(self._cache.acquire_root(""), item)
         rest = item[len(found) :]
         self.items += 1
         self.hits += not len(rest)

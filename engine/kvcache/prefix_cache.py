@@ -94,8 +94,9 @@ class PrefixCache:
         self.evicted_item_tokens = 0
         self.pins = Pins(self)
 
-    def enter(self, salt: Hashable | None) -> Root:
-        """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
+    def acquire_root(self, salt: Hashable | None) -> Root:
+        """Return the root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at
+        once."""
         if salt == "":
             return self.root
         root = None if salt is None else self._roots.get(salt)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.models import weight_names
 from engine.models.config import ModelConfig
 from engine.models.experts import Experts
-from engine.models.modules import Embedding, Linear, RMSNorm, Sum, TokenHead, Unadded
+from engine.models.modules import Embedding, Linear, NoNorm, RMSNorm, TokenHead, Unadded
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedWeight, linear
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         qkv, delta = projected if isinstance(projected, Unadded) else (self._normed(projected), None)
         heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin, delta)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
-        return self.o_proj(_some(out.flatten(1), rows))  # type: ignore[no-any-return]
+        return self.o_proj(_select_rows(out.flatten(1), rows))  # type: ignore[no-any-return]
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """[tokens, (heads + 2 · kv_heads) · head_dim], normalised where norms are over all heads."""
@@ -141,10 +141,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         size, before, after = config.hidden_size, config.norms != "after", config.norms != "before"
-        self.input_norm = RMSNorm(size, config, dtype) if before else Sum()
+        self.input_norm = RMSNorm(size, config, dtype) if before else NoNorm()
         self.attention = Attention(config, layer, dtype)
         self.attention_out_norm = RMSNorm(size, config, dtype) if after else None
-        self.post_attention_norm = RMSNorm(size, config, dtype) if before else Sum()
+        self.post_attention_norm = RMSNorm(size, config, dtype) if before else NoNorm()
         """Before the MLP."""
         self.mlp = _feed_forward(config, layer, dtype)
         self.mlp_out_norm = RMSNorm(size, config, dtype) if after else None
@@ -159,7 +159,7 @@ class DecoderLayer(nn.Module):
         """
         x, residual = (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
         x = self._added(self.attention(x, cos, sin, attend, rows), self.attention_out_norm)
-        x, residual = self.post_attention_norm.add(x, _some(residual, rows))
+        x, residual = self.post_attention_norm.add(x, _select_rows(residual, rows))
         return self._added(self.mlp(x), self.mlp_out_norm), residual
 
     def _added(self, x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -175,7 +175,7 @@ def _feed_forward(config: ModelConfig, layer: int, dtype: torch.dtype) -> MLP | 
     return Experts(config, MLP(config, dtype, shared) if shared else None, dtype)
 
 
-def _some(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 

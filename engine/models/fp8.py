@@ -25,7 +25,7 @@ from engine.models.conversion import ConvertedLinear
 from engine.models.decoder import MLP, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.experts import Experts, GroupedLinear
-from engine.models.modules import Linear, RMSNorm, Sum
+from engine.models.modules import Linear, NoNorm, RMSNorm
 from kernels.gelu_mul import gelu_mul_quantized
 from kernels.grouped_experts import grouped_scaled_linear
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
@@ -143,7 +143,7 @@ def _parts(layer: DecoderLayer) -> Parts:
     wanted = ATTENTION | (EXPERTS if isinstance(layer.mlp, Experts) else DENSE)
     if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
         wanted |= SHARED
-    parts = {name: part for name, part in wanted.items() if not isinstance(layer.get_submodule(name), Sum)}
+    parts = {name: part for name, part in wanted.items() if not isinstance(layer.get_submodule(name), NoNorm)}
     for name, norm in BEFORE.items():
         if name in parts and norm not in parts:
             parts[name] = QuantizingLinear

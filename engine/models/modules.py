@@ -87,8 +87,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Sum(nn.Module):
-    """Stands in the place of a norm that a model does not have."""
+class NoNorm(nn.Module):
+    """Takes the place of a norm that a model does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] -> the same"""

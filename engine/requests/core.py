@@ -116,8 +116,8 @@ class Branch:
         """Tokens without a slot."""
         return self.tokens.size - self.computed
 
-    def enter(self, slots: Ints) -> None:
-        """Take ``slots`` for the next tokens."""
+    def add_slots(self, slots: Ints) -> None:
+        """Append the slots of the next tokens."""
         if self.context.size:
             self.context.extend(slots)
         else:

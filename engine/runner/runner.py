@@ -167,13 +167,13 @@ class Runner:
             tokens=upload.add(tokens.ids),
             positions=upload.add(tokens.positions),
             pending=upload.add(pending),
-            source=upload.add(self._source(batch.segments) if len(pending) else []),
+            source=upload.add(self._draw_rows(batch.segments) if len(pending) else []),
             rows=upload.add(rows),
         )
 
     def _compute(self, inputs: _Inputs, batch: Batch, plan: OutputPlan, step: StepTensors) -> None:
         """Queue the main model: the hidden rows that readouts read, and the logits, in one product."""
-        tokens = self._fill(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
+        tokens = self._fill_pending(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
         hidden = self._forward(tokens, inputs.positions.tensor, batch.segments, inputs.rows.tensor)
         reading = plan.readouts
         *parts, rest = torch.split(
@@ -218,7 +218,7 @@ class Runner:
             hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
         return hidden.index_select(0, rows)
 
-    def _source(self, segments: Sequence[ExtendSegment]) -> list[int]:
+    def _draw_rows(self, segments: Sequence[ExtendSegment]) -> list[int]:
         """Row among the draws of the step before of each pending token, in the order of ``segments``."""
         rows = []
         for segment in segments:
@@ -228,16 +228,16 @@ class Runner:
                     rows.append(self._drawn_row[branch])
         return rows
 
-    def _fill(self, tokens: Tensor, pending: Tensor, source: Tensor) -> Tensor:
+    def _fill_pending(self, tokens: Tensor, pending: Tensor, source: Tensor) -> Tensor:
         """``tokens`` with those that the step before draws in the rows ``pending``."""
         return tokens.index_copy(0, pending, self._drawn.index_select(0, source)) if len(pending) else tokens
 
     def _resolve(self, tokens: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
         """Tokens of ``segments``, on the device, with those that the step before draws."""
-        source = self._source(segments)
+        source = self._draw_rows(segments)
         if not source:
             return tokens
         upload = Upload()
         pending_copy, source_copy = upload.add(np.flatnonzero(Tokens.of(segments).ids == PENDING)), upload.add(source)
         upload.send(self._device)
-        return self._fill(tokens, pending_copy.tensor, source_copy.tensor)
+        return self._fill_pending(tokens, pending_copy.tensor, source_copy.tensor)

@@ -37,24 +37,24 @@ class Admission:
         self._allocator = allocator
         self._composer = composer
         self._wait_estimator = wait_estimator
-        self._most, self._now, self._contended = 0, 0.0, False
+        self._max_load, self._now, self._contended = 0, 0.0, False
         self._closed_above = math.inf
         """For this step, tenants that hold at least this many slots for their weight admit nothing, because a tenant that
         holds no more found too few slots for its next request.
         """
 
-    def begin(self, most: int, now: float, *, contended: bool) -> None:
-        """Begin a step of at most ``most`` tokens. ``contended``: :meth:`FairQueue.contended`."""
-        self._most, self._now, self._contended = most, now, contended
+    def begin(self, max_load: int, now: float, *, contended: bool) -> None:
+        """Begin a step. ``max_load``: its most tokens (:attr:`Batch.load`). ``contended``: :meth:`FairQueue.contended`."""
+        self._max_load, self._now, self._contended = max_load, now, contended
         self._closed_above = math.inf
 
     def admit_waiting(self, batch: Batch, flow: Flow) -> None:
         """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
         searched: Request | None = None
-        while flow.waiting and flow.room > 0 and batch.load < self._most:
+        while flow.waiting and flow.room > 0 and batch.load < self._max_load:
             if not self._has_room(flow):
                 return
-            waiting, room = flow.waiting[0][2], min(flow.room, self._most - batch.load)
+            waiting, room = flow.waiting[0][2], min(flow.room, self._max_load - batch.load)
             if isinstance(waiting, ItemGroup) and waiting is not searched:
                 searched = waiting
                 self._admit_cached(batch, flow, waiting, room)
@@ -82,32 +82,34 @@ class Admission:
 
     def use_rest(self, batch: Batch) -> None:
         """Give the rest of the step to flows that can use it, those furthest behind first."""
-        if batch.load >= self._most:
+        if batch.load >= self._max_load:
             return
         for flow in self._queue.dealt:
             if not self._queue.satisfied:
                 self._use_rest_of(batch, flow)
-            flow.room = self._most - batch.load
+            flow.room = self._max_load - batch.load
             self.admit_waiting(batch, flow)
         for flow in self._queue.others():
-            if batch.load >= self._most or self._free_places <= 0 or self._closed_above <= 0:
+            if batch.load >= self._max_load or self._free_places <= 0 or self._closed_above <= 0:
                 return
-            flow.room = self._most - batch.load
+            flow.room = self._max_load - batch.load
             self.admit_waiting(batch, flow)
 
     def _use_rest_of(self, batch: Batch, flow: Flow) -> None:
         """Compute more tokens of a tenant's running requests than its share. A request that is already in the step preempts
         nothing, because it might take slots of its own branches, and a guided request is not added twice."""
         for request in list(flow.running.values()):
+            if batch.load >= self._max_load:
+                return
             again = request.step == self._allocator.step
-            if batch.load < self._most and request.arrival in self._allocator.running and not (again and len(request.with_aux) > 1):
-                self._composer.compute(batch, flow, request, self._most - batch.load, request.reserve, may_preempt=not again)
+            if request.arrival in self._allocator.running and not (again and len(request.with_aux) > 1):
+                self._composer.compute(batch, flow, request, self._max_load - batch.load, request.reserve, may_preempt=not again)
 
     def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
         """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
         request = self._start(flow)
         for part in request.with_aux:
-            part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
+            part.node = self._allocator.kv_pool(part).cache.acquire_root(part.salt)
         spent = self._composer.compute(batch, flow, request, room, request.reserve, may_preempt=False)
         if not spent:
             self._allocator.preempt(request)
@@ -142,11 +144,11 @@ class Admission:
             accepted.first_computed = self._now
         self._wait_estimator.begin(accepted, request.size)
 
-    def make_way(self, batch: Batch, flow: Flow) -> None:
+    def admit_by_preemption(self, batch: Batch, flow: Flow) -> None:
         """Admit the next request of a tenant that has a share of the step but lacks a running place or slots.
 
-        They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
-        would take these slots.
+        Requests of tenants that have more for their weight are preempted for it. It is admitted before the running ones are
+        computed, because they would take these slots.
         """
         waiting = flow.waiting[0][2] if flow.waiting else None
         if waiting is None or not (self._allocator.turns.takes(waiting) and self._allocator.leaves_reserve(waiting.first)):

@@ -127,13 +127,13 @@ class Allocator:
     def preempt(self, request: Request) -> None:
         """Free everything that a running request holds, and return it to the queue at its old rank."""
         assert not request.awaits_result
-        self.let_go(request)
+        self.release(request)
         for part in request.with_aux:
             if not part.begun:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
-    def let_go(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free all slots, and the running place if it has one."""
         if isinstance(request, ItemBlock):
             self._free_block(request)

@@ -45,7 +45,7 @@ class StepComposer:
         if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
         for branch in request.branches:
-            if not self._can_go_on(batch, request, branch):
+            if not self._can_continue(batch, request, branch):
                 continue
             start = branch.computed
             remaining, room = branch.tokens.size - start, limit - batch.load
@@ -61,7 +61,7 @@ class StepComposer:
             if not added:
                 return
 
-    def _can_go_on(self, batch: Batch, request: Request, branch: Branch) -> bool:
+    def _can_continue(self, batch: Batch, request: Request, branch: Branch) -> bool:
         """Whether it is known how ``branch`` continues. A token that a pending step draws is added as
         :data:`~engine.requests.core.PENDING`."""
         if branch.constraint is not None and not branch.constraint.ready:
@@ -79,13 +79,13 @@ class StepComposer:
         slots = self.allocator.allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
         if not slots.size:
             return False
-        self.enter(batch, branch, start, slots)
+        self.add_segment(batch, branch, start, slots)
         return True
 
-    def enter(self, batch: Batch, branch: Branch, start: int, slots: Ints) -> None:
+    def add_segment(self, batch: Batch, branch: Branch, start: int, slots: Ints) -> None:
         """Add the tokens of ``branch`` from ``start`` to the step, with their ``slots``."""
         request, count = branch.request, slots.size
-        branch.enter(slots)
+        branch.add_slots(slots)
         self.allocator.count_taken(request, count, branch)
         request.computed_tokens += count
         batch.add(ExtendSegment(request, branch, branch.tokens.part(start, start + count), branch.context.view))

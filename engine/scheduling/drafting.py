@@ -119,7 +119,7 @@ class Drafting:
         count = draft.size
         if not count or not self._allocator.has_room(request.on_lenvm, count):
             return
-        branch.enter(self._allocator.allocate(count, request, branch, may_preempt=False))
+        branch.add_slots(self._allocator.allocate(count, request, branch, may_preempt=False))
         branch.draft = draft
         self._allocator.count_taken(request, count, branch)
         request.computed_tokens += count

@@ -35,9 +35,9 @@ def compute_guided(composer: StepComposer, batch: Batch, branch: Branch, remaini
     if not slots.size:
         composer.allocator.kv_pool(aux_branch.request).pool.free(ahead)
         return False
-    composer.enter(batch, branch, branch.computed, slots)
+    composer.add_segment(batch, branch, branch.computed, slots)
     start = aux_branch.computed
-    aux_branch.enter(ahead)
+    aux_branch.add_slots(ahead)
     composer.allocator.count_taken(aux_branch.request, ahead.size)
     prefix = aux_branch.context.view[:-1]
     pending = None

@@ -114,7 +114,7 @@ class Scheduler:
         self._requests[request.id] = request
         self._drafting.prepare(request)
         self._queue.join(request)
-        self._wait_estimator.enter(request)
+        self._wait_estimator.add(request)
         self._deadlines.add(request)
 
     def get(self, request_id: str) -> Request | None:
@@ -181,21 +181,21 @@ class Scheduler:
         self._allocator.step += 1
         self._allocator.turns.begin(chain(self._running.values(), self._queue.heads))
         contended, shared = self._queue.contended(), self._queue.shared
-        tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
-        reserved = self._queue.reserve()
-        self._drafting.begin(reserved)
-        most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
-        granted = self._queue.grant(most - reserved)
-        self._admission.begin(most, now, contended=contended)
+        budget = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
+        decode_tokens = self._queue.reserve()
+        self._drafting.begin(decode_tokens)
+        max_load = max(budget, decode_tokens + max(1, int(PREFILL_SHARE * budget)))
+        granted = self._queue.grant(max_load - decode_tokens)
+        self._admission.begin(max_load, now, contended=contended)
         if shared:
             for flow in granted:
-                self._admission.make_way(batch, flow)
+                self._admission.admit_by_preemption(batch, flow)
         self._compute_running(batch)
         if shared:
             for flow in granted:
                 self._admission.admit_waiting(batch, flow)
         self._admission.use_rest(batch)
-        self._queue.settle(most)
+        self._queue.settle(max_load)
         self._wait_estimator.turn()
         return batch
 
@@ -241,7 +241,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
-        self._wait_estimator.leave(request)
+        self._wait_estimator.remove(request)
         for part in request.parts.values() if isinstance(request, ItemGroup) else [request]:
             self._stop(part)
         self._queue.leave(request)
@@ -249,7 +249,7 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         for branch in request.branches:
             branch.done = True
-        self._allocator.let_go(request)
+        self._allocator.release(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
@@ -278,7 +278,7 @@ class Scheduler:
             if branch is None or self._drafting.wants(branch):
                 self._decode(batch, decoding)
                 decoding = []
-                self._go_on(batch, request)
+                self._compute_request(batch, request)
             else:
                 decoding.append(branch)
         self._decode(batch, decoding)
@@ -286,9 +286,9 @@ class Scheduler:
     def _decode(self, batch: Batch, branches: Sequence[Branch]) -> None:
         if branches and not decode(batch, branches, self._allocator):
             for branch in branches:
-                self._go_on(batch, branch.request)
+                self._compute_request(batch, branch.request)
 
-    def _go_on(self, batch: Batch, request: Request) -> None:
+    def _compute_request(self, batch: Batch, request: Request) -> None:
         """Compute a running request, unless it was preempted or is in the step already: its decoding branches, and other tokens
         within the share of its tenant."""
         if request.step == self._allocator.step or request.arrival not in self._running:

@@ -49,7 +49,7 @@ class WaitEstimator:
         """Tokens begun since that step."""
         self._moved, self._seconds = 0.0, 0.0
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Count a request that begins to wait."""
         priority, tokens, caller = clamped(request.priority), request.size, request.caller
         self._sizes[request.id] = priority, tokens
@@ -65,7 +65,7 @@ class WaitEstimator:
         """Count ``tokens`` of a waiting request as begun."""
         self._begun += self._take(request, tokens)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Stop counting a request that has ended."""
         self._take(request, request.size)
 

@@ -41,7 +41,7 @@ class ImageIntake:
 
     def attach(self, request: Request, message: Message) -> None:
         """Replace the tokens of images in a new request of ``message`` by those of this process, and give it its images."""
-        known = [self.registry.enter(image, message.caller) for image in message.images]
+        known = [self.registry.register(image, message.caller) for image in message.images]
         ids = np.array([wire.IMAGE_TOKENS + image.number for image in known], np.int32)
         images = {image.number: image for image in known}
         if isinstance(request, ItemGroup):

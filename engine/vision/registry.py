@@ -34,7 +34,7 @@ class ImageRegistry:
         self.exhausted = False
         """Whether no number is left; the pod must be started again to read new images."""
 
-    def enter(self, image: wire.Image, caller: wire.Caller) -> KnownImage:
+    def register(self, image: wire.Image, caller: wire.Caller) -> KnownImage:
         """Return ``image``, whose digest was compared with its pixels, with its number."""
         known = KnownImage(self._number(image.digest, caller), image.rows, image.columns, self._merge, image.pixels)
         self.pixel_bytes += len(image.pixels)

@@ -14,7 +14,7 @@ from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 
 CONCURRENT_PROMPTS = 64
 """Prompts of one request that are generated at a time; the others wait here and not in the engine's queue."""
@@ -132,7 +132,7 @@ class Generation:
                         tokens = prompt.tokens if self._logprobs else []
                         pieces += [Piece(sequence.index, prompt.text, tokens) for sequence in self.sequences]
                     prompt, batch = None, early
-                breath = Breath() if len(batch) > 1 else None
+                time_slice = TimeSlice() if len(batch) > 1 else None
                 for delta in batch:
                     if delta.index >= len(self.sequences):
                         raise EngineLost("The engine sent a sequence that was not asked for.")
@@ -141,10 +141,10 @@ class Generation:
                         unfinished -= 1
                     if piece.text or piece.tokens or piece.finish or piece.token_ids:
                         pieces.append(piece)
-                    if breath is not None and breath.due:
+                    if time_slice is not None and time_slice.over:
                         yield pieces
                         pieces = []
-                        await breath.take()
+                        await time_slice.yield_to_loop()
                 yield pieces
                 if not unfinished:
                     return

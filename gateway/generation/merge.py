@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from gateway.process.breathing import Pace
+from gateway.process.time_slices import Pace
 
 T = TypeVar("T")
 

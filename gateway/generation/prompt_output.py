@@ -12,7 +12,7 @@ from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import Token
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.generation import GenerationRequest, PromptLogprob
 
 TOKENS_AT_ONCE = 32
@@ -75,11 +75,11 @@ async def prompt_output(generation: Generation, fields: GenerationRequest) -> Pr
     if fields.prompt_logprobs is None:
         return PromptOutput(shown, msgspec.UNSET)
     texts, top = generation.model.tokenizer.texts, fields.prompt_logprobs
-    breath, parts, tokens = Breath(), [], generation.prompt_tokens
+    time_slice, parts, tokens = TimeSlice(), [], generation.prompt_tokens
     for begin in range(0, len(tokens), TOKENS_AT_ONCE):
         parts.append(_encoder.encode([_entry(texts, token, top) for token in tokens[begin : begin + TOKENS_AT_ONCE]])[1:-1])
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     return PromptOutput(shown, msgspec.Raw(b"[%b]" % b",".join(parts)))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from engine import wire
 from gateway.errors import EngineLost
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
 from gateway.text.vocabulary import Vocabulary
@@ -275,10 +275,10 @@ class PromptTokens:
             self._begin()
         if offset != len(self.tokens):
             raise EngineLost("The engine skipped or repeated log-probabilities of the prompt.")
-        breath = Breath()
+        time_slice = TimeSlice()
         for place, id in enumerate(self._ids[offset : offset + len(logprobs.chosen)]):
-            if breath.due:
-                await breath.take()
+            if time_slice.over:
+                await time_slice.yield_to_loop()
             self._add(id, _token(id, place, logprobs, min(self._read, len(self.text))))
 
     def _add(self, id: int, token: Token) -> None:

@@ -15,7 +15,7 @@ from gateway.handling.large import event_with_rows, with_rows
 from gateway.handling.scoring import per_event
 from gateway.handling.streams import DONE, sse
 from gateway.pool.split import cut
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 
 
 class CatalogueForm(Protocol):
@@ -55,13 +55,13 @@ async def answer_catalogue(scanner: Scanner, form: CatalogueForm, *, stream: boo
 
 async def _events(scanner: Scanner, form: CatalogueForm, top_n: int | None) -> AsyncGenerator[bytes, None]:
     """Yield results, those that may be among the best if there is a ``top_n``, and the best at the end."""
-    best, breath = Best(form.rank, top_n or 0), Breath()
+    best, time_slice = Best(form.rank, top_n or 0), TimeSlice()
     async with aclosing(scanner.parts(form.scan)) as parts:
         async for part in parts:
             for few in cut(best.add(part) if top_n else part, per_event([result.row for result in part])):
                 yield sse(form.chunk(few))
-                if breath.due:
-                    await breath.take()
+                if time_slice.over:
+                    await time_slice.yield_to_loop()
     kept = best.results
     yield await event_with_rows(form.closing(kept), form.field, form.rows(kept))
     yield DONE

@@ -19,7 +19,7 @@ from gateway.handling.access import requested_model
 from gateway.handling.reader import Reading
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.reading.catalogue import Opened
 from gateway.text.bounds import Bounds
 from gateway.text.prepared import PlacedIds, Prepared
@@ -157,15 +157,15 @@ class CataloguePrompts:
     async def rows(self, query: Query, records: Records, param: str) -> Prepared:
         """Return the prompts of the items in ``records``: at least one, and none of them None. Raises :class:`GatewayError`."""
         model = query.model
-        rows, behind, breath = list[PlacedIds](), list[bytes](), Breath()
+        rows, behind, time_slice = list[PlacedIds](), list[bytes](), TimeSlice()
         for begin in range(0, len(records), ROWS_AT_ONCE):
             for record in records[begin : begin + ROWS_AT_ONCE]:
                 assert record is not None
                 row, tail = row_of(record)
                 rows.append(row)
                 behind.append(tail)
-            if breath.due:
-                await breath.take()
+            if time_slice.over:
+                await time_slice.yield_to_loop()
         self.bounds.check("max_request_tokens", sum(map(len, rows)), "tokens", "ids")
         tails = dict(zip(dict.fromkeys(behind), count(), strict=False))
         self.bounds.check("max_request_characters", sum(map(len, tails)), "characters that must be tokenised", "ids")

@@ -24,7 +24,7 @@ from gateway.logs.account import Account
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.tracing import finished
@@ -73,16 +73,16 @@ class Generator:
             choices = answer.chosen(choices, generations)
             if many:
                 await asyncio.sleep(0)
-            logprobs, breath = [], Breath()
+            logprobs, time_slice = [], TimeSlice()
             for choice in choices:
                 logprobs.append(await _encoded(answer, choice.tokens))
-                if breath.due:
-                    await breath.take()
+                if time_slice.over:
+                    await time_slice.yield_to_loop()
             prompts = []
             for generation in generations:
                 prompts.append(await prompt_output(generation, fields))
-                if breath.due:
-                    await breath.take()
+                if time_slice.over:
+                    await time_slice.yield_to_loop()
             if many:
                 await asyncio.sleep(0)
             usage = usage_of(generations)
@@ -117,7 +117,7 @@ class Generator:
                         if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             yield event
                         continue
-                    breath = Breath()
+                    time_slice = TimeSlice()
                     chunks: list[bytes] = []
                     if not opened:
                         opened = direct.opened = True
@@ -125,10 +125,10 @@ class Generator:
                     for piece in small(joined(batch)):
                         if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             chunks.append(event)
-                        if breath.due:
+                        if time_slice.over:
                             yield b"".join(chunks)
                             chunks.clear()
-                            await breath.take()
+                            await time_slice.yield_to_loop()
                     if chunks:
                         yield b"".join(chunks)
         if fields.includes_usage:
@@ -240,7 +240,7 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
     encoding them blocks the event loop."""
     if len(tokens) <= TOKENS_AT_ONCE:
         return answer.logprobs(tokens)
-    breath = Breath()
+    time_slice = TimeSlice()
     kind: type[msgspec.Struct] | None = None
     parts: dict[str, list[bytes]] = {}
     for begin in range(0, len(tokens), TOKENS_AT_ONCE):
@@ -250,8 +250,8 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
         for name in told.__struct_fields__:
             if (entries := getattr(told, name)) is not msgspec.UNSET:
                 parts.setdefault(name, []).append(_encoder.encode(entries)[1:-1])
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     assert kind is not None
     return kind(**{name: msgspec.Raw(b"[%b]" % b",".join(lists)) for name, lists in parts.items()})
 

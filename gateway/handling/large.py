@@ -11,7 +11,7 @@ from litestar import Response
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 
 T = TypeVar("T", bound=msgspec.Struct)
 C = TypeVar("C")
@@ -78,7 +78,7 @@ async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, s
 
 async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
     """Encode ``rows`` in slices."""
-    parts, part, breath = [], bytearray(before), Breath()
+    parts, part, time_slice = [], bytearray(before), TimeSlice()
     separator = b""
     for row in rows:
         part += separator + _encoder.encode(row)
@@ -86,8 +86,8 @@ async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[by
         if len(part) > PART_BYTES:
             parts.append(bytes(part))
             part.clear()
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     return [*parts, bytes(part) + after]
 
 

@@ -18,7 +18,7 @@ from gateway.generation.sequence import Piece
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import Generator, small, usage_of
 from gateway.handling.streams import while_connected
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.responses.draft import Draft
 from gateway.responses.kept import Kept
 from gateway.responses.output import Output
@@ -58,13 +58,13 @@ class Responder:
             async with aclosing(run.generation.pieces(self.generator.dispatcher)) as batches:
                 async for batch in batches:
                     chunks = [] if opened else run.opening()
-                    opened, breath = True, Breath()
+                    opened, time_slice = True, TimeSlice()
                     for piece in small(batch):
                         chunks += run.push(piece)
-                        if breath.due:
+                        if time_slice.over:
                             yield b"".join(chunks)
                             chunks = []
-                            await breath.take()
+                            await time_slice.yield_to_loop()
                     if chunks:
                         yield b"".join(chunks)
         for event in run.closing():  # with log-probabilities, each repeats megabytes

@@ -24,7 +24,7 @@ from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Task
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.truncation import ItemError
 from gateway.schemas.usage import ItemUsage
 from gateway.scoring.scorer import Arrived, Scorer, Scores
@@ -90,13 +90,13 @@ class Scoring:
         async def events() -> AsyncGenerator[bytes, None]:
             work = asyncio.create_task(self._score(job, arrived))
             work.add_done_callback(lambda _: queue.put_nowait(None))
-            breath = Breath()  # an event that can be written at once is no pause
+            time_slice = TimeSlice()  # an event that can be written at once is no pause
             try:
                 while (results := await queue.get()) is not None:
                     for few in cut(results, per_event([row for _, row in results])):
                         yield sse(chunk(few))
-                        if breath.due:
-                            await breath.take()
+                        if time_slice.over:
+                            await time_slice.yield_to_loop()
                 yield await closing(await work)
                 yield DONE
             finally:

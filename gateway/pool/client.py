@@ -25,7 +25,7 @@ from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import Take
 from gateway.pool.streams import EngineCall, EngineStreams, Target
 from gateway.time_limits import engine_deadline
-from tracing.context import TraceContext
+from gateway.tracing import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +148,12 @@ class EngineClient:
         self._unload_target = Target(URL(f"{url}/adapters/unload"))
         self._trace = b""
 
-    def traced(self, context: TraceContext) -> EngineClient:
-        """Return a client of the same pod that sends ``context`` with each message."""
+    def traced(self, span: Stage | None) -> EngineClient:
+        """Return a client of the same pod that sends the context of ``span`` with each message; this client if there is none."""
+        if span is None:
+            return self
         client = copy.copy(self)
-        client._trace = "".join(f"{name}: {value}\r\n" for name, value in context.headers.items()).encode("ascii")
+        client._trace = "".join(f"{name}: {value}\r\n" for name, value in span.context.headers.items()).encode("ascii")
         return client
 
     async def ready(self) -> Readiness | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from engine import wire
@@ -16,7 +16,7 @@ from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import Take
 from gateway.pool.waiting import WaitingRoom
-from gateway.tracing import Stage, attempt, stage
+from gateway.tracing import attempt, stage
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Dispatcher:
 
     def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int, hedge_budget: float = 0.0) -> None:
         """``hedge_budget``: tokens of hedges for each computed token; 0: no hedges."""
-        self._hedger = Hedger(telemetry, self._judge, share=hedge_budget) if hedge_budget else None
+        self._hedger = Hedger(telemetry, self._record_failure, share=hedge_budget) if hedge_budget else None
         self._telemetry = telemetry
         self._wait_seconds = wait_seconds
         self._room = WaitingRoom(max_waiting)
@@ -94,10 +94,10 @@ class Dispatcher:
                     )
                     hedge = None
                     return await race.run(ask)
-                with self._attempt(replica, model, attempts, tokens) as span, replica.busy(tokens), replica.wait():
-                    answer = await ask(replica.client if span is None else replica.client.traced(span.context))
+                with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens), replica.wait():
+                    answer = await ask(replica.client.traced(span))
             except GatewayError as error:
-                self._judge(error, replica, model)
+                self._record_failure(error, replica, model)
                 self.check_retry(error, model, attempts)
             else:
                 replica.health.succeeded()
@@ -114,9 +114,8 @@ class Dispatcher:
             replica = await self._choose(model, tokens, None, attempts, generate.caller)
             started, attempts.sent = False, True
             try:
-                with self._attempt(replica, model, attempts, tokens) as span, replica.busy(tokens):
-                    client = replica.client if span is None else replica.client.traced(span.context)
-                    async with aclosing(client.generate(generate, take)) as batches:
+                with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens):
+                    async with aclosing(replica.client.traced(span).generate(generate, take)) as batches:
                         wait = replica.wait()
                         while True:
                             with wait:  # covers only this wait and not the processing of the batch
@@ -131,7 +130,7 @@ class Dispatcher:
                                 attempts.progressed(replica)
                             yield batch
             except GatewayError as error:
-                self._judge(error, replica, model)
+                self._record_failure(error, replica, model)
                 if started:
                     raise
                 self.check_retry(error, model, attempts)
@@ -185,12 +184,7 @@ class Dispatcher:
         finally:
             attempts.wait_seconds -= time.monotonic() - began
 
-    def _attempt(
-        self, replica: Replica, model: ServedModel, attempts: Attempts, tokens: int
-    ) -> AbstractContextManager[Stage | None]:
-        return attempt(replica.client.url, model.name, attempts.number, tokens)
-
-    def _judge(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
+    def _record_failure(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
         self._telemetry.engines.failed(model.name, error.code or error.type)
         if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
 
 from engine import wire
 from gateway.errors import GatewayError, InternalError
@@ -18,7 +17,7 @@ from gateway.pool.hedging import Hedge
 from gateway.pool.items import divide_items
 from gateway.pool.messages import divided_by_images, message_of, without_keeping
 from gateway.pool.pace import size_class
-from gateway.pool.prompts import Part, Prompts
+from gateway.pool.prompts import Prompts, SubBatch
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
 from gateway.text.prepared import Ids, content_of
@@ -33,14 +32,10 @@ LARGE_TOKENS = 1 << 15
 MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
-T = TypeVar("T")
-
-
-Take = Callable[[list[int], wire.Scored], None]
+OnScored = Callable[[list[int], wire.Scored], None]
 """Receives the indices of the branches of a sub-batch, and the engine's answer."""
 
-
-Fail = Callable[[list[int], GatewayError], None]
+OnError = Callable[[list[int], GatewayError], None]
 """Receives the indices of the branches of a sub-batch that no engine could compute, and the last error."""
 
 
@@ -58,44 +53,44 @@ class FanOut:
         model: ServedModel,
         prompts: Prompts,
         branches: Sequence[Ids],
-        take: Take,
+        on_scored: OnScored,
         lease: Lease | None,
         *,
-        fail: Fail | None = None,
+        on_error: OnError | None = None,
     ) -> None:
-        """Compute ``branches``, some of those of ``prompts``, and pass each answer to ``take`` as it arrives.
+        """Compute ``branches``, some of those of ``prompts``, and pass each answer to ``on_scored`` as it arrives.
 
-        The messages to engines are recorded in ``lease``. A sub-batch whose engines fail is passed to ``fail``. Without ``fail``
-        its :class:`GatewayError` is raised, and the sub-batches that are still running are cancelled.
+        The messages to engines are recorded in ``lease``. A sub-batch that no engine could compute is passed to ``on_error``;
+        without it the sub-batch's :class:`GatewayError` is raised, and the sub-batches that are still running are cancelled.
         """
-        gate, turn = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready))), asyncio.Lock()
+        in_flight, building = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready))), asyncio.Lock()
         large = sum(map(len, branches)) > LARGE_TOKENS
 
-        async def run(part: Part) -> None:
-            async with gate:
+        async def compute(sub_batch: SubBatch) -> None:
+            async with in_flight:
                 if large:
-                    async with turn:
+                    async with building:
                         await asyncio.sleep(0)
                 try:
-                    scored = await self._ask(model, prompts, [branches[place] for place in part.places], part, lease)
+                    scored = await self._ask(model, prompts, [branches[index] for index in sub_batch.indices], sub_batch, lease)
                 except GatewayError as error:
-                    if fail is None:
+                    if on_error is None:
                         raise
-                    fail(part.places, error)
+                    on_error(sub_batch.indices, error)
                 else:
-                    take(part.places, scored)
+                    on_scored(sub_batch.indices, scored)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
-            parts = await divide_items(model, prompts, branches, self._split_tokens)
+            sub_batches = await divide_items(model, prompts, branches, self._split_tokens)
         else:
-            parts = self._evenly(model, prompts, branches)
-        parts = divided_by_images(parts, prompts, branches, model.info.vision)
-        self._telemetry.engines.split(len(parts))
-        await all_or_cancel([run(part) for part in parts])
+            sub_batches = self._divide_evenly(model, prompts, branches)
+        sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
+        self._telemetry.engines.split(len(sub_batches))
+        await all_or_cancel([compute(sub_batch) for sub_batch in sub_batches])
 
-    def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[Part]:
-        """Divide the branches of one prefix into parts of even size."""
-        parts = split(
+    def _divide_evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
+        """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
+        divided = split(
             len(prompts.prefix),
             [len(branch) + len(prompts.suffix) for branch in branches],
             replicas=len(model.usable),
@@ -103,15 +98,15 @@ class FanOut:
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
-        first = affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
-        return [Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
+        affinity = affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
+        return [SubBatch(indices, affinity=None if number else affinity) for number, indices in enumerate(divided)]
 
-    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: Part, lease: Lease | None) -> wire.Scored:
+    async def _ask(
+        self, model: ServedModel, prompts: Prompts, branches: list[Ids], sub_batch: SubBatch, lease: Lease | None
+    ) -> wire.Scored:
+        """Send ``branches``, those of ``sub_batch``, to an engine, and return its answer."""
         request = message_of(prompts, branches, model.adapter_digest)
-        if prompts.suffix:
-            row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
-        else:
-            row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
+        row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
         keeper: str | None = None  # URL of the engine that keeps the items from now on
@@ -129,11 +124,11 @@ class FanOut:
         if prompts.may_hedge and prompts.priority <= 0:
             hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request)))
         scored = await self._dispatcher.call(
-            model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller, hedge=hedge
+            model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )
-        kept = part.digests and not prompts.images  # items with images are not handed over: their pixels are not kept
+        kept = sub_batch.digests and not prompts.images  # items with images are not handed over: their pixels are not kept
         if kept and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
-            replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
+            replica.items.add(sub_batch.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
         return scored
 
 
@@ -154,13 +149,13 @@ def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | 
     return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
-async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:
+async def all_or_cancel(runs: list[Coroutine[None, None, None]]) -> None:
     """Run all coroutines concurrently. On the first failure, or on cancellation, cancel the others and wait for them to end."""
     if len(runs) == 1:
-        return [await runs[0]]
+        return await runs[0]
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

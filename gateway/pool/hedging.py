@@ -87,10 +87,12 @@ class Hedge(NamedTuple):
 class Hedger:
     """Decides about hedges, within a budget of ``share`` of the tokens that engines compute."""
 
-    def __init__(self, telemetry: Telemetry, judge: Callable[[GatewayError, Replica, ServedModel], None], *, share: float) -> None:
-        """``judge`` updates the health of a replica after an error."""
+    def __init__(
+        self, telemetry: Telemetry, record_failure: Callable[[GatewayError, Replica, ServedModel], None], *, share: float
+    ) -> None:
+        """``record_failure`` updates the health of a replica after an error."""
         self.telemetry = telemetry
-        self.judge = judge
+        self.record_failure = record_failure
         self._share = share
 
     def second(self, race: Race, delay: float, *, last: bool) -> Replica | None:

@@ -6,29 +6,29 @@ from collections.abc import Sequence
 
 from engine import wire
 from gateway.pool.placement import Placement, item_digests
-from gateway.pool.prompts import Part, Prompts
+from gateway.pool.prompts import Prompts, SubBatch
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.text.prepared import Ids
 
 
-async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids], split_tokens: int) -> list[Part]:
+async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids], split_tokens: int) -> list[SubBatch]:
     """Divide items by the replicas that keep them. ``split_tokens``: see :func:`gateway.pool.split.split`."""
     replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
     placement = Placement(replicas, sum(lengths))
     groups: list[list[int]] = [[] for _ in replicas]
     if len(replicas) == 1 and not replicas[0].items.enabled:  # digests are needed for nothing
         groups, items = [[*range(len(items))]], ()
-    breath, digests = Breath(), list[int]()
+    time_slice, digests = TimeSlice(), list[int]()
     for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt, model.adapter_digest)):
         groups[placement.choose(digest, lengths[index])].append(index)
         digests.append(digest)
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     row = wire.row_length(prompts.readout, prompts.suffix, model.info)
     return [
-        Part([group[index] for index in few], preferred=replica, digests=[digests[group[index]] for index in few if digests])
+        SubBatch([group[index] for index in few], replica=replica, digests=[digests[group[index]] for index in few if digests])
         for replica, group in zip(replicas, groups, strict=True)
         if group
         for few in split(

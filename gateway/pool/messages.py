@@ -9,7 +9,7 @@ import msgspec
 
 from engine import wire
 from gateway.ids import new_id
-from gateway.pool.prompts import Part, Prompts
+from gateway.pool.prompts import Prompts, SubBatch
 from gateway.text.image_ids import ImageIds
 from gateway.text.prepared import Ids, as_list
 
@@ -48,33 +48,35 @@ def without_keeping(request: wire.Score | wire.ScoreItems) -> wire.Score | wire.
     return msgspec.structs.replace(request, caller=caller, pin_seconds=None)
 
 
-def divided_by_images(parts: list[Part], prompts: Prompts, branches: Sequence[Ids], vision: wire.VisionInfo | None) -> list[Part]:
+def divided_by_images(
+    sub_batches: list[SubBatch], prompts: Prompts, branches: Sequence[Ids], vision: wire.VisionInfo | None
+) -> list[SubBatch]:
     """Divide sub-batches further, so that none has more images than an engine takes in one message, and none with several branches
     more than :data:`MESSAGE_IMAGE_TOKENS`."""
     if vision is None or not prompts.images:
-        return parts
+        return sub_batches
     tokens = [vision.tokens_of(image) for image in prompts.images]
     most = min(MESSAGE_IMAGE_TOKENS, vision.max_tokens or MESSAGE_IMAGE_TOKENS)
     shared = {*_places(prompts.prefix), *_places(prompts.suffix)}
     divided = []
-    for part in parts:
+    for sub_batch in sub_batches:
         few: list[int] = []
         used = set(shared)
-        for index, place in enumerate(part.places):
+        for index, place in enumerate(sub_batch.indices):
             wanted = used | {*_places(branches[place])}
             if few and (len(wanted) > vision.max_images or sum(tokens[image] for image in wanted) > most):
-                divided.append(_some(part, few))
+                divided.append(_with_branches(sub_batch, few))
                 few, wanted = [], shared | {*_places(branches[place])}
             few.append(index)
             used = wanted
-        divided.append(_some(part, few))
+        divided.append(_with_branches(sub_batch, few))
     return divided
 
 
-def _some(part: Part, indices: list[int]) -> Part:
-    """Return the branches of ``part`` at ``indices``."""
-    digests = [part.digests[index] for index in indices] if part.digests else ()
-    return part._replace(places=[part.places[index] for index in indices], digests=digests)
+def _with_branches(sub_batch: SubBatch, indices: list[int]) -> SubBatch:
+    """Return a sub-batch with those branches of ``sub_batch`` that stand at ``indices`` in it."""
+    digests = [sub_batch.digests[index] for index in indices] if sub_batch.digests else ()
+    return sub_batch._replace(indices=[sub_batch.indices[index] for index in indices], digests=digests)
 
 
 def _places(ids: Ids) -> Iterable[int]:

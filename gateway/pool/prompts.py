@@ -37,14 +37,17 @@ class Prompts(msgspec.Struct, frozen=True):
         return [shared + len(branch) for branch in self.branches]
 
 
-class Part(NamedTuple):
-    """A sub-batch."""
+class SubBatch(NamedTuple):
+    """The branches of a request that one message carries."""
 
-    places: list[int]
+    indices: list[int]
+    """Of the branches, in the request."""
     affinity: bytes | None = None
-    preferred: Replica | None = None
+    """See :func:`gateway.pool.fanout.affinity_of`."""
+    replica: Replica | None = None
+    """The replica that keeps its items."""
     digests: Sequence[int] = ()
-    """Digest of each item, where there is a choice of replicas."""
+    """Digest of each item, where items are placed on replicas."""
 
 
 def any_readout(info: wire.Info) -> wire.ScoreReadout:

@@ -89,7 +89,7 @@ class Race:
         cancelling = caller.cancelling()
         try:
             with self._span(self.first, self.number) as span, self.first.busy(self.tokens), self.first.wait():
-                answer = await ask(self.first.client if span is None else self.first.client.traced(span.context))
+                answer = await ask(self.first.client.traced(span))
         except asyncio.CancelledError:
             if self._result != "won" or caller.uncancel() > cancelling:  # another caller cancelled the task
                 raise
@@ -134,9 +134,9 @@ class Race:
             with self._span(second, self.number + 1) as span, second.busy(self.tokens), second.wait():
                 if span is not None:
                     span.attributes["yardstick.hedge"] = True
-                answer = await self._hedge.ask(second.client if span is None else second.client.traced(span.context))
+                answer = await self._hedge.ask(second.client.traced(span))
         except GatewayError as error:
-            self._hedger.judge(error, second, self.model)
+            self._hedger.record_failure(error, second, self.model)
             raise
         self._answered(second, answer, self.loop.time() - began)
         return answer
@@ -170,7 +170,7 @@ class Race:
         except GatewayError:
             raise error from None
         self._result = "won"
-        self._hedger.judge(error, self.first, self.model)
+        self._hedger.record_failure(error, self.first, self.model)
         return answer
 
     async def _end(self, second: asyncio.Task[wire.Scored]) -> None:

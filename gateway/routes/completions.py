@@ -27,7 +27,7 @@ from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_s
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
 from gateway.text.prepared import as_list
@@ -54,7 +54,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
             prepared = await body.read(model)
         caller = caller_of(request, cache_salt=fields.cache_salt)
         logprobs = 0 if fields.logprobs is None and fields.is_choosy else fields.logprobs
-        generations, breath = [], Breath()
+        generations, time_slice = [], TimeSlice()
         for index, prompt in enumerate(prepared.rows):
             generation = plan(
                 model,
@@ -72,8 +72,8 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
                 caller=caller,
             )
             generations.append(generation)
-            if breath.due:
-                await breath.take()
+            if time_slice.over:
+                await time_slice.yield_to_loop()
         answer = CompletionAnswer(model, fields, generations, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, generations, answer, fields)
 

@@ -15,8 +15,8 @@ from gateway.edge.cycle import Incoming
 from gateway.errors import NotReady
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
-from gateway.process.breathing import Breath
 from gateway.process.lifecycle import Lifecycle
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.version import Version
 
 
@@ -58,12 +58,12 @@ def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecy
     async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
         """Report the metrics in Prometheus's text format, or as OpenMetrics, which has exemplars, if `Accept` asks for it."""
         open_metrics = b"application/openmetrics-text" in Incoming.of(request.scope).headers.get(b"accept", b"")
-        breath = Breath()
+        time_slice = TimeSlice()
         parts: list[bytes] = []
         for part in telemetry.exposition(open_metrics=open_metrics):
             parts.append(part)
-            if breath.due:
-                await breath.take()
+            if time_slice.over:
+                await time_slice.yield_to_loop()
         kind = openmetrics.CONTENT_TYPE_LATEST if open_metrics else CONTENT_TYPE_LATEST
         return Response(b"".join(parts), media_type=kind.removesuffix("; charset=utf-8"))
 

@@ -25,7 +25,7 @@ from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.routes.rerank_catalogue import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
 from gateway.schemas.rerank import (
     RerankChunk,
@@ -140,12 +140,12 @@ def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> 
 
 async def _ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bool) -> list[tuple[int, float]]:
     """Return the index and score of each document, the most relevant first. The scores are computed in slices."""
-    ranks, breath = [], Breath()
+    ranks, time_slice = [], TimeSlice()
     for index, row in zip(prepared.places, scores.rows, strict=True):
         if row:
             ranks.append((index, fitted.score(row, raw=raw)))
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     return sorted(ranks, key=lambda rank: -rank[1])
 
 

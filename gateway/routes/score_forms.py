@@ -17,7 +17,7 @@ from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.handling.scoring import errors_of
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.schemas.score import (
     ItemLikelihood,
     ItemScores,
@@ -95,11 +95,11 @@ class LabelForm(Form):
     async def arrange(self, scores: Scores) -> None:
         if self._top_n is None:
             return
-        ranks, breath = [], Breath()
+        ranks, time_slice = [], TimeSlice()
         for row in scores.rows:
             ranks.append(-self.rank(row))
-            if breath.due:
-                await breath.take()
+            if time_slice.over:
+                await time_slice.yield_to_loop()
         self._best = sorted(range(len(ranks)), key=ranks.__getitem__)[: self._top_n]
 
     def rank(self, row: Row) -> float:

@@ -18,7 +18,7 @@ from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
-from gateway.process.breathing import pause_if, slices
+from gateway.process.time_slices import pause_if, slices
 from gateway.scoring.keys import result_keys
 from gateway.text.prepared import Ids
 
@@ -169,18 +169,18 @@ class Scorer:
             return
         keys = list(branch_of)
 
-        def take(places: list[int], scored: wire.Scored) -> None:
-            job.take([keys[place] for place in places], scored)
+        def take(indices: list[int], scored: wire.Scored) -> None:
+            job.take([keys[index] for index in indices], scored)
 
-        def fail(places: list[int], error: GatewayError) -> None:
-            job.fail([keys[place] for place in places], error)
+        def fail(indices: list[int], error: GatewayError) -> None:
+            job.fail([keys[index] for index in indices], error)
 
         if job.policy.read:
             self._flights.begin(branch_of)  # no await between find() and begin(), or two requests may compute the same key
         try:
             await pause_if(len(branch_of) > LOOKUP_KEYS)
             branches = list(branch_of.values())
-            await self._fan_out.run(job.model, job.prompts, branches, take, job.lease, fail=fail if job.partial else None)
+            await self._fan_out.run(job.model, job.prompts, branches, take, job.lease, on_error=fail if job.partial else None)
         finally:
             if job.policy.read:
                 self._flights.end(branch_of, job.results)

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from engine import wire
-from gateway.process.breathing import Breath
+from gateway.process.time_slices import TimeSlice
 from gateway.text.image_ids import ID_BYTES, ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
 from gateway.tools.answer import AnswerFormat
 
@@ -190,11 +190,11 @@ def unpack(packed: Packed) -> Prepared:
 
 async def unpack_large(packed: Packed) -> Prepared:
     """:func:`unpack` in slices, so that the event loop serves other requests in between."""
-    rows, breath = [], Breath()
+    rows, time_slice = [], TimeSlice()
     for row in _rows(packed):
         rows.append(row)
-        if breath.due:
-            await breath.take()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
     images = []
     for image in packed.images:
         images.append(unpack_image(image))

@@ -24,7 +24,7 @@ class Cache:
 
     def use(self, item: Ints, *ends: int, salt: str = "") -> Node:
         """Use an item once, as a request does. Steps that insert what is missing end at ``ends``."""
-        node, found = self.cache.match_prefix(self.cache.enter(salt), item)
+        node, found = self.cache.match_prefix(self.cache.acquire_root(salt), item)
         begin = len(found)
         for end in [*(end for end in ends if end < len(item)), len(item)]:
             if end > begin:

@@ -53,7 +53,7 @@ def waiting(hedged: Fleet) -> None:
 
 
 def refused(hedged: Fleet) -> None:
-    hedged.dispatcher._judge(Overloaded("full"), hedged.replicas[1], hedged.model)
+    hedged.dispatcher._record_failure(Overloaded("full"), hedged.replicas[1], hedged.model)
 
 
 def poor(hedged: Fleet) -> None:
@@ -74,7 +74,7 @@ async def test_without_room_there_is_no_hedge(state: object) -> None:
 async def test_a_full_slow_replica_does_not_end_hedges() -> None:
     async with fleet() as hedged:
         hedged.replicas[0].health.races_lost = 1
-        hedged.dispatcher._judge(Overloaded("full"), hedged.replicas[0], hedged.model)
+        hedged.dispatcher._record_failure(Overloaded("full"), hedged.replicas[0], hedged.model)
         hedged.engines[0].faults.hold = True
         await asyncio.wait_for(hedged.score(), 10)
         assert hedged.counts() == {"won": 1}
@@ -145,7 +145,7 @@ async def test_a_slow_replica_helps_under_load() -> None:
         assert hedged.model.choose(TOKENS, tried=[slow]) in others
         slow.tokens = TOKENS
         assert hedged.model.choose(TOKENS) in others
-        hedged.dispatcher._judge(Overloaded("full"), others[0], hedged.model)
+        hedged.dispatcher._record_failure(Overloaded("full"), others[0], hedged.model)
         assert slow.state == "ready", "all are needed"
 
 

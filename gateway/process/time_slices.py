@@ -15,19 +15,19 @@ ROWS_AT_ONCE = 512
 TOKENS_AT_ONCE = 1 << 16
 
 
-class Breath:
-    """Limits how long a loop runs without a pause: ``if breath.due: await breath.take()``."""
+class TimeSlice:
+    """Limits how long a loop runs while no other task can: ``if time_slice.over: await time_slice.yield_to_loop()``."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SLICE_SECONDS
 
     @property
-    def due(self) -> bool:
-        """Whether the loop should pause."""
+    def over(self) -> bool:
+        """Whether the loop should let other tasks run."""
         return time.perf_counter() > self._until
 
-    async def take(self) -> None:
-        """Let the event loop run other tasks."""
+    async def yield_to_loop(self) -> None:
+        """Let the event loop run other tasks, and begin the next slice."""
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_SECONDS
 

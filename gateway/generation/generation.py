@@ -30,7 +30,7 @@ class ToolCalls(NamedTuple):
     """Calls that broke off, or were passed on as text."""
 
 
-class Direct(Protocol):
+class DirectWriter(Protocol):
     """A way to the client that needs no task: pieces can be sent from the event of the connection that brought them."""
 
     def is_open(self) -> bool:
@@ -110,15 +110,15 @@ class Generation:
         prompt = len(self.request.prompt) if self._relay is not None and self._relay.sent else 0
         return prompt + self.completion_tokens
 
-    async def pieces(self, dispatcher: Dispatcher, direct: Direct | None = None) -> AsyncGenerator[list[Piece], None]:
+    async def pieces(self, dispatcher: Dispatcher, direct: DirectWriter | None = None) -> AsyncGenerator[list[Piece], None]:
         """Yield the pieces in batches, as they arrive, until every sequence has ended. Pieces in the middle of a sequence may go to
         ``direct`` instead. Raises :class:`GatewayError`."""
         early: list[wire.Delta] = []  # deltas that arrived before all log-probabilities of the prompt
         unfinished = len(self.sequences)
         prompt = self._prompt
         self._relay = Relay(dispatcher, self.model, self.request)
-        take = None if direct is None or self.sequences[0].may_end_early else partial(self._send, direct)
-        async with aclosing(self._relay.deltas(take)) as batches:
+        on_delta = None if direct is None or self.sequences[0].may_end_early else partial(self._send, direct)
+        async with aclosing(self._relay.deltas(on_delta)) as batches:
             async for batch in batches:
                 pieces: list[Piece] = []
                 for delta in batch:
@@ -150,7 +150,7 @@ class Generation:
                     return
         raise EngineLost("The engine's answer is incomplete; try again.")
 
-    def _send(self, direct: Direct, delta: wire.Delta) -> bool:
+    def _send(self, direct: DirectWriter, delta: wire.Delta) -> bool:
         """Send the piece of ``delta`` at once, or return False."""
         if delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or not direct.is_open():
             return False
@@ -161,7 +161,7 @@ class Generation:
 
 
 def run_all(
-    generations: list[Generation], dispatcher: Dispatcher, direct: Direct | None = None
+    generations: list[Generation], dispatcher: Dispatcher, direct: DirectWriter | None = None
 ) -> AsyncGenerator[list[Piece], None]:
     """Yield the pieces of all prompts. The first failure ends all of them, as closing the iterator does. Pieces of a single prompt
     may go to ``direct`` instead."""

@@ -18,7 +18,7 @@ from gateway.generation.merge import merged
 from gateway.ids import new_id
 from gateway.pool.dispatch import Attempts, Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.pool.stream import Take
+from gateway.pool.stream import OnDelta
 
 
 class Relay:
@@ -37,14 +37,14 @@ class Relay:
         """Whether the request was sent to a replica."""
         return self._attempts.sent
 
-    async def deltas(self, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
-        """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. ``take`` may process
-        single deltas, which are not yielded. Close the iterator to abort. Raises :class:`GatewayError` if no other replica can
+    async def deltas(self, on_delta: OnDelta | None = None) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. Single deltas that
+        ``on_delta`` processes are not yielded. Close the iterator to abort. Raises :class:`GatewayError` if no other replica can
         resume."""
         attempts = self._attempts
-        direct = None if take is None else partial(self._pass_on, take)
+        handler = None if on_delta is None else partial(self._pass_on, on_delta)
         try:
-            async with aclosing(self._dispatcher.generate(self._model, self._request, attempts, direct)) as batches:
+            async with aclosing(self._dispatcher.generate(self._model, self._request, attempts, handler)) as batches:
                 async for batch in batches:
                     good, fault = self._accept(batch)
                     if good:
@@ -84,10 +84,10 @@ class Relay:
             except GatewayError as error:
                 self._dispatcher.check_retry(error, self._model, attempts)
 
-    def _pass_on(self, take: Take, delta: wire.Delta) -> bool:
-        """Return whether ``take`` has processed ``delta``, which continues its sequence and does not end it."""
+    def _pass_on(self, on_delta: OnDelta, delta: wire.Delta) -> bool:
+        """Return whether ``on_delta`` has processed ``delta``, which continues its sequence and does not end it."""
         output = self._open.get(delta.index)
-        if output is None or delta.offset != len(output) or delta.finish is not None or not take(delta):
+        if output is None or delta.offset != len(output) or delta.finish is not None or not on_delta(delta):
             return False
         output += delta.tokens
         return True
@@ -95,11 +95,11 @@ class Relay:
     def _accept(self, batch: list[wire.Delta]) -> tuple[list[wire.Delta], EngineLost | None]:
         """Return the deltas before the first one that does not continue its sequence, and the error for that one."""
         for place, delta in enumerate(batch):
-            if not self._take(delta):
+            if not self._record(delta):
                 return batch[:place], self._fault(delta)
         return batch, None
 
-    def _take(self, delta: wire.Delta) -> bool:
+    def _record(self, delta: wire.Delta) -> bool:
         """Return whether ``delta`` continues its sequence; if so, record it."""
         output = self._open.get(delta.index)
         if output is None or delta.offset != len(output) or delta.finish == "abort":

@@ -35,7 +35,7 @@ class Token(msgspec.Struct, gc=False):
     top: abc.Sequence[tuple[int, float]]
     """Most probable tokens at this position, best first."""
     values: Mapping[int, float]
-    """Length values of the tokens in ``top`` that the length model judged, by token id, if guided values were requested."""
+    """Length values of the tokens in ``top`` that the length model evaluated, by token id, if guided values were requested."""
     offset: int
     """Characters of text before the token."""
 
@@ -104,8 +104,8 @@ class Sequence:
         self._stops = StopStrings(options.stops)
         self._received = 0
         self._read = offset  # end of the text read so far, in characters
-        self._told = offset  # end of the text passed on so far, in characters
-        self._unsaid = ""  # text read and not passed on
+        self._emitted = offset  # end of the text passed on so far, in characters
+        self._held_back = ""  # text read and not passed on
         self._waiting: list[Token] = []  # tokens not passed on yet
 
     @property
@@ -145,10 +145,10 @@ class Sequence:
                 if self._options.end_logprob:
                     self._waiting.append(last)
         parts = None if self.reader is None else self._parts(self.reader, text, tokens)
-        told = self._tokens_told() if self._waiting else []
+        emitted = self._emitted_tokens() if self._waiting else []
         calls = 0 if self.reader is None else self.reader.calls
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls, counted)
+        return Piece(self.index, text, emitted, self.finish, self.completion_tokens, parts, calls, counted)
 
     def _push_one(self, delta: wire.Delta) -> Piece:
         """Do what :meth:`push` does, for one token with log-probabilities whose text is certain."""
@@ -158,9 +158,9 @@ class Sequence:
         self.completion_tokens = self._received = self._received + 1
         if not (text := self._detokenizer.push(delta.tokens)):
             return Piece(self.index, "", completion_tokens=self._received)
-        self._read = self._told = self._read + len(text)
-        told, self._waiting = self._waiting, []
-        return Piece(self.index, text, told, completion_tokens=self._received)
+        self._read = self._emitted = self._read + len(text)
+        emitted, self._waiting = self._waiting, []
+        return Piece(self.index, text, emitted, completion_tokens=self._received)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -181,53 +181,53 @@ class Sequence:
         if not self._options.logprobs and not self._options.stops:
             self.completion_tokens += len(tokens)
             return self._detokenizer.push(tokens)
-        told = ""
+        emitted = ""
         for place, token in enumerate(tokens):
             if self._options.logprobs:
                 self._waiting.append(_token(token, place, logprobs, self._read))
                 self.logprob += self._waiting[-1].logprob or 0.0
             self.completion_tokens += 1
-            told += self._tell(self._detokenizer.push([token]))
+            emitted += self._add_text(self._detokenizer.push([token]))
             if self.finish is not None:
                 break
-        return told
+        return emitted
 
-    def _tell(self, text: str) -> str:
+    def _add_text(self, text: str) -> str:
         """Add ``text`` and return the text that is now certain. May end the sequence."""
         self._read += len(text)
         if self.completion_tokens < self._options.min_tokens:
             certain, stopped = text, False
         else:
-            self._unsaid += text
+            self._held_back += text
             certain, stopped = self._stops.push(text)
             if stopped:
                 self.finish = "stop"
-                certain += self._stop_met(certain) if self._options.keeps_stop else ""
-            self._unsaid = self._unsaid[len(certain) :]
-        self._told += len(certain)
+                certain += self._matched_stop(certain) if self._options.keeps_stop else ""
+            self._held_back = self._held_back[len(certain) :]
+        self._emitted += len(certain)
         return certain
 
-    def _stop_met(self, before: str) -> str:
+    def _matched_stop(self, before: str) -> str:
         """Return the stop string that follows ``before`` in the held-back text; if several match, the shortest."""
-        return min((stop for stop in self._options.stops if self._unsaid.startswith(stop, len(before))), key=len)
+        return min((stop for stop in self._options.stops if self._held_back.startswith(stop, len(before))), key=len)
 
     def _end(self, finish: Finish) -> str:
         """End the sequence and return the rest of its text."""
-        told = self._tell(self._detokenizer.finish())
+        emitted = self._add_text(self._detokenizer.finish())
         if self.finish is None:
             rest = self._stops.finish()
-            self._told += len(rest)
-            told += rest
+            self._emitted += len(rest)
+            emitted += rest
         self.finish = self.finish or finish
-        return told
+        return emitted
 
-    def _tokens_told(self) -> list[Token]:
+    def _emitted_tokens(self) -> list[Token]:
         """Return the waiting tokens whose text was passed on, or began to be. At the end all are returned, except those after a
         stop string."""
-        ended = self.finish is not None and self._told == self._read
-        told = [token for token in self._waiting if ended or token.offset < self._told]
-        self._waiting = self._waiting[len(told) :]
-        return told
+        ended = self.finish is not None and self._emitted == self._read
+        emitted = [token for token in self._waiting if ended or token.offset < self._emitted]
+        self._waiting = self._waiting[len(emitted) :]
+        return emitted
 
 
 def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> Token:
@@ -239,11 +239,11 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
     top: abc.Sequence[tuple[int, float]] = (
         [(token, logprob if logprob > least else least) for token, logprob in rank] if ranked else ()
     )
-    judged: Mapping[int, float] = _NO_VALUES
+    values_of: Mapping[int, float] = _NO_VALUES
     if logprobs.values:
         values = zip(ranked, logprobs.values[place], strict=True)
-        judged = {token: value for token, value in values if value is not None}
-    return Token(id, None if chosen is None else max(chosen, LEAST_LOGPROB), top, judged, offset)
+        values_of = {token: value for token, value in values if value is not None}
+    return Token(id, None if chosen is None else max(chosen, LEAST_LOGPROB), top, values_of, offset)
 
 
 class PromptTokens:

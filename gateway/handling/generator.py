@@ -13,12 +13,12 @@ from litestar import Request, Response
 
 from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
-from gateway.generation.generation import Direct, Generation, run_all
+from gateway.generation.generation import DirectWriter, Generation, run_all
 from gateway.generation.prompt_output import check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.answer import Answer
 from gateway.handling.large import JsonResponse
-from gateway.handling.streams import DONE, Outlet, Streams, sse, while_connected
+from gateway.handling.streams import DONE, StreamHandle, Streams, sse, while_connected
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.logs.account import Account
 from gateway.metrics.telemetry import Telemetry
@@ -56,9 +56,9 @@ class Generator:
         check_size(fields, account.prompt_tokens)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
-            outlet = Outlet()
-            events = self._events(generations, answer, lease, account, fields, outlet)
-            return self.streams.response(events, request, outlet=outlet)
+            handle = StreamHandle()
+            events = self._events(generations, answer, lease, account, fields, handle)
+            return self.streams.response(events, request, handle=handle)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
@@ -97,7 +97,7 @@ class Generator:
         lease: Lease | None,
         account: Account,
         fields: GenerationRequest,
-        outlet: Outlet,
+        handle: StreamHandle,
     ) -> AsyncGenerator[bytes, None]:
         opened = False
         choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
@@ -109,7 +109,7 @@ class Generator:
             prompt = len(choices[index].request.prompt)
             return Usage(prompt, prompt + completion_tokens, completion_tokens)
 
-        direct = _Direct(answer, usage_so_far if continuous else None, outlet)
+        direct = _DirectWriter(answer, usage_so_far if continuous else None, handle)
         with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher, direct)) as batches:
                 async for batch in batches:
@@ -159,28 +159,28 @@ class Generator:
                 self.telemetry.guided(generations[0].model.base.name, guidance.constraint or guidance.mode, len(generations))
 
 
-class _Direct(Direct):
+class _DirectWriter(DirectWriter):
     """Writes pieces to the response as events."""
 
-    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None] | None, outlet: Outlet) -> None:
+    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None] | None, handle: StreamHandle) -> None:
         """``usage``: returns the token counts of a choice so far; None: chunks have none."""
         self._answer = answer
         self._usage = usage
-        self._outlet = outlet
+        self._handle = handle
         self.opened = False
         """Whether the events that introduce the choices have been made."""
 
     def is_open(self) -> bool:
-        line = self._outlet.line
-        return line is not None and self.opened and line.cycle is not None and line.cycle.writable
+        writer = self._handle.writer
+        return writer is not None and self.opened and writer.cycle is not None and writer.cycle.writable
 
     def send(self, piece: Piece) -> None:
-        line = self._outlet.line
-        assert line is not None
+        writer = self._handle.writer
+        assert writer is not None
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                line.write(event, now=True)
+                writer.write(event, now=True)
 
 
 def system_fingerprint(model: ServedModel) -> str:

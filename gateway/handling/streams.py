@@ -70,11 +70,11 @@ class while_connected:
             self._owner.cancel()
 
 
-class Outlet:
+class StreamHandle:
     """A way to write events without resuming the iterator of events, for a response that has begun. The iterator must have yielded
     all earlier events, and wait for news."""
 
-    line: _Line | None = None
+    writer: _EventWriter | None = None
     """The response's connection; None before its beginning and after its end."""
 
 
@@ -89,12 +89,12 @@ class Streams:
         events: AsyncGenerator[bytes, None],
         request: Request[Any, Any, Any],
         failure: Callable[[GatewayError], bytes] | None = None,
-        outlet: Outlet | None = None,
+        handle: StreamHandle | None = None,
     ) -> EventStream:
         """Return the response. What ``events`` raises before the beginning is raised where the response is sent. ``events`` is
         closed when the response ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the
-        error's body. ``outlet``: gets the response's connection."""
-        return EventStream(self, request, events, failure or (lambda error: sse(error.body)), outlet or Outlet())
+        error's body. ``handle``: lets events be written past ``events``."""
+        return EventStream(self, request, events, failure or (lambda error: sse(error.body)), handle or StreamHandle())
 
 
 class EventStream(Response[Any]):
@@ -106,10 +106,10 @@ class EventStream(Response[Any]):
         request: Request[Any, Any, Any],
         events: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
-        outlet: Outlet,
+        handle: StreamHandle,
     ) -> None:
         self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self._parts = (streams, request, events, failure, outlet)
+        self._parts = (streams, request, events, failure, handle)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """Return the ASGI response that the framework sends."""
@@ -123,7 +123,7 @@ class _ASGIEventStream(ASGIResponse):
         request: Request[Any, Any, Any],
         events: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
-        outlet: Outlet,
+        handle: StreamHandle,
         *,
         headers: dict[str, Any],
     ) -> None:
@@ -133,54 +133,54 @@ class _ASGIEventStream(ASGIResponse):
         self._scope = request.scope
         self._events = events
         self._failure = failure
-        self._outlet = outlet
+        self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send the head and all events, or those before the client leaves. Raises what happens before the beginning."""
-        line = _Line(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle(), fields=self._fields)
-        self._outlet.line = line
+        writer = _EventWriter(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle(), fields=self._fields)
+        self._handle.writer = writer
         try:
             async with aclosing(self._events), while_connected(self._scope):
                 try:
-                    await self._send_events(line)
+                    await self._send_events(writer)
                 finally:
-                    self._outlet.line = None
-                    line.stop()
+                    self._handle.writer = None
+                    writer.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
-            if not line.begun:
+            if not writer.begun:
                 raise
             self._context.outcome = "client_gone"
 
-    async def _send_events(self, line: _Line) -> None:
+    async def _send_events(self, writer: _EventWriter) -> None:
         """Send the events; an error becomes the last event."""
         try:
             async for event in self._events:
-                if line.writable:
-                    line.write(event)
+                if writer.writable:
+                    writer.write(event)
                 else:
-                    await line.send(event)
+                    await writer.send(event)
         except GatewayError as error:
-            await self._send_error(line, error)
+            await self._send_error(writer, error)
         except asyncio.CancelledError:
-            cut_off = self._context.cut_off() if line.begun else None
+            cut_off = self._context.cut_off() if writer.begun else None
             if cut_off is None:
                 raise
-            await self._send_error(line, cut_off)
+            await self._send_error(writer, cut_off)
         except Exception:
-            if not line.begun:
+            if not writer.begun:
                 raise
             logger.exception("a stream failed")
-            await self._send_error(line, InternalError("An internal error occurred."))
+            await self._send_error(writer, InternalError("An internal error occurred."))
 
-    async def _send_error(self, line: _Line, error: GatewayError) -> None:
-        if not line.begun:
+    async def _send_error(self, writer: _EventWriter, error: GatewayError) -> None:
+        if not writer.begun:
             raise error
         self._context.failed(error)
-        await line.send(self._failure(error))
+        await writer.send(self._failure(error))
 
 
-class _Line:
+class _EventWriter:
     """Sends events, and a comment whenever nothing was sent for ``seconds``. The first of them begins the response.
 
     One timer compares the time of the last event, so that an event starts no timer. While an event waits for the client to read, no

@@ -22,7 +22,7 @@ from gateway.error_sources import from_engine
 from gateway.errors import EngineSilent, GatewayError
 from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
-from gateway.pool.stream import Take
+from gateway.pool.stream import OnDelta
 from gateway.pool.streams import EngineCall, EngineStreams, Target
 from gateway.time_limits import engine_deadline
 from gateway.tracing import Stage
@@ -210,12 +210,12 @@ class EngineClient:
             content = await stream.read_whole()
             return _read(_scored, stream.status, content)
 
-    async def generate(self, generate: wire.Generate, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
-        """Yield the deltas of all sequences in batches, as they arrive. ``take`` may process single deltas, which are not yielded.
+    async def generate(self, generate: wire.Generate, on_delta: OnDelta | None = None) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield the deltas of all sequences in batches, as they arrive, except single ones that ``on_delta`` processes.
         Close the iterator to abort. The deadline to begin is set as for scores."""
         generate = msgspec.structs.replace(generate, id=new_id(), deadline=engine_deadline(self._engine_seconds))
         async with self._post(self._generate_target, wire.encode(generate)) as stream:
-            while replies := await stream.read(take):
+            while replies := await stream.read(on_delta):
                 deltas: list[wire.Delta] = []  # filled by a loop: a comprehension is one more call for each token
                 for reply in replies:
                     if isinstance(reply, wire.Delta):

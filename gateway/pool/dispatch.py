@@ -14,7 +14,7 @@ from gateway.metrics.telemetry import Telemetry
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.stream import Take
+from gateway.pool.stream import OnDelta
 from gateway.pool.waiting import WaitingRoom
 from gateway.tracing import attempt, stage
 
@@ -104,10 +104,10 @@ class Dispatcher:
                 return answer
 
     async def generate(
-        self, model: ServedModel, generate: wire.Generate, attempts: Attempts, take: Take | None = None
+        self, model: ServedModel, generate: wire.Generate, attempts: Attempts, on_delta: OnDelta | None = None
     ) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield batches of deltas. Close the iterator to abort. A failure after the first batch is raised;
-        :mod:`gateway.generation.relay` then resumes the sequences. ``take`` may process single deltas after the first batch."""
+        :mod:`gateway.generation.relay` then resumes the sequences. ``on_delta`` may process single deltas after the first batch."""
         sampling = generate.sampling
         tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
@@ -115,7 +115,7 @@ class Dispatcher:
             started, attempts.sent = False, True
             try:
                 with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens):
-                    async with aclosing(replica.client.traced(span).generate(generate, take)) as batches:
+                    async with aclosing(replica.client.traced(span).generate(generate, on_delta)) as batches:
                         wait = replica.wait()
                         while True:
                             with wait:  # covers only this wait and not the processing of the batch

@@ -27,7 +27,7 @@ log-probabilities of 256 tokens of a prompt with twenty for each, has 71 KB and 
 MAX_REFUSAL = 64 * 1024
 """Bytes that are kept of the body of a refusal."""
 
-Take = Callable[[wire.Delta], bool]
+OnDelta = Callable[[wire.Delta], bool]
 """Processes one delta at once, from the event of the connection that brought it. Returns False, and changes nothing, if the reader
 should get it."""
 
@@ -48,7 +48,7 @@ class EngineStream(asyncio.Protocol):
         self._unread = 0
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Take | None = None
+        self._on_delta: OnDelta | None = None
         """Gets deltas that arrive alone while the reader waits."""
         self._error: Exception | None = None
         self._complete = True
@@ -77,15 +77,15 @@ class EngineStream(asyncio.Protocol):
         self._transport.write(request)
         self._look()
 
-    async def read(self, take: Take | None = None) -> list[wire.Reply]:
-        """Return the messages that have arrived, at least one; an empty list at the end. Deltas that ``take`` processes are left
-        out. Raises :class:`GatewayError`, and what ``take`` raises."""
+    async def read(self, on_delta: OnDelta | None = None) -> list[wire.Reply]:
+        """Return the messages that have arrived, at least one; an empty list at the end. Deltas that ``on_delta`` processes are
+        left out. Raises :class:`GatewayError`, and what ``on_delta`` raises."""
         if not self._replies and not self._complete and self._error is None:
-            self._waiter, self._take = self._loop.create_future(), take
+            self._waiter, self._on_delta = self._loop.create_future(), on_delta
             try:
                 await self._waiter
             finally:
-                self._waiter = self._take = None
+                self._waiter = self._on_delta = None
         replies, self._replies, self._unread = self._replies, [], 0
         if self._paused:
             self._regulate()
@@ -140,7 +140,7 @@ class EngineStream(asyncio.Protocol):
         except (httptools.HttpParserError, msgspec.DecodeError):
             self._fail(unreadable())
             return
-        if self._take is not None and len(self._replies) == 1 and self._taken(self._take):
+        if self._on_delta is not None and len(self._replies) == 1 and self._handled(self._on_delta):
             return
         self._unread += len(data)
         if self._paused or self._backlog or self._unread > MAX_UNREAD:
@@ -190,13 +190,13 @@ class EngineStream(asyncio.Protocol):
         elif self._backlog:
             self._loop.call_soon(self._feed_slice)
 
-    def _taken(self, take: Take) -> bool:
+    def _handled(self, on_delta: OnDelta) -> bool:
         """Process the delta that has just arrived without waking the reader, which would cost more than the rest of the work."""
         delta = self._replies[0]
         if self._complete or self._paused or self._backlog or self._error is not None or not isinstance(delta, wire.Delta):
             return False
         try:
-            if not take(delta):
+            if not on_delta(delta):
                 return False
         except Exception as error:  # the reader raises it
             self._fail(error)

@@ -15,8 +15,8 @@ from gateway.generation.generation import Generation
 from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, TextOptions, Token
 from gateway.handling.chat_answer import ChatAnswer
-from gateway.handling.generator import _Direct
-from gateway.handling.streams import Outlet, _Line, sse
+from gateway.handling.generator import _DirectWriter
+from gateway.handling.streams import StreamHandle, _EventWriter, sse
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.routes.completions import CompletionAnswer
@@ -38,9 +38,9 @@ class Stream:
         model: Any = SimpleNamespace(name="fake", tokenizer=tokenizer, info=SimpleNamespace(fingerprint="0" * 32))
         request = wire.Generate("x", [5], wire.Sampling(max_tokens=100))
         answer = ChatAnswer(model, ChatRequest(messages=[]), None, gamma=None)
-        self.outlet = Outlet()
-        self.outlet.line = _Line(None, 60, self._cycle())  # type: ignore[arg-type]
-        self.direct = _Direct(answer, lambda _, __: None, self.outlet)
+        self.handle = StreamHandle()
+        self.handle.writer = _EventWriter(None, 60, self._cycle())  # type: ignore[arg-type]
+        self.direct = _DirectWriter(answer, lambda _, __: None, self.handle)
         self.direct.opened = True
         self.generation = Generation(model, request, TextOptions(), most_expected=10)
         relay = Relay(Dispatcher(Telemetry(), wait_seconds=1, max_waiting=1), model, request)
@@ -62,8 +62,8 @@ class Stream:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     def close(self) -> None:
-        assert self.outlet.line is not None
-        self.outlet.line.stop()
+        assert self.handle.writer is not None
+        self.handle.writer.stop()
 
 
 @pytest.fixture
@@ -106,9 +106,9 @@ async def test_nothing_is_written_before_the_first_event_and_after_the_end(strea
     stream.direct.opened = False
     assert not stream.take(delta)
     stream.direct.opened = True
-    line, stream.outlet.line = stream.outlet.line, None
+    writer, stream.handle.writer = stream.handle.writer, None
     assert not stream.take(delta)
-    stream.outlet.line = line
+    stream.handle.writer = writer
     assert stream.take(delta)
 
 

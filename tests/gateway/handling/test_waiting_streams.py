@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.handling.streams import KEEP_ALIVE, _Line
+from gateway.handling.streams import KEEP_ALIVE, _EventWriter
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_sdk import SDK_2
@@ -127,22 +127,22 @@ class Client:
 
 async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> None:
     client = Client()
-    line = _Line(client.send, 0.02)
-    await line.send(b"first")
+    writer = _EventWriter(client.send, 0.02)
+    await writer.send(b"first")
     client.reads.clear()
     await asyncio.sleep(0.3)
     assert client.waiting == 1, "one comment waits"
-    sending = asyncio.create_task(line.send(b"second"))
+    sending = asyncio.create_task(writer.send(b"second"))
     await asyncio.sleep(0.1)
     client.reads.set()
     await sending
     assert client.got == [HEAD, b"first", KEEP_ALIVE, b"second"]
     client.reads.clear()
     client.got.clear()
-    sending = asyncio.create_task(line.send(b"third"))
+    sending = asyncio.create_task(writer.send(b"third"))
     await asyncio.sleep(0.1)
     assert client.waiting == 1, "no comment while an event waits"
-    line.stop()
+    writer.stop()
     client.reads.set()
     await sending
     await asyncio.sleep(0.05)
@@ -152,13 +152,13 @@ async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> N
 async def test_a_response_begins_once() -> None:
     client = Client()
     client.reads.clear()
-    line = _Line(client.send, 0.02)
-    assert not line.begun
+    writer = _EventWriter(client.send, 0.02)
+    assert not writer.begun
     await asyncio.sleep(0.1)
-    assert line.begun, "with a comment, for which the client is not ready"
-    sending = asyncio.create_task(line.send(b"first"))
+    assert writer.begun, "with a comment, for which the client is not ready"
+    sending = asyncio.create_task(writer.send(b"first"))
     await asyncio.sleep(0.05)
     client.reads.set()
     await sending
-    line.stop()
+    writer.stop()
     assert client.got == [HEAD, KEEP_ALIVE, b"first"]

@@ -104,12 +104,14 @@ def prepare(rows: SamplingRows, device: torch.device) -> SamplingBatch:
     words = max((len(bits) for _, bits in held), default=0)
     integers.append(np.array([at for at, _ in held], np.int64))
     integers.append(stacked([bits for _, bits in held], words))
-    longs, shorts = _send(integers, floats, device)
-    places, values = longs[2:-2], shorts[3:]
+    int64s, float32s = _send(integers, floats, device)
+    places, values = int64s[2:-2], float32s[3:]
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
-    allowed = (longs[-2], longs[-1].view(torch.int32).view(len(held), words)) if held else None
+    allowed = (int64s[-2], int64s[-1].view(torch.int32).view(len(held), words)) if held else None
     few = _few(held) if device.type == "cpu" and not filtered else {}
-    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, not drawn.any(), filtered, few)
+    return SamplingBatch(
+        float32s[0], int64s[0], int64s[1], float32s[1], float32s[2], edits, allowed, not drawn.any(), filtered, few
+    )
 
 
 def _few(held: Sequence[tuple[int, Bits]]) -> dict[int, Tensor]:
@@ -211,10 +213,10 @@ def _send(
     integers: Sequence[Integers], floats: Sequence[Floats], device: torch.device
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Arrays to the device in one copy, from pinned memory where there is a GPU to copy to: int64 and float32, in their order."""
-    longs, shorts = [len(array) for array in integers], [len(array) for array in floats]
-    packed = torch.empty(2 * sum(longs) + sum(shorts), dtype=torch.int32, pin_memory=device.type == "cuda")
+    int_lengths, float_lengths = [len(array) for array in integers], [len(array) for array in floats]
+    packed = torch.empty(2 * sum(int_lengths) + sum(float_lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
     words = packed.numpy()
-    np.concatenate(integers, out=words[: 2 * sum(longs)].view(np.int64))
-    np.concatenate(floats, out=words[2 * sum(longs) :].view(np.float32))
-    first, second = torch.split(packed.to(device, non_blocking=True), [2 * sum(longs), sum(shorts)])
-    return torch.split(first.view(torch.int64), longs), torch.split(second.view(torch.float32), shorts)
+    np.concatenate(integers, out=words[: 2 * sum(int_lengths)].view(np.int64))
+    np.concatenate(floats, out=words[2 * sum(int_lengths) :].view(np.float32))
+    first, second = torch.split(packed.to(device, non_blocking=True), [2 * sum(int_lengths), sum(float_lengths)])
+    return torch.split(first.view(torch.int64), int_lengths), torch.split(second.view(torch.float32), float_lengths)

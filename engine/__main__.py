@@ -47,14 +47,14 @@ async def _serve(app: Litestar, listener: socket.socket, health: socket.socket |
     if health is not None:
         servers.append((_Server(_config(create_health_app(client, app.state.tracing))), health))
     serving = asyncio.create_task(_serve_all(servers))
-    told, ended = asyncio.create_task(_told_to_end()), asyncio.create_task(client.ended.wait())
-    await asyncio.wait({serving, told, ended}, return_when=asyncio.FIRST_COMPLETED)
+    stopping, ended = asyncio.create_task(_stop_signal()), asyncio.create_task(client.ended.wait())
+    await asyncio.wait({serving, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
     failure = client.failure if ended.done() else None
-    if told.done():
+    if stopping.done():
         await client.drain(grace_seconds)
     for server, _ in servers:
         server.should_exit = True
-    for task in (told, ended):
+    for task in (stopping, ended):
         task.cancel()
     await serving
     return 0 if failure is None else _fail(failure)
@@ -76,12 +76,12 @@ def _config(app: Litestar) -> uvicorn.Config:
     return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS)
 
 
-async def _told_to_end() -> None:
+async def _stop_signal() -> None:
     """Return at SIGTERM or SIGINT; from then on another one ends the process at once."""
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()
+        loop.add_signal_handler(number, stopping.set)
+    await stopping.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
 

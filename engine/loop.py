@@ -256,7 +256,7 @@ class Loop:
     def _process_results(self, result: StepResult) -> list[wire.Reply]:
         replies: list[wire.Reply] = []
         for part in result.prompts:
-            if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
+            if part.start == len(part.branch.prompt_logprobs):  # otherwise it was preempted, and this part is or was computed again
                 part.branch.prompt_logprobs += part.logprobs
         items: dict[ItemGroup, list[tuple[ScoringRequest, list[float]]]] = {}
         for branch, row in result.rows:

@@ -63,8 +63,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def content(self) -> str | None:
-        told = self.message or self.delta
-        return told.content if told is not None else self.text
+        message = self.message or self.delta
+        return message.content if message is not None else self.text
 
 
 class _Error(msgspec.Struct):

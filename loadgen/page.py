@@ -22,7 +22,7 @@ from loadgen.report import (
     metric_rows,
     stage_rows,
     time_rows,
-    told,
+    verdict_text,
     warnings,
 )
 from loadgen.statistics import Results, percentile
@@ -68,8 +68,8 @@ def page(results: Results) -> str:
 
 def document(title: str, parts: Sequence[str]) -> str:
     """Return a page of ``parts``, which are HTML."""
-    told = html.escape(title)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{told}</title><style>{_STYLE}</style>'
+    safe = html.escape(title)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{safe}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
@@ -157,7 +157,7 @@ def _rate_lines(records: Sequence[Record], width: float) -> list[Series]:
 def _verdicts(results: Results) -> str:
     rows = "".join(
         f'<li class="{"pass" if verdict.met else "fail"}">{"PASS" if verdict.met else "FAIL"}: '
-        f"{html.escape(verdict.objective.text)} ({html.escape(told(verdict))})</li>"
+        f"{html.escape(verdict.objective.text)} ({html.escape(verdict_text(verdict))})</li>"
         for verdict in results.verdicts
     )
     return f"<ul>{rows}</ul>" if rows else ""

@@ -40,19 +40,19 @@ class Teller:
 
     async def follow(self, client: Client, duration_s: float, saves: Saves) -> None:
         """Report the state of ``client`` and save its records, each second until cancelled."""
-        told, last = 0, 0.0
+        reported, last = 0, 0.0
         while True:
             await asyncio.sleep(_SECONDS)
             tidy()
             saves.add(client.records)
             if self._terminal or client.now() - last >= _LOG_SECONDS:
-                self.say(line(client, told, duration_s))
-                told, last = len(client.records), client.now()
+                self.say(line(client, reported, duration_s))
+                reported, last = len(client.records), client.now()
 
 
-def line(client: Client, told: int, duration_s: float) -> str:
-    """Return the state, with percentiles of the records from index ``told`` on."""
-    new = client.records[told:]
+def line(client: Client, reported: int, duration_s: float) -> str:
+    """Return the state, with percentiles of the records from index ``reported`` on."""
+    new = client.records[reported:]
     latencies = sorted(record.latency for record in new if record.failure is None)
     lags = sorted(record.lag for record in new)
     failures = Counter(failure_kind(record) for record in new if record.failure is not None)

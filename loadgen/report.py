@@ -94,7 +94,7 @@ def warnings(results: Results) -> list[str]:
     return found
 
 
-def told(verdict: Verdict) -> str:
+def verdict_text(verdict: Verdict) -> str:
     """Return the value to show for an objective."""
     if verdict.value is None:
         return "not measured"
@@ -213,7 +213,7 @@ def _parts(results: Results) -> Iterator[RenderableType]:
     for warning in warnings(results):
         yield Text(f"! {warning}")
     for verdict in results.verdicts:
-        yield Text(f"{'PASS' if verdict.met else 'FAIL'}  {verdict.objective.text}: {told(verdict)}")
+        yield Text(f"{'PASS' if verdict.met else 'FAIL'}  {verdict.objective.text}: {verdict_text(verdict)}")
 
 
 def table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:

@@ -78,11 +78,11 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the values, with times in milliseconds, and the failures by kind."""
-        told = {
+        summary = {
             f"{name}_ms" if _is_time(name) else name: round(1000 * value if _is_time(name) else value, 4)
             for name, value in self.values.items()
         }
-        return told | {"failures_by_kind": self.failures, "completion_tokens": self.completion_tokens, "seconds": self.seconds}
+        return summary | {"failures_by_kind": self.failures, "completion_tokens": self.completion_tokens, "seconds": self.seconds}
 
 
 @dataclass
@@ -127,9 +127,14 @@ def evaluate(run: Run) -> Results:
     parts = [
         _summary(title, [record for record in counted if record.workload == title], end - warmup, objectives) for title in titles
     ]
-    told = sum(record.retry_after is not None for record in counted)
+    with_retry_after = sum(record.retry_after is not None for record in counted)
     return Results(
-        run, total, parts if len(parts) > 1 else [], judge(objectives, total.values), told, _by_stage(run, counted, objectives)
+        run,
+        total,
+        parts if len(parts) > 1 else [],
+        judge(objectives, total.values),
+        with_retry_after,
+        _by_stage(run, counted, objectives),
     )
 
 

@@ -75,8 +75,8 @@ class Ranking(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.data is not None:
             yield from content.rows(self.data, rows.query_and_items)
         for query, items in Repeats(self, content.rng):
-            told = b",".join(write(f"item {item}", length) for item, length in items)
-            yield write(f"query {query[0]}", query[1]), told, len(items)
+            written_items = b",".join(write(f"item {item}", length) for item, length in items)
+            yield write(f"query {query[0]}", query[1]), written_items, len(items)
 
 
 class Score(Ranking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="score"):

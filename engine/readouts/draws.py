@@ -78,8 +78,8 @@ class DrawReadout(Readout):
             return
         logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
         if self._reported:
-            for (place, message), told in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
-                logprobs[place] = _with_values(told, message)
+            for (place, message), reported in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
+                logprobs[place] = _with_values(reported, message)
         tokens: list[int] = self._token_copy.tensor.tolist()
         drawn = map(Drawn, self.branches, tokens, logprobs)
         result.drawn += self._accepted(list(drawn), result) if self._drafts else drawn
@@ -97,14 +97,14 @@ class DrawReadout(Readout):
             place += len(draft) + 1
 
 
-def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
+def _with_values(logprobs: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
     """Add the values that a guided draw of ``message`` would have, where other draws of its output are guided."""
     guidance = message.length_guidance
     if guidance is None or not guidance.return_values:
-        return told
+        return logprobs
     if guidance.applies_to == "both" and message.thinking_limit is None:  # guidance has no effect on any draw
-        return told
-    return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
+        return logprobs
+    return msgspec.structs.replace(logprobs, values=[[None] * len(ranks) for ranks in logprobs.top_tokens])
 
 
 def add_draw(

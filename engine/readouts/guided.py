@@ -87,8 +87,8 @@ class GuidedDrawReadout(Readout):
         tokens, undecided, counts = (copy.tensor.tolist() for copy in (self._token_copy, self._undecided, self._counts))
         logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
         if self._reported:
-            for place, told in zip(self._reported, self._read_logprobs(counts), strict=True):
-                logprobs[place] = told
+            for place, reported in zip(self._reported, self._read_logprobs(counts), strict=True):
+                logprobs[place] = reported
         result.drawn += map(Drawn, self.branches, tokens, logprobs)
         skipped = set(self.skipped)
         needed = [count if used else 1 for count, used in zip(counts, undecided, strict=True)]
@@ -131,6 +131,6 @@ def candidate_logprobs(
 ) -> wire.Logprobs:
     """Report of one draw among ``count`` candidates. Candidates with probability 0 are reported only with values."""
     valued = message.length_guidance is not None and message.length_guidance.return_values
-    told = min(message.logprobs or 0, count if valued else sum(value > -math.inf for value in top))
-    read = [[None if math.isnan(value) else value for value in values[:told]]] if valued else []
-    return wire.Logprobs([chosen], [ids[:told]], [top[:told]], read)
+    listed = min(message.logprobs or 0, count if valued else sum(value > -math.inf for value in top))
+    read = [[None if math.isnan(value) else value for value in values[:listed]]] if valued else []
+    return wire.Logprobs([chosen], [ids[:listed]], [top[:listed]], read)

@@ -25,10 +25,10 @@ class Refusals:
     def invalid(self, request_id: str, problem: str, caller: wire.Caller | None = None) -> wire.Failed:
         """Refuse a faulty message. Its strings may be of any length, so the log gets their beginnings."""
         self._counts.invalid += 1
-        told = wire.Caller()
+        shortened = wire.Caller()
         if caller is not None:
-            told = wire.Caller(caller.request_id[:MAX_CALLER_CHARACTERS], caller.tenant[:MAX_CALLER_CHARACTERS])
-        self._log.write("refused", told, request_id[:MAX_CALLER_CHARACTERS], code="invalid")
+            shortened = wire.Caller(caller.request_id[:MAX_CALLER_CHARACTERS], caller.tenant[:MAX_CALLER_CHARACTERS])
+        self._log.write("refused", shortened, request_id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(request_id, "invalid", problem)
 
     def unknown_adapter(self, message: Message) -> wire.Failed:

@@ -42,12 +42,12 @@ def _message(piece: Piece) -> AssistantMessage:
     """Return the message of a whole answer."""
     if piece.parts is None:
         return AssistantMessage(content=piece.text)
-    told = joined(piece.parts)
-    message = AssistantMessage(content=told.content if told.content or not told.calls else None)
-    if told.reasoning:
-        message.reasoning_content = message.reasoning = told.reasoning
-    if told.calls:
-        message.tool_calls = [*map(_tool_call, told.calls)]
+    parts = joined(piece.parts)
+    message = AssistantMessage(content=parts.content if parts.content or not parts.calls else None)
+    if parts.reasoning:
+        message.reasoning_content = message.reasoning = parts.reasoning
+    if parts.calls:
+        message.tool_calls = [*map(_tool_call, parts.calls)]
     return message
 
 
@@ -137,11 +137,11 @@ class ChatAnswer(Answer):
                 ChatChoice(
                     index=piece.index,
                     message=_message(piece),
-                    logprobs=told,
+                    logprobs=encoded,
                     finish_reason=_finish_reason(piece) or "stop",
                     token_ids=piece.token_ids if self._ids else msgspec.UNSET,
                 )
-                for piece, told in zip(choices, logprobs, strict=True)
+                for piece, encoded in zip(choices, logprobs, strict=True)
             ],
             usage=usage,
             prompt_token_ids=prompt.token_ids,

@@ -244,11 +244,11 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
     kind: type[msgspec.Struct] | None = None
     parts: dict[str, list[bytes]] = {}
     for begin in range(0, len(tokens), TOKENS_AT_ONCE):
-        if (told := answer.logprobs(tokens[begin : begin + TOKENS_AT_ONCE])) is None:
+        if (logprobs := answer.logprobs(tokens[begin : begin + TOKENS_AT_ONCE])) is None:
             return None
-        kind = type(told)
-        for name in told.__struct_fields__:
-            if (entries := getattr(told, name)) is not msgspec.UNSET:
+        kind = type(logprobs)
+        for name in logprobs.__struct_fields__:
+            if (entries := getattr(logprobs, name)) is not msgspec.UNSET:
                 parts.setdefault(name, []).append(_encoder.encode(entries)[1:-1])
         if time_slice.over:
             await time_slice.yield_to_loop()

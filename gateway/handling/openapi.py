@@ -224,18 +224,18 @@ def as_openapi_3_0(schema: Any) -> Any:
         return [as_openapi_3_0(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    told = {key: as_openapi_3_0(value) for key, value in schema.items()}
-    if "const" in told:
-        told["enum"] = [told.pop("const")]
-    if isinstance(told.get("type"), list):
-        told["oneOf"] = [as_openapi_3_0({"type": kind}) for kind in told.pop("type")]
-    if told.get("type") == "null":
-        told = {key: value for key, value in told.items() if key != "type"} | {"nullable": True}
-    if {"nullable": True} in told.get("oneOf", []):
-        told["oneOf"].remove({"nullable": True})
-        told["nullable"] = True
+    converted = {key: as_openapi_3_0(value) for key, value in schema.items()}
+    if "const" in converted:
+        converted["enum"] = [converted.pop("const")]
+    if isinstance(converted.get("type"), list):
+        converted["oneOf"] = [as_openapi_3_0({"type": kind}) for kind in converted.pop("type")]
+    if converted.get("type") == "null":
+        converted = {key: value for key, value in converted.items() if key != "type"} | {"nullable": True}
+    if {"nullable": True} in converted.get("oneOf", []):
+        converted["oneOf"].remove({"nullable": True})
+        converted["nullable"] = True
     for bound in ("minimum", "maximum"):
         exclusive = f"exclusive{bound.capitalize()}"
-        if exclusive in told:
-            told |= {bound: told[exclusive], exclusive: True}
-    return told
+        if exclusive in converted:
+            converted |= {bound: converted[exclusive], exclusive: True}
+    return converted

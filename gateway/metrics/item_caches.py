@@ -35,7 +35,7 @@ _COUNTERS = {
 
 
 class ItemCachesCollector(Collector):
-    """One series for each engine that has told of its items. Every gateway tells the same."""
+    """One series for each engine that has reported its items. Every gateway reports the same."""
 
     def __init__(self, read: Callable[[], Iterable[ItemCacheSample]]) -> None:
         self._read = read

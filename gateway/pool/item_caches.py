@@ -39,7 +39,7 @@ class ItemCaches:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def samples(self) -> list[ItemCacheSample]:
-        """Return what the engines of now have told last. Engines that have told nothing are missing."""
+        """Return what the present engines reported last. Engines that have reported nothing are missing."""
         return [
             ItemCacheSample(
                 replica.client.url,
@@ -68,7 +68,7 @@ class ItemCaches:
                 logger.exception("engines cannot be asked for their statistics")
 
     async def look(self) -> None:
-        """Ask each engine once. One that does not answer keeps what it told before."""
+        """Ask each engine once. One that does not answer keeps what it reported before."""
         replicas = self._replicas
         answers = await asyncio.gather(*map(self._ask, replicas))
         found = {replica: stats for replica, stats in zip(replicas, answers, strict=True) if stats is not None}

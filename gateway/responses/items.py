@@ -143,7 +143,7 @@ def _text(content: str | list[ItemPart] | None) -> str:
 def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatRequest:
     """Return the chat request that asks for the same answer to ``messages``."""
     shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": request.includes_logprobs,
@@ -156,7 +156,7 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
             message = "`text.format` and `response_format` both constrain the output; send one of them."
             raise InvalidRequest(message, param="response_format")
         shared["response_format"] = _response_format(request.text.format)
-    return ChatRequest(**shared, **told, tools=tools or None, tool_choice=_choice(request.tool_choice))
+    return ChatRequest(**shared, **fields, tools=tools or None, tool_choice=_choice(request.tool_choice))
 
 
 def _tool(tool: FunctionTool | CustomTool) -> Tool:

@@ -78,8 +78,8 @@ class Kept:
         output: list[OutputItem],
     ) -> bool:
         """Store a response whose body is ``body``. Return whether it is stored."""
-        told = [_encoder.encode(_plain(item)) for item in output]
-        context = b",".join([part for part in (earlier, items.content, *told) if part])
+        encoded = [_encoder.encode(_plain(item)) for item in output]
+        context = b",".join([part for part in (earlier, items.content, *encoded) if part])
         try:
             stored = await self.store.put(_tenant(connection), id, Stored(body, context, items))
         except Unavailable:

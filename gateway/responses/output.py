@@ -177,12 +177,12 @@ class _Text(_OpenPart):
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         self.texts.append(text)
-        told: Any = []
+        logprobs: Any = []
         if logprobs:
             encoded = _encoder.encode(logprobs)
             self._logprobs.append(encoded[1:-1])
-            told = msgspec.Raw(encoded)
-        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=told)
+            logprobs = msgspec.Raw(encoded)
+        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=logprobs)
 
     def end(self, status: Status) -> Iterator[Event]:
         self._whole = part = self.part

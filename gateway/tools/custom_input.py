@@ -41,23 +41,23 @@ class CustomInput:
 
     def _decoded(self) -> str:
         """Return the text up to an escape that is not complete, or to the closing quote."""
-        at, told = 0, []
+        at, decoded = 0, []
         while (found := _STOP.search(self._read, at)) is not None:
-            told.append(self._read[at : found.start()])
+            decoded.append(self._read[at : found.start()])
             at = found.start()
             if found[0] == '"':
                 self._ended, self._read = True, ""
-                return "".join(told)
+                return "".join(decoded)
             end = _escape_end(self._read, at)
             if end is None:
                 break
-            told.append(_unescaped(self._read[at:end]))
+            decoded.append(_unescaped(self._read[at:end]))
             at = end
         else:
-            told.append(self._read[at:])
+            decoded.append(self._read[at:])
             at = len(self._read)
         self._read = self._read[at:]
-        return "".join(told)
+        return "".join(decoded)
 
 
 def _may_begin(read: str) -> bool:

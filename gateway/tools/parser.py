@@ -167,9 +167,9 @@ class ToolParser(ABC):
 
     def arguments(self, text: str) -> None:
         """Pass characters of the current call's arguments on; what was read until now is dropped."""
-        told = text if self._input is None else self._input.push(text)
-        if told:
-            self._parts.append(CallArguments(self.calls - 1, told, self._input is not None))
+        arguments = text if self._input is None else self._input.push(text)
+        if arguments:
+            self._parts.append(CallArguments(self.calls - 1, arguments, self._input is not None))
         self.consume()
 
     def raw_arguments(self) -> Steps[None]:

@@ -75,8 +75,8 @@ def joined(parts: Iterable[Part]) -> Joined:
                 calls[part.call] = (part, [])
             case CallArguments():
                 calls[part.call][1].append(part.text)
-    told = [Call(begin.id, begin.name, "".join(arguments), begin.custom) for begin, arguments in calls.values()]
-    return Joined("".join(content), "".join(reasoning), told)
+    tool_calls = [Call(begin.id, begin.name, "".join(arguments), begin.custom) for begin, arguments in calls.values()]
+    return Joined("".join(content), "".join(reasoning), tool_calls)
 
 
 _ALPHANUMERIC = string.ascii_letters + string.digits

@@ -126,9 +126,9 @@ class ThinkingParser:
             begin = scan.mark + searched
             found = scan.text.find(close, begin)
             end = found if found >= 0 else held_for(scan.text, begin, (close,)) if not scan.ended else len(scan.text)
-            told = before_space(scan.text, scan.mark, end)
-            self._split.reasoning += scan.text[scan.mark : told]
-            scan.mark = told
+            certain = before_space(scan.text, scan.mark, end)
+            self._split.reasoning += scan.text[scan.mark : certain]
+            scan.mark = certain
             if found >= 0 or scan.ended:
                 self.closed = found >= 0
                 scan.at = found + len(close) if found >= 0 else len(scan.text)

@@ -100,13 +100,13 @@ class HarmonyParser(ToolParser):
             self.consume()
             yield from self._body(self._content_until, ENDS)
 
-    def _body(self, told: Callable[[int], None], ends: tuple[str, ...]) -> Steps[None]:
-        """Pass text on with ``told`` up to the first of ``ends``, which is read and dropped unless it begins a message."""
+    def _body(self, pass_on: Callable[[int], None], ends: tuple[str, ...]) -> Steps[None]:
+        """Pass text on with ``pass_on`` up to the first of ``ends``, which is read and dropped unless it begins a message."""
         scan = self.scan
         while True:
             found = min((place for end in ends if (place := scan.text.find(end, scan.at)) >= 0), default=-1)
             stop = found if found >= 0 else len(scan.text) if scan.ended else held_for(scan.text, scan.at, ends)
-            told(stop)
+            pass_on(stop)
             if found >= 0:
                 end = next(end for end in ends if scan.text.startswith(end, found))
                 if end != START:

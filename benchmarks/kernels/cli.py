@@ -72,7 +72,7 @@ def _restart(arguments: Sequence[str]) -> NoReturn:
 
 
 def measure(chosen: Sequence[str], store: Store) -> dict[str, Any]:
-    """Print the table of the kernels, and return all numbers. Raises NoGpuError, and LostGpuError once a kernel's error is stored."""
+    """Print the table of the kernels, and return all numbers. Raises NoGpuError, and LostGpuError behind a stored error."""
     rows: list[Row] = []
     report: dict[str, Any] = {"versions": {"torch": torch.__version__, "triton": triton.__version__}, "left_out": store.left_out}
     with suppress(NoTimeError):

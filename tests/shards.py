@@ -25,25 +25,43 @@ WHOLE = (
     TESTS / "engine/lenvm/test_pass_graphs.py",
 )
 """Files whose tests take the device, whichever it is."""
+ENGINES = TESTS / "engine/test_gpu_engines.py"
+"""A process for each engine, because each compiles kernels of its own."""
+ENGINE_NAMES = (
+    "adapters beside products in FP8",
+    "adapters",
+    "heads of 128",
+    "experts",
+    "keys and values in FP8",
+    "products in FP8",
+    "windows and soft caps",
+)
+ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
 MOST_PROCESSES = 5
 """Of a shard, one after the other."""
-TEST_SECONDS = 75
+TEST_SECONDS = 100
 """Time of one test, its compilations included. A longer one ends its process."""
 
 
 def main() -> int:
     """Run all; each test's line is printed as it ends, with the name of its process. Returns how many processes failed."""
-    marked = [path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8") and path not in WHOLE]
-    rest = ["-m", "gpu", *map(str, marked)]
-    shards = {path.stem: ["-m", "gpu or not slow", str(path)] for path in WHOLE} | {"others marked gpu": rest}
+    shards = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}  # the longest first
+    shards["others marked gpu"] = ["-m", "gpu", *map(str, others())]
+    shards |= {path.stem: ["-m", "gpu or not slow", str(path)] for path in WHOLE}
     with ThreadPoolExecutor(PROCESSES) as pool:
         ended = dict(zip(shards, pool.map(run, shards, shards.values()), strict=True))
     failed = [name for name, code in ended.items() if code not in (0, NOTHING_TO_RUN)]
     print(f"{len(ended) - len(failed)} of {len(ended)} passed; failed: {', '.join(failed) or 'none'}", flush=True)
     return len(failed)
+
+
+def others() -> list[Path]:
+    """Files with tests marked ``gpu`` that have no process of their own."""
+    found = (path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8"))
+    return [path for path in found if path not in (*WHOLE, ENGINES)]
 
 
 def run(name: str, arguments: list[str]) -> int:

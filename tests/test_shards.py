@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import shards
+from tests.engine import test_gpu_engines
 from tests.gpu_session import LOST
-from tests.shards import MARK, TESTS, WHOLE
+from tests.shards import ENGINE_NAMES, ENGINE_TEST, MARK, TESTS, WHOLE
 
 ROOT = Path(__file__).parents[1]
 FILE = """
@@ -48,6 +49,8 @@ def test_every_file_with_gpu_tests_is_run() -> None:
     marked = {path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text()} - {Path(__file__)}
     assert {path for path in marked if MARK not in path.read_text()} == set()
     assert all(path.is_file() for path in WHOLE)
+    assert set(ENGINE_NAMES) == set(test_gpu_engines.ENGINES)
+    assert hasattr(test_gpu_engines, ENGINE_TEST)
 
 
 BROKEN = """

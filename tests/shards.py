@@ -82,7 +82,7 @@ def _pytest(name: str, arguments: list[str], begun: Path) -> int:
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu_session"]
     limit = ["--timeout", f"{TEST_SECONDS}", "--timeout-method", "thread"]  # a signal does not reach a call that waits for the GPU
     command = [sys.executable, "-u", "-m", "pytest", *options, *limit, *arguments]
-    environment = os.environ | {BEGUN: str(begun)}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {BEGUN: str(begun)}  # as many shards as cores run at once
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -56,11 +56,13 @@ def test_every_file_with_gpu_tests_is_run() -> None:
 BROKEN = """
 import os, time, pytest, torch
 
+THREADS = torch.get_num_threads()
+
 def lost():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 def test_first():
-    pass
+    assert THREADS == 1
 
 def test_that_ends_the_process():
     os._exit(3)
@@ -89,6 +91,7 @@ def test_the_tests_behind_one_that_breaks_the_gpu_are_run(
     """In other processes, also behind one that ends its process, and one that does not end."""
     (tmp_path / "test_broken.py").write_text(BROKEN)
     monkeypatch.setattr(shards, "TEST_SECONDS", 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert shards.run("broken", [str(tmp_path / "test_broken.py")]) == 3
     said = capsys.readouterr().out
     ends = [said.count(f"ended with exit code {code} before its last test") for code in (3, LOST, 1)]

@@ -40,6 +40,8 @@ ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.gpu_session")
+"""All that tests there need. A GPU host has others, some for older releases of pytest, and their warnings would be errors."""
 MOST_PROCESSES = 5
 """Of a shard, one after the other."""
 TEST_SECONDS = 100
@@ -79,10 +81,11 @@ def run(name: str, arguments: list[str]) -> int:
 
 def _pytest(name: str, arguments: list[str], begun: Path) -> int:
     """One process; returns its exit code. What it says comes line by line, so that a run that is cut off has said what ended."""
-    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu_session"]
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", *(part for plugin in PLUGINS for part in ("-p", plugin))]
     limit = ["--timeout", f"{TEST_SECONDS}", "--timeout-method", "thread"]  # a signal does not reach a call that waits for the GPU
     command = [sys.executable, "-u", "-m", "pytest", *options, *limit, *arguments]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {BEGUN: str(begun)}  # as many shards as cores run at once
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # as many shards as cores run at once
+    environment |= {BEGUN: str(begun), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

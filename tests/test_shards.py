@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -88,10 +89,16 @@ def test_last(name):
 def test_the_tests_behind_one_that_breaks_the_gpu_are_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In other processes, also behind one that ends its process, and one that does not end."""
+    """In other processes, also behind one that ends its process, and one that does not end. Plugins of the host are not loaded; the
+    one here cannot be."""
     (tmp_path / "test_broken.py").write_text(BROKEN)
     monkeypatch.setattr(shards, "TEST_SECONDS", 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plugin = tmp_path / "site" / "old-1.0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
+    (plugin / "entry_points.txt").write_text("[pytest11]\nold = no_such_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin.parent), str(ROOT)]))
     assert shards.run("broken", [str(tmp_path / "test_broken.py")]) == 3
     said = capsys.readouterr().out
     ends = [said.count(f"ended with exit code {code} before its last test") for code in (3, LOST, 1)]

@@ -58,14 +58,15 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
 	$(BIN)/python -m benchmarks score $(FLAGS)
-gpu: ## On a GPU host: run GPU tests, then benchmarks, into OUT=gpu-run; CONTINUE=1 runs what the first call of 8 minutes left
-	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue)
+gpu: ## On a GPU host: GPU tests and benchmarks into OUT=gpu-run and ARCHIVE=, in LIMIT=480 seconds; CONTINUE=1 runs what is left
+	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue) \
+		$(if $(LIMIT),--limit $(LIMIT)) $(if $(ARCHIVE),--archive $(ARCHIVE))
 images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs and the modules in FLASHINFER_ZIP=
 	@scripts/images.sh
 wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
 	@PYTHON=$(BIN)/python TORCH="$(TORCH)" TORCH_INDEX="$(if $(filter cuda,$(VARIANT)),,$(TORCH_INDEX))" IMAGE_PYTHON=$(IMAGE_PYTHON) scripts/wheels.sh
-wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs, with the modules in FLASHINFER_ZIP=
-	@PYTHON=$(BIN)/python FLASHINFER_ZIP="$(FLASHINFER_ZIP)" scripts/wheelhouse.sh
+wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs, but HOST_HAS=, with the modules in FLASHINFER_ZIP=
+	@PYTHON=$(BIN)/python FLASHINFER_ZIP="$(FLASHINFER_ZIP)" HOST_HAS="$(HOST_HAS)" scripts/wheelhouse.sh
 chart: $(READY) ## Write the chart's README and the rendered manifests of the tests
 	$(BIN)/python -m tests.helm.generate
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Collects in wheelhouse/ the wheels that a GPU host without internet needs beside torch and triton (`make wheelhouse`). Reads PYTHON, an
-# interpreter with pip; HOST_PYTHON, the host's version of Python (3.12); and FLASHINFER_ZIP, compiled modules of FlashInfer to pack as a
-# wheel (see flashinfer_wheel.py), or empty: then FlashInfer is used only after its kernel was compiled on the host.
+# interpreter with pip; HOST_PYTHON, the host's version of Python (3.12); HOST_HAS, packages that the host has in a version that will do,
+# whose wheels are left out; and FLASHINFER_ZIP, compiled modules of FlashInfer to pack as a wheel (see flashinfer_wheel.py), or empty:
+# then FlashInfer is used only after its kernel was compiled on the host.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:?}"
@@ -27,6 +28,10 @@ rm -rf wheelhouse
 "$PYTHON" scripts/requirements.py engine dev | grep -Ev "^($not_needed)\\b" | download --requirement /dev/stdin "${flashinfer_needs[@]}"
 "$PYTHON" scripts/requirements.py gpu | grep -v '^kubernetes' | download --no-deps --requirement /dev/stdin
 rm -f wheelhouse/hf_xet-*.whl # makes downloads from the hub faster
+for name in ${HOST_HAS:-}; do
+  compgen -G "wheelhouse/${name//-/_}-*.whl" >/dev/null || { echo "wheelhouse.sh: HOST_HAS names $name, of which there is no wheel" >&2; exit 1; }
+  rm wheelhouse/"${name//-/_}"-*.whl
+done
 if [ -n "${FLASHINFER_ZIP:-}" ]; then "$PYTHON" scripts/flashinfer_wheel.py "$FLASHINFER_ZIP" wheelhouse; fi
 if compgen -G 'wheelhouse/torch-*' || compgen -G 'wheelhouse/nvidia_c*'; then
   echo "wheelhouse.sh: a dependency would replace the host's torch" >&2
@@ -42,5 +47,6 @@ for wheel in wheelhouse/*.whl; do
     *) echo "$name==${version%%-*}" ;;
   esac
 done >wheelhouse/requirements.txt
+for name in ${HOST_HAS:-}; do echo "$name"; done >>wheelhouse/requirements.txt # pip says at once which of them the host lacks
 du -sh --apparent-size wheelhouse
 echo "On the GPU host, here: python$host_python -m pip install --no-index --no-deps --find-links wheelhouse --requirement wheelhouse/requirements.txt"

@@ -1,14 +1,20 @@
 """``python -m tests.shards``: what tests a GPU, a process for each file, because most of the time goes into compiling kernels.
 
 Kernels and backends run all their quick tests there, not only those marked ``gpu``: on other machines the interpreter runs them.
+After a test that breaks the GPU for its process, ends the process or does not end, another process runs the tests left
+(:mod:`tests.gpu_session`).
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.gpu_session import BEGUN, ENDED
 
 PROCESSES = 12
 TESTS = Path(__file__).parent
@@ -19,16 +25,34 @@ WHOLE = (
     TESTS / "engine/lenvm/test_pass_graphs.py",
 )
 """Files whose tests take the device, whichever it is."""
+ENGINES = TESTS / "engine/test_gpu_engines.py"
+"""A process for each engine, because each compiles kernels of its own."""
+ENGINE_NAMES = (
+    "adapters beside products in FP8",
+    "adapters",
+    "heads of 128",
+    "experts",
+    "keys and values in FP8",
+    "products in FP8",
+    "windows and soft caps",
+)
+ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.gpu_session")
+"""All that tests there need. A GPU host has others, some for older releases of pytest, and their warnings would be errors."""
+MOST_PROCESSES = 5
+"""Of a shard, one after the other."""
+TEST_SECONDS = 100
+"""Time of one test, its compilations included. A longer one ends its process."""
 
 
 def main() -> int:
     """Run all; each test's line is printed as it ends, with the name of its process. Returns how many processes failed."""
-    marked = [path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8") and path not in WHOLE]
-    rest = ["-m", "gpu", *map(str, marked)]
-    shards = {path.stem: ["-m", "gpu or not slow", str(path)] for path in WHOLE} | {"others marked gpu": rest}
+    shards = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}  # the longest first
+    shards["others marked gpu"] = ["-m", "gpu", *map(str, others())]
+    shards |= {path.stem: ["-m", "gpu or not slow", str(path)] for path in WHOLE}
     with ThreadPoolExecutor(PROCESSES) as pool:
         ended = dict(zip(shards, pool.map(run, shards, shards.values()), strict=True))
     failed = [name for name, code in ended.items() if code not in (0, NOTHING_TO_RUN)]
@@ -36,10 +60,33 @@ def main() -> int:
     return len(failed)
 
 
+def others() -> list[Path]:
+    """Files with tests marked ``gpu`` that have no process of their own."""
+    found = (path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8"))
+    return [path for path in found if path not in (*WHOLE, ENGINES)]
+
+
 def run(name: str, arguments: list[str]) -> int:
-    """One pytest; returns its exit code. What it says comes line by line, so that a run that is cut off has said what ended."""
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    """The tests of one shard, in one process if all goes well; returns the first exit code that is not 0, or 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun, codes = Path(folder) / "begun", []
+        begun.touch()
+        for _ in range(MOST_PROCESSES):
+            codes.append(_pytest(name, arguments, begun))
+            if begun.read_text(encoding="utf-8").endswith(f"{ENDED}\n"):
+                break
+            print(f"{name}: ended with exit code {codes[-1]} before its last test", flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def _pytest(name: str, arguments: list[str], begun: Path) -> int:
+    """One process; returns its exit code. What it says comes line by line, so that a run that is cut off has said what ended."""
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", *(part for plugin in PLUGINS for part in ("-p", plugin))]
+    limit = ["--timeout", f"{TEST_SECONDS}", "--timeout-method", "thread"]  # a signal does not reach a call that waits for the GPU
+    command = [sys.executable, "-u", "-m", "pytest", *options, *limit, *arguments]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # as many shards as cores run at once
+    environment |= {BEGUN: str(begun), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(f"{name}: {line.rstrip()}", flush=True)

@@ -36,6 +36,15 @@ def serve_line(*arguments: str, **environment: str) -> str:
     return " ".join(line.split())
 
 
+def test_a_gpu_run_is_as_make_is_told() -> None:
+    def line(*arguments: str) -> str:
+        return " ".join(make("-n", "gpu", "PYTHON=python", "READY=none", *arguments).stdout.replace("\\\n", "").split())
+
+    assert line() == "python -m benchmarks gpu --out gpu-run"
+    told = line("OUT=/tmp/run", "CONTINUE=1", "LIMIT=200", "ARCHIVE=run.tar.gz")
+    assert told == "python -m benchmarks gpu --out /tmp/run --continue --limit 200 --archive run.tar.gz"
+
+
 def test_help_lists_every_target() -> None:
     listed = set(re.findall(r"^  make ([a-z-]+) ", make("help").stdout, flags=re.M))
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
@@ -511,6 +520,23 @@ def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:
     assert not {"torch", "triton", "transformers", "ruff", "flashinfer-python"} & names
     assert "--no-deps" in lines[second]
     assert {Requirement(line).name for line in lines[second + 1 :]} >= {"flashinfer-python", "apache-tvm-ffi"}
+
+
+def test_wheels_that_a_gpu_host_has_are_left_out(machine: Path, copy: Path) -> None:
+    wheels = [f"wheelhouse/{name}-1.0-py3-none-any.whl" for name in ("huggingface_hub", "numpy", "redis")]
+    pip = f"mkdir -p wheelhouse; touch {' '.join(wheels)}; cat >/dev/null"
+    pretend(machine, "python", f'case "$1" in -m) {pip};; *) exec {sys.executable} "$@";; esac')
+
+    def collect(has: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | tools_of(machine, "python") | {"HOST_HAS": has}
+        script = [copy / "scripts" / "wheelhouse.sh"]
+        return subprocess.run(script, env=environment, timeout=60, capture_output=True, text=True, check=False)
+
+    assert collect("huggingface-hub numpy").returncode == 0
+    assert [path.name for path in (copy / "wheelhouse").glob("*.whl")] == ["redis-1.0-py3-none-any.whl"]
+    assert (copy / "wheelhouse" / "requirements.txt").read_text().split() == ["redis==1.0", "huggingface-hub", "numpy"]
+    done = collect("numpi")
+    assert (done.returncode, done.stderr) == (1, "wheelhouse.sh: HOST_HAS names numpi, of which there is no wheel\n")
 
 
 LOCAL = ROOT / "tests" / "cluster" / "local.sh"

@@ -116,6 +116,8 @@ from engine.attention.flashinfer import compiled, problem, import_module
 from engine.attention.select import backend_of
 from engine.settings import ATTENTION_BACKENDS
 import engine.build, benchmarks.engine.score, gateway.app
+from gateway.handling.openapi import openapi_config
+assert openapi_config().version, "also where the project itself is not installed"
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
 bf16, fp16 = torch.bfloat16, torch.float16
 assert compiled(128, bf16, bf16) and not compiled(128, fp16, fp16)

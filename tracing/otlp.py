@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -20,6 +19,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from tracing.export import Send, Shutdown
 from tracing.spans import Span
+from tracing.version import project_version
 
 PATH = "/v1/traces"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -32,7 +32,7 @@ def sender(endpoint: str | None, service: str | None, default_service: str) -> t
     logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # one line for each lost batch, none for each retry
     exporter = OTLPSpanExporter(endpoint=None if endpoint is None else endpoint.removesuffix("/").removesuffix(PATH) + PATH)
     resource = _resource(service, default_service)
-    scope = InstrumentationScope("yardstick", _version())
+    scope = InstrumentationScope("yardstick", project_version())
 
     def send(spans: Sequence[Span]) -> bool:
         return exporter.export([_readable(span, resource, scope) for span in spans]) is SpanExportResult.SUCCESS
@@ -42,19 +42,11 @@ def sender(endpoint: str | None, service: str | None, default_service: str) -> t
 
 def _resource(service: str | None, default_service: str) -> Resource:
     """Return the attributes of this process. ``service`` wins over OpenTelemetry's variables, these over ``default_service``."""
-    found = Resource.create({"service.version": _version(), "host.name": socket.gethostname()})
+    found = Resource.create({"service.version": project_version(), "host.name": socket.gethostname()})
     name = str(found.attributes[SERVICE_NAME])
     if service is None:
         service = default_service if name.startswith("unknown_service") else name
     return found.merge(Resource({SERVICE_NAME: service}))
-
-
-def _version() -> str:
-    """Return the version of the project; "unknown" where it was not installed by pip, as in the engine's image."""
-    try:
-        return version("yardstick-llm")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _readable(span: Span, resource: Resource, scope: InstrumentationScope) -> ReadableSpan:

@@ -126,10 +126,11 @@ def gpu(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds of this call (%(default)g)")
     parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder without models, written all the time")
     parsed = parser.parse_args(arguments)
     from benchmarks.engine.gpu import run
 
-    return run(parsed.out, limit=parsed.limit, resume=parsed.resume)
+    return run(parsed.out, limit=parsed.limit, resume=parsed.resume, archive=parsed.archive)
 
 
 def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:

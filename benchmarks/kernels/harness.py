@@ -69,6 +69,15 @@ class Gpu:
     def _peaks() -> dict[str, Any]:
         return {"name": torch.cuda.get_device_name(), "bandwidth": _bandwidth(), "flops": _flops()}
 
+    @staticmethod
+    def works() -> bool:
+        """Whether this process can still compute on the GPU."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
     def moved(self, name: str, shape: str, bytes_moved: float, run: Callable[[], Any]) -> Row:
         """Time ``run``, which must read and write ``bytes_moved`` bytes of memory. Raises NoTimeError."""
         return self._row(name, shape, bytes_moved, "GB/s", self.bandwidth, run)

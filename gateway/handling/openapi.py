@@ -7,7 +7,6 @@ import inspect
 import textwrap
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from typing import Any, get_args
 
 import msgspec
@@ -30,6 +29,7 @@ from gateway.errors import ErrorBody, NotFound
 from gateway.schemas.chat import ChatChunk, ChatCompletion
 from gateway.schemas.response_body import ResponseBody
 from gateway.schemas.response_events import Event
+from tracing.version import project_version
 
 PATH = "/schema"
 _ASSETS = f"{PATH}/assets"
@@ -50,7 +50,7 @@ def openapi_config() -> OpenAPIConfig:
     )
     return OpenAPIConfig(
         title="Yardstick",
-        version=version("yardstick-llm"),
+        version=project_version(),
         description="Scores lists of items with a language model, and generates text. Compatible with OpenAI's API.",
         path=PATH,
         render_plugins=[page],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from litestar import Request, Response, get
@@ -18,12 +17,13 @@ from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.version import Version
+from tracing.version import project_version
 
 
 def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
     """Create the routes, which need no key. ``keys`` is None if no route needs a key."""
 
-    number = version("yardstick-llm")
+    number = project_version()
 
     def check_ready() -> None:
         if lifecycle.draining:

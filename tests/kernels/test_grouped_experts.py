@@ -21,6 +21,7 @@ from kernels.grouped_experts import (
     route,
 )
 from kernels.quantize import quantize_rows_reference, supported
+from tests.engine.device import no_waiting
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 SHAPES = [(1, 4, 2, 32, 16), (9, 8, 3, 70, 50), (270, 3, 2, 64, 40), (5, 6, 1, 33, 130), (0, 4, 2, 16, 16)]
@@ -156,11 +157,8 @@ def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
     x, weight, experts = inputs(100, 8, 2, 128, 256, device, torch.bfloat16)
     grouped_linear_triton(x, weight, experts)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         grouped_linear_triton(x, weight, experts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from kernels.lora import (
 )
 from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks
 from kernels.quantize import quantize_rows_reference
+from tests.engine.device import no_waiting
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 from tests.kernels.lora import Case, captured, product, rows_of
 
@@ -177,11 +178,8 @@ def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
     given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=True), tensors(case, device)
     add_lora_triton(y, x, given, rows)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         add_lora_triton(y, x, given, rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 IMPORTS = """

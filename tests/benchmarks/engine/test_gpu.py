@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, WELL, Part, parts, run_part, run_parts
+from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, WELL, Part, archived, parts, run_part, run_parts
 from benchmarks.engine.offline import agrees, spread
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.store import FILE, Store
 from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
 from tests.checkpoints import make_checkpoint
+from tests.processes import wait_until
 
 
 class Killed(BaseException):
@@ -125,13 +127,51 @@ def test_two_calls_have_time_for_all(tmp_path: Path) -> None:
     assert LIMIT_SECONDS + END_SECONDS <= 540
     assert sum(part.seconds for part in todo) <= 2 * LIMIT_SECONDS
     first = todo[:4]
-    assert [part.name for part in first] == ["tests", "offline", "online", "fp8 online"]
+    assert [part.name for part in first] == ["tests", "offline", "online", "kernels"]
     assert sum(part.seconds for part in first) <= LIMIT_SECONDS
     assert all(
         part.arguments[part.arguments.index("--models") + 1] == str(tmp_path / "models")
         for part in todo
         if "score" in part.arguments
     )
+
+
+def test_a_call_that_continues_runs_what_failed_after_what_did_not_begin(tmp_path: Path) -> None:
+    clock, runs = Clock(), []
+    ends = {"tests": "out of time after 9 s", "offline": "exit code 1", "online": "incomplete"}
+    todo = [Part(name, [name], 50, resumes=name != "tests") for name in (*ends, "kernels", "length")]
+
+    def start(part: Part, log: Path, seconds: float, again: bool) -> str:
+        runs.append(part.name)
+        clock.now += 50
+        return ends.get(part.name, WELL)
+
+    run_parts(todo, tmp_path, 150.0, clock=clock, start=start)
+    assert runs == ["tests", "offline", "online"]
+    runs.clear()
+    run_parts(todo, tmp_path, 200.0, resume=True, clock=clock, start=start)
+    assert runs == ["online", "kernels", "length", "offline"]
+
+
+def test_the_archive_is_whole_while_parts_write(tmp_path: Path) -> None:
+    """It is written before the call ends, which may be killed, and has no models."""
+    out, target = tmp_path / "run", tmp_path / "run.tar.gz"
+    for name in ("models/m/model.safetensors", "online/results.jsonl", "online/latency.png"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+
+    def names() -> list[str]:
+        with tarfile.open(target) as archive:
+            assert all(archive.extractfile(entry).read().decode() == entry.name.removeprefix("run/") for entry in archive)
+            return archive.getnames()
+
+    with archived(out, target, seconds=0.01):
+        wait_until(target.exists)
+        assert names() == ["run/online/latency.png", "run/online/results.jsonl"]
+        (out / "kernels.txt").write_text("kernels.txt")
+    assert names() == ["run/kernels.txt", "run/online/latency.png", "run/online/results.jsonl"]
+    with archived(out, None):
+        pass
 
 
 def test_parts_end_well_fail_and_run_late(tmp_path: Path) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.engine.store import FILE, Store
-from benchmarks.kernels import harness
-from benchmarks.kernels.cli import measure, names
+from benchmarks.kernels import cli, harness
+from benchmarks.kernels.cli import main, measure, names
 from benchmarks.kernels.harness import Gpu, Row, table
 
 
@@ -85,7 +86,7 @@ def test_arguments_fit(name: str) -> None:
     assert all(row.rate > 0 for row in rows)
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """The process ends here."""
 
 
@@ -121,6 +122,40 @@ def test_rows_survive_kills_at_random_moments(seed: int, tmp_path: Path, monkeyp
     assert report["gpu"]["name"] == "none"
     keys = [json.loads(line)["key"] for line in (tmp_path / FILE).read_text().splitlines()]
     assert keys == ["GPU", *(f"{row.name}: {row.shape}" for row in rows)]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["it fails", "it breaks the GPU"])
+def test_a_kernel_that_fails_does_not_stop_the_others(
+    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once the GPU computes nothing more, another process measures the others."""
+    names, broken, processes = ["quantize", "rms_norm", "silu_mul"], [], [list[str]()]
+
+    def rows(name: str, gpu: Gpu) -> Iterator[Row]:
+        if name == "rms_norm":
+            broken.append(lost)
+        if broken and (broken[-1] or name == "rms_norm"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`")
+        yield gpu.moved(name, "[1]", 1.0, lambda: None)
+
+    def restart(arguments: Sequence[str]) -> NoReturn:
+        broken.clear()
+        processes.append(list(arguments))
+        raise SystemExit(main(arguments))
+
+    monkeypatch.setattr(cli, "_rows", rows)
+    monkeypatch.setattr(cli, "_restart", restart)
+    monkeypatch.setattr(Gpu, "works", lambda gpu: not (broken and broken[-1]))
+    monkeypatch.setattr(harness, "seconds", lambda run: 1e-3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    with _Shapes(), contextlib.suppress(SystemExit):
+        assert main([*names, "--out", str(tmp_path), "--limit", "100"]) == 1
+    assert len(processes) == 1 + lost
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["name"] for row in report["rows"]] == ["quantize", "silu_mul"]
+    assert report["failed"] == {"rms_norm": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == report
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from engine.ints import EMPTY
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
 from engine.requests.core import Request
+from tests.engine.device import no_waiting
 
 LAYERS, KV_HEADS = 2, 2
 
@@ -75,8 +76,5 @@ def test_planning_does_not_wait_for_the_gpu(device: torch.device) -> None:
     prefixes = [np.arange(700, dtype=np.int32), np.arange(30, dtype=np.int32)]
     backend.plan_branches(prefixes, [8, 8], counts)(0, q, k, v)  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         backend.plan_branches(prefixes, [8, 8], counts)(0, q, k, v)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -22,6 +22,7 @@ from engine.runner.runner import PendingStep
 from kernels.candidates import candidates_triton
 from kernels.length_tilt import length_tilt_triton
 from tests.checkpoints import END_OF_TURN, make_checkpoint
+from tests.engine.device import no_waiting
 from tests.engine.integrity import check
 from tests.engine.lenvm.plain import Plain, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import (
@@ -471,11 +472,8 @@ def test_a_guided_step_does_not_wait_for_the_gpu(wide_heads: tuple[Path, Path]):
     launch = loop._runner.launch
 
     def watched(batch: Batch) -> PendingStep:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             return launch(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     messages = some_messages(random.Random(15))
     run(loop, *messages)  # compiles

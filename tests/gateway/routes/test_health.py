@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import httpx
@@ -66,3 +66,15 @@ def test_health_and_version_need_no_key_and_no_place(start: Start, tmp_path: Pat
 
 def test_the_version(shared: httpx.Client) -> None:
     assert shared.get("/version").json() == {"version": version("yardstick-llm")}
+
+
+def test_a_gateway_starts_in_a_checkout_that_is_not_installed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU host, which has the dependencies only."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("tracing.version.version", missing)
+    client = start(FakeEngine())
+    assert client.get("/version").json() == {"version": "unknown"}
+    assert client.get("/schema/openapi.json").json()["info"]["version"] == "unknown"

@@ -1,0 +1,91 @@
+"""Engines on a GPU as they serve, with CUDA graphs and overlap, against the same model in float32 on a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop
+from engine.models import fp8
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import some_tokens, write_adapter
+from tests.engine.test_loop import run
+
+FP8_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+"""Sides that FP8's products take, and rows long enough to round like those of real models."""
+ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "heads of 128": ("qwen3", {"head_dim": 128}, {}),
+    "windows and soft caps": ("gemma2", {"sliding_window": 6}, {}),
+    "experts": ("qwen3_moe", {}, {}),
+    "keys and values in FP8": ("qwen3", FP8_SHAPE, {"kv_dtype": "fp8"}),
+    "products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8"}),
+    "adapters": ("qwen3", {"head_dim": 128}, {"max_loras_device": 2, "max_lora_rank": 16}),
+    "adapters beside products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8", "max_loras_device": 2, "max_lora_rank": 16}),
+}
+"""Family, shape and settings by name. Two of three adapters have a place on the device."""
+
+MOST_TOKENS = 600
+"""Tokens of a step; the largest CUDA graph has 512."""
+
+
+def messages(digests: list[str]) -> list[wire.Request]:
+    """Scores in small steps, and in one that is larger than CUDA graphs are; and generations, some of which share their steps."""
+    rng, found = random.Random(3), list[wire.Request]()
+    for number, digest in enumerate(digests):
+        for size, items in (("small", (3, 1, 40)), ("large", (150,) * 6)):
+            branches = [some_tokens(rng, length, length) for length in items]
+            readout = wire.Labels([5, 9, 17])
+            found.append(wire.Score(f"{size} {number}", some_tokens(rng, 30, 60), branches, readout, adapter=digest))
+        for kind, given in (("greedy", {"temperature": 0.0}), ("drawn", {"seed": number, "temperature": 0.8})):
+            sampling = wire.Sampling(max_tokens=6, ignore_eos=True, **given)
+            found.append(wire.Generate(f"{kind} {number}", some_tokens(rng, 4, 9), sampling, logprobs=1, adapter=digest))
+    rng.shuffle(found)
+    return found
+
+
+def scores_of(replies: list[wire.Reply]) -> dict[str, np.ndarray]:
+    assert not [reply for reply in replies if isinstance(reply, wire.Failed)]
+    return {reply.id: np.array(reply.rows) for reply in replies if isinstance(reply, wire.Scored)}
+
+
+def engine(model: Path, adapters: list[Path], **given: Any) -> tuple[Loop, list[str]]:
+    """And the digests of the adapters that requests may name."""
+    lora = [f"{path.name}={path}" for path in adapters]
+    sizes = {"max_total_tokens": 20_000, "max_batched_tokens": MOST_TOKENS}
+    loop = build_loop(EngineSettings(model=str(model), name="t", lora=lora, **sizes, **given))
+    return loop, ["", *(each.digest for each in loop.adapters.description.adapters)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late(name: str, tmp_path: Path, device: torch.device) -> None:
+    family, shape, given = ENGINES[name]
+    if given.get("quantize") == "fp8" and not fp8.supported(device):
+        pytest.skip("no products of FP8")
+    model, adapters = make_checkpoint(tmp_path / "model", family, **shape), list[Path]()
+    if "max_loras_device" in given:
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        kinds: list[dict[str, Any]] = [{}, {"targets": ("q_proj", "down_proj"), "rank": 7}, {"rank": 16}]
+        adapters = [write_adapter(tmp_path / f"a{seed}", whole, seed=seed, **kind) for seed, kind in enumerate(kinds)]
+    exact = {key: value for key, value in given.items() if key not in ("quantize", "kv_dtype")}
+    plain, digests = engine(model, adapters, device="cpu", dtype="float32", **exact)
+    expected = scores_of(run(plain, *messages(digests)))
+    served, digests = engine(model, adapters, device=device.type, dtype="bfloat16", cuda_graphs="on", **given)
+    for _ in range(2):  # the second time from the prefix cache
+        found = scores_of(run(served, *messages(digests)))
+        apart = {key: np.abs(found[key] - rows) for key, rows in expected.items()}
+        median = {key: float(np.median(each)) for key, each in apart.items()}
+        assert max(median.values()) < (0.3 if "FP8" in name else 0.08), median
+    stats = served.stats
+    assert stats.late_compilations == 0
+    assert 0 < stats.replayed_steps < stats.steps
+    assert stats.adapter_swaps >= len(adapters)

@@ -7,10 +7,8 @@ import itertools
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -18,6 +16,7 @@ import zmq.asyncio
 
 from engine import wire
 from engine.serving import channel
+from engine.serving.addresses import Addresses
 from engine.serving.environment import with_defaults
 from engine.serving.pulse import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from engine.settings import EngineSettings
@@ -55,19 +54,21 @@ class LoopClient:
 
     async def start(self) -> None:
         """Start the process; returns at once, :attr:`ready` is set when the model is loaded."""
-        self._directory = tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True)
-        requests, events = (f"ipc://{Path(self._directory.name) / name}" for name in ("requests", "events"))
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.set_hwm(0)  # unlimited: the loop's queue limit refuses requests, and the socket never blocks
-        self._requests.bind(requests)
         self._events = self._context.socket(zmq.PULL)
         self._events.set_hwm(0)
-        self._events.bind(events)
-        arguments = ["-m", "engine.serving.loop_process", msgspec.json.encode(self._settings).decode(), requests, events]
+        self._addresses = Addresses([self._requests, self._events])
+        settings = msgspec.json.encode(self._settings).decode()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, env=with_defaults(os.environ)
+            sys.executable,
+            *("-m", "engine.serving.loop_process", settings, *self._addresses.names),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=self._addresses.descriptors,
+            env=with_defaults(os.environ),
         )
+        self._addresses.release()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     @property
@@ -108,7 +109,7 @@ class LoopClient:
             await self._process.wait()
         self._give_up("The engine is shutting down.")
         self._context.destroy(linger=0)
-        self._directory.cleanup()
+        self._addresses.close()
 
     async def ask(self, header: channel.Header, body: bytes, received: float) -> AsyncGenerator[wire.Reply]:
         """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request.

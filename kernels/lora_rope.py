@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.lora import check_delta, expand_lora_reference, tables
 from kernels.lora_layout import ROW_BLOCKS, LoraDelta
 from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
-from kernels.qk_norm_rope import check_qk_norm_rope, qk_norm_rope_write_reference
+from kernels.qk_norm_rope import check_qk_norm_rope, halves, qk_norm_rope_write_reference, rotated, store_halves
 from kernels.runtime import jit, launches, power_of_two, tl
 
 HEADS_OF_LARGE_BLOCKS = 2
@@ -136,10 +136,7 @@ def _lora_rope_write(
         real = row < end
         columns = tl.arange(0, BLOCK)
         inside = columns < HALF
-        left, right = columns, columns + HALF
-        if ROTATED < HALF:
-            left = tl.where(columns < ROTATED, columns, columns + ROTATED)
-            right = tl.where(columns < ROTATED, columns + ROTATED, columns + HALF)
+        left, right = halves(columns, HALF, ROTATED)
         kept = real[:, None] & inside[None, :]
         to = tl.load(slots + row, mask=real, other=0)
         all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -160,7 +157,7 @@ def _lora_rope_write(
             second = second.to(tl.float32) + second_delta
             if head >= HEADS + KV_HEADS:
                 value = values + (to * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * (2 * HALF)
-                _store(value, left, right, first, second, kept)
+                store_halves(value + left[None, :], value + right[None, :], first, second, kept)
             else:
                 if q_weight is not None:
                     scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
@@ -169,15 +166,13 @@ def _lora_rope_write(
                     second = second * scale * _weight(q_weight, k_weight, is_query, right, inside)
                 turned = real[:, None] & (columns < ROTATED)[None, :]
                 angle = row[:, None] * ROTATED + columns[None, :]
-                cosines = tl.load(cos + angle, mask=turned, other=1.0)
-                sines = tl.load(sin + angle, mask=turned, other=0.0)
-                rotated = first * cosines - second * sines
-                second = second * cosines + first * sines
+                first, second = rotated(first, second, cos + angle, sin + angle, turned)
                 if head < HEADS:
-                    _store(q + (row * HEADS + head)[:, None] * (2 * HALF), left, right, rotated, second, kept)
+                    query = q + (row * HEADS + head)[:, None] * (2 * HALF)
+                    store_halves(query + left[None, :], query + right[None, :], first, second, kept)
                 else:
                     key = keys + (to * KV_HEADS + head - HEADS)[:, None] * (2 * HALF)
-                    _store(key, left, right, rotated, second, kept)
+                    store_halves(key + left[None, :], key + right[None, :], first, second, kept)
             head += 1
 
 
@@ -187,9 +182,3 @@ def _weight(q_weight: tl.tensor, k_weight: tl.tensor, is_query: tl.tensor, colum
     query = tl.load(q_weight + columns, mask=inside & is_query, other=0.0)
     key = tl.load(k_weight + columns, mask=inside & (is_query == 0), other=0.0)
     return tl.where(is_query, query, key).to(tl.float32)[None, :]
-
-
-@jit()
-def _store(start: tl.tensor, left: tl.tensor, right: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor) -> None:
-    tl.store(start + left[None, :], first.to(start.dtype.element_ty), mask=kept)
-    tl.store(start + right[None, :], second.to(start.dtype.element_ty), mask=kept)

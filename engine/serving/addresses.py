@@ -20,21 +20,28 @@ class Addresses:
     """
 
     def __init__(self, sockets: Sequence[zmq.Socket[Any]]) -> None:
-        """Bind ``sockets``."""
+        """Bind ``sockets``. Raises OSError where there is no room for the folder, and ZMQError where its path is too long."""
         self.descriptors: list[int] = []
         """To pass to the loop process under the same numbers."""
         self.names: list[str] = []
         """Addresses to connect to, in the order of the sockets."""
         self._folder = tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True)
-        for number, socket in enumerate(sockets):
-            path = Path(self._folder.name) / str(number)
-            socket.bind(f"ipc://{path}")
-            if sys.platform == "linux":
-                self.descriptors.append(os.open(path, os.O_PATH))
-                path = Path(f"/proc/self/fd/{self.descriptors[-1]}")
-            self.names.append(f"ipc://{path}")
+        try:
+            for number, socket in enumerate(sockets):
+                self.names.append(self._bind(socket, Path(self._folder.name) / str(number)))
+        except Exception:
+            self.close()
+            raise
         if sys.platform == "linux":
             self._folder.cleanup()
+
+    def _bind(self, socket: zmq.Socket[Any], path: Path) -> str:
+        """Return the address to connect to."""
+        socket.bind(f"ipc://{path}")
+        if sys.platform != "linux":
+            return f"ipc://{path}"
+        self.descriptors.append(os.open(path, os.O_PATH))
+        return f"ipc:///proc/self/fd/{self.descriptors[-1]}"
 
     def release(self) -> None:
         """Close the descriptors; the loop process has its own."""

@@ -60,6 +60,19 @@ def test_a_pod_that_is_killed_leaves_no_temporary_file(pod: Pod, temporary: Path
     assert list(temporary.iterdir()) == []
 
 
+def test_a_loop_that_cannot_be_started_is_one_line(model: Path, tmp_path: Path):
+    """As where there is no room for its sockets."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    pod = Pod(model, TMPDIR=str(long))
+    _, error = pod.process.communicate(timeout=60)
+    assert pod.process.returncode == 1
+    assert error.splitlines()[-1].startswith("engine: The engine's loop cannot be started: ")
+    assert "Traceback" not in error
+    assert list(long.iterdir()) == []
+    pod.close()
+
+
 def test_info_and_tokenizer(pod: Pod, model: Path):
     info = pod.read("/info", wire.Info)
     assert (info.model, info.vocab_size, info.max_context, info.eos_token_ids) == ("tiny", 320, 2048, [2])

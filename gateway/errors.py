@@ -18,7 +18,8 @@
     │   └── ItemNotFound        404  items that a catalogue does not have
     ├── MethodNotAllowed        405
     ├── RequestTimeout          408  headers or body did not arrive in time
-    ├── Conflict                409  a catalogue of this name differs, or was made for another tokeniser
+    ├── Conflict                409  a catalogue of this name differs, or was made for another tokeniser; an adapter is being
+    │                                loaded, which comes with Retry-After
     ├── BodyTooLarge            413
     ├── StoreFull               413  there is no room for more items of catalogues, or for more loaded adapters
     ├── UnsupportedMediaType    415  the body is not JSON
@@ -38,6 +39,9 @@
     ├── OutOfMemory             503  the engine has no memory for this request
     └── DeadlineExceeded        504  the engine stopped the request at its deadline
         └── EngineSilent        504  the engine sent nothing for too long
+
+What no other try of the same request changes comes with ``x-should-retry: false`` where clients would try again otherwise: OpenAI's
+SDK repeats requests after the status codes 408, 409, 429 and from 500 on.
 
 A message is for a person: it states the problem and the remedy. It contains no path, no traceback and no secret.
 """
@@ -75,11 +79,14 @@ class GatewayError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    permanent: ClassVar[bool] = False
+    """Whether no other try of the same request changes the answer, unless it has a ``retry_after``."""
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: float | None = None, retryable: bool = False
     ) -> None:
-        """``retry_after``: seconds, for the client. ``retryable``: another replica may answer the same request."""
+        """``retry_after``: seconds, for the client; infinite if no wait helps. ``retryable``: another replica may answer the same
+        request."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -93,9 +100,10 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds if waiting may help, and OpenAI's header in milliseconds, which its SDK prefers."""
-        if self.retry_after is None:
-            return {}
+        """``Retry-After`` in whole seconds if waiting may help, and OpenAI's header in milliseconds, which its SDK prefers; else
+        a header against retries."""
+        if self.retry_after is None or math.isinf(self.retry_after):
+            return {"x-should-retry": "false"} if self.permanent else {}
         milliseconds = max(1, math.ceil(self.retry_after * 1000))
         return {"retry-after": str(max(1, math.ceil(self.retry_after))), "retry-after-ms": str(milliseconds)}
 
@@ -175,12 +183,14 @@ class Conflict(GatewayError):
     status = 409
     type = "invalid_request_error"
     code = "conflict"
+    permanent = True
 
 
 class BodyTooLarge(GatewayError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+    permanent = True
 
 
 class UnsupportedMediaType(GatewayError):
@@ -220,12 +230,7 @@ class RateLimited(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """If no wait helps, a header that tells OpenAI's SDK not to retry."""
-        assert self.retry_after is not None
-        return {"x-should-retry": "false"} if math.isinf(self.retry_after) else super().headers
+    permanent = True
 
 
 class ClientGone(GatewayError):
@@ -260,11 +265,7 @@ class StoreUnavailable(GatewayError):
 class StoreFull(GatewayError):
     status = 413
     code = "store_full"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """A header that tells OpenAI's SDK not to retry."""
-        return {"x-should-retry": "false"}
+    permanent = True
 
 
 class KeysUnavailable(GatewayError):

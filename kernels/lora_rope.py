@@ -6,17 +6,21 @@ its matrix B serves all rows of the program.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels.lora import check_delta, expand_lora_reference, tables
 from kernels.lora_layout import ROW_BLOCKS, LoraDelta
 from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
-from kernels.qk_norm_rope import check_qk_norm_rope, qk_norm_rope_write_reference
+from kernels.qk_norm_rope import check_qk_norm_rope, halves, qk_norm_rope_write_reference, rotated, store_halves
 from kernels.runtime import jit, launches, power_of_two, tl
 
 HEADS_OF_LARGE_BLOCKS = 2
-"""Heads of a program with a large block of rows: cosines and sines are as many bytes as a head, and are read for the first one."""
+"""Heads of a program with a whole large block: cosines and sines are as many bytes as a head, and are read for the first one."""
+WARP_BYTES = 1024
+"""Bytes of half a head, in all its rows, that a warp has in its registers."""
+MOST_WARPS = 16
+"""Where a large block needs more, a program has as many rows as a small block has, of one head: 32 rows of float32 heads of 256, or
+16 rows of two such heads, spill registers."""
 
 
 def lora_rope_write(
@@ -85,12 +89,15 @@ def lora_rope_write_triton(
     if product.parts not in (columns, (sum(columns),)) or len(delta.inner) != tokens:
         raise ValueError(f"delta has parts {product.parts} of {len(delta.inner)} rows, where {columns} of {tokens} are expected")
     q = qkv.new_empty((tokens, heads, head_dim))
-    head_tile = HEADS_OF_LARGE_BLOCKS if rows.size == ROW_BLOCKS[1] else 1
     half = max(16, power_of_two(head_dim // 2))
-    warps = min(16, max(4, rows.size * half // (256 if qkv.dtype == torch.float32 else 512)))
-    _lora_rope_write[-(-all_heads // head_tile), len(rows.blocks) // 3](
+    elements = WARP_BYTES // qkv.element_size()
+    row_tile = rows.size if rows.size * half <= MOST_WARPS * elements else ROW_BLOCKS[0]
+    warps = max(4, row_tile * half // elements)
+    tiles = rows.size // row_tile
+    head_tile = HEADS_OF_LARGE_BLOCKS if row_tile == ROW_BLOCKS[1] else 1
+    _lora_rope_write[-(-all_heads // head_tile), len(rows.blocks) // 3 * tiles](
         qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, *tables(delta), product.inputs, parts, heads, kv_heads,
-        head_dim // 2, cos.shape[1], rows.size, head_tile, half, RANK_TILE, num_warps=warps, num_stages=2, maxnreg=REGISTERS,
+        head_dim // 2, cos.shape[1], tiles, row_tile, head_tile, half, RANK_TILE, num_warps=warps, num_stages=2, maxnreg=REGISTERS,
     )  # fmt: skip
     return q
 
@@ -121,14 +128,17 @@ def _lora_rope_write(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     ROTATED: tl.constexpr,
+    TILES: tl.constexpr,
     ROW_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK_TILE: tl.constexpr,
 ) -> None:
-    """HEAD_TILE heads of one block a program, one after the other, each in two halves as in :mod:`kernels.qk_norm_rope`."""
-    block = blocks + 3 * tl.program_id(1)
+    """HEAD_TILE heads of one of the TILES of a block's rows a program, one head after the other, each in two halves as in
+    :mod:`kernels.qk_norm_rope`."""
+    block = blocks + 3 * (tl.program_id(1) // TILES)
     slot, begin, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    begin += tl.program_id(1) % TILES * ROW_TILE
     if begin < end:
         matrix, rank = entry(table, slot, product, products, capacity)
         b = weights + matrix + PARTS * rank * INPUTS
@@ -136,10 +146,7 @@ def _lora_rope_write(
         real = row < end
         columns = tl.arange(0, BLOCK)
         inside = columns < HALF
-        left, right = columns, columns + HALF
-        if ROTATED < HALF:
-            left = tl.where(columns < ROTATED, columns, columns + ROTATED)
-            right = tl.where(columns < ROTATED, columns + ROTATED, columns + HALF)
+        left, right = halves(columns, HALF, ROTATED)
         kept = real[:, None] & inside[None, :]
         to = tl.load(slots + row, mask=real, other=0)
         all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -160,7 +167,7 @@ def _lora_rope_write(
             second = second.to(tl.float32) + second_delta
             if head >= HEADS + KV_HEADS:
                 value = values + (to * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * (2 * HALF)
-                _store(value, left, right, first, second, kept)
+                store_halves(value + left[None, :], value + right[None, :], first, second, kept)
             else:
                 if q_weight is not None:
                     scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
@@ -169,15 +176,13 @@ def _lora_rope_write(
                     second = second * scale * _weight(q_weight, k_weight, is_query, right, inside)
                 turned = real[:, None] & (columns < ROTATED)[None, :]
                 angle = row[:, None] * ROTATED + columns[None, :]
-                cosines = tl.load(cos + angle, mask=turned, other=1.0)
-                sines = tl.load(sin + angle, mask=turned, other=0.0)
-                rotated = first * cosines - second * sines
-                second = second * cosines + first * sines
+                first, second = rotated(first, second, cos + angle, sin + angle, turned)
                 if head < HEADS:
-                    _store(q + (row * HEADS + head)[:, None] * (2 * HALF), left, right, rotated, second, kept)
+                    query = q + (row * HEADS + head)[:, None] * (2 * HALF)
+                    store_halves(query + left[None, :], query + right[None, :], first, second, kept)
                 else:
                     key = keys + (to * KV_HEADS + head - HEADS)[:, None] * (2 * HALF)
-                    _store(key, left, right, rotated, second, kept)
+                    store_halves(key + left[None, :], key + right[None, :], first, second, kept)
             head += 1
 
 
@@ -187,9 +192,3 @@ def _weight(q_weight: tl.tensor, k_weight: tl.tensor, is_query: tl.tensor, colum
     query = tl.load(q_weight + columns, mask=inside & is_query, other=0.0)
     key = tl.load(k_weight + columns, mask=inside & (is_query == 0), other=0.0)
     return tl.where(is_query, query, key).to(tl.float32)[None, :]
-
-
-@jit()
-def _store(start: tl.tensor, left: tl.tensor, right: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor) -> None:
-    tl.store(start + left[None, :], first.to(start.dtype.element_ty), mask=kept)
-    tl.store(start + right[None, :], second.to(start.dtype.element_ty), mask=kept)

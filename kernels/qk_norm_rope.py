@@ -172,10 +172,7 @@ def _qk_norm_rope_write(
     rows = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < HALF
-    left, right = columns, columns + HALF
-    if ROTATED < HALF:
-        left = tl.where(columns < ROTATED, columns, columns + ROTATED)
-        right = tl.where(columns < ROTATED, columns + ROTATED, columns + HALF)
+    left, right = halves(columns, HALF, ROTATED)
     is_query, is_value = rows < HEADS, rows >= HEADS + KV_HEADS
     kept = (rows < HEADS + 2 * KV_HEADS) & inside
     start = qkv + (token * (HEADS + 2 * KV_HEADS) + rows) * (2 * HALF)
@@ -183,16 +180,14 @@ def _qk_norm_rope_write(
     second = tl.load(start + right, mask=kept, other=0.0).to(tl.float32)
     turned_first, turned_second = first, second
     if q_weight is not None:
-        q_first, q_second = _halves(q_weight, left, right, inside)
-        k_first, k_second = _halves(k_weight, left, right, inside)
+        q_first, q_second = _weights(q_weight, left, right, inside)
+        k_first, k_second = _weights(k_weight, left, right, inside)
         squares = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
         scale = tl.rsqrt(squares + eps)[:, None]
         turned_first = first * scale * tl.where(is_query, q_first, k_first)
         turned_second = second * scale * tl.where(is_query, q_second, k_second)
-    cosines = tl.load(cos + token * ROTATED + columns, mask=columns < ROTATED, other=1.0)
-    sines = tl.load(sin + token * ROTATED + columns, mask=columns < ROTATED, other=0.0)
-    rotated_first = turned_first * cosines - turned_second * sines
-    rotated_second = turned_second * cosines + turned_first * sines
+    cosines, sines = cos + token * ROTATED + columns, sin + token * ROTATED + columns
+    rotated_first, rotated_second = rotated(turned_first, turned_second, cosines, sines, columns < ROTATED)
     slot = tl.load(slots + token)
     if scales is not None:
         kv_head = tl.where(is_query, rows // (HEADS // KV_HEADS), rows - HEADS)
@@ -203,15 +198,41 @@ def _qk_norm_rope_write(
         rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))
         rotated_second = tl.where(is_query, rotated_second, _bounded(rotated_second))
     query = q + (token * HEADS + rows) * (2 * HALF)
-    _store(query + left, query + right, rotated_first, rotated_second, kept & is_query)
+    store_halves(query + left, query + right, rotated_first, rotated_second, kept & is_query)
     key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF)
-    _store(key + left, key + right, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS))
+    is_key = (rows >= HEADS) & (rows < HEADS + KV_HEADS)
+    store_halves(key + left, key + right, rotated_first, rotated_second, kept & is_key)
     value = values + (slot * KV_HEADS + rows - HEADS - KV_HEADS) * (2 * HALF)
-    _store(value + left, value + right, first, second, kept & is_value)
+    store_halves(value + left, value + right, first, second, kept & is_value)
 
 
 @jit()
-def _halves(weight: tl.tensor, left: tl.tensor, right: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def halves(columns: tl.tensor, HALF: tl.constexpr, ROTATED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Elements of a head that are turned together; of those behind the rotated ones, the first and the second half."""
+    left, right = columns, columns + HALF
+    if ROTATED < HALF:
+        left = tl.where(columns < ROTATED, columns, columns + ROTATED)
+        right = tl.where(columns < ROTATED, columns + ROTATED, columns + HALF)
+    return left, right
+
+
+@jit()
+def rotated(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor, turned: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Two halves of heads, rotated where ``turned``. cos, sin: pointers."""
+    cosines = tl.load(cos, mask=turned, other=1.0)
+    sines = tl.load(sin, mask=turned, other=0.0)
+    return first * cosines - second * sines, second * cosines + first * sines
+
+
+@jit()
+def store_halves(left: tl.tensor, right: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor) -> None:
+    """Round two halves of heads and write them. left, right: pointers."""
+    tl.store(left, first.to(left.dtype.element_ty), mask=kept)
+    tl.store(right, second.to(right.dtype.element_ty), mask=kept)
+
+
+@jit()
+def _weights(weight: tl.tensor, left: tl.tensor, right: tl.tensor, inside: tl.tensor) -> tl.tensor:
     first = tl.load(weight + left, mask=inside, other=0.0).to(tl.float32)
     return first, tl.load(weight + right, mask=inside, other=0.0).to(tl.float32)
 
@@ -219,9 +240,3 @@ def _halves(weight: tl.tensor, left: tl.tensor, right: tl.tensor, inside: tl.ten
 @jit()
 def _bounded(x: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(x, -_MAX_CODE), _MAX_CODE)
-
-
-@jit()
-def _store(left: tl.tensor, right: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor) -> None:
-    tl.store(left, first.to(left.dtype.element_ty), mask=kept)
-    tl.store(right, second.to(right.dtype.element_ty), mask=kept)

@@ -70,8 +70,8 @@ class Program:
 class Pod(Program):
     """An engine."""
 
-    def __init__(self, model: Path | str, *arguments: str, port: int | None = None) -> None:
-        super().__init__("engine", "--model", str(model), *arguments, port=port)
+    def __init__(self, model: Path | str, *arguments: str, port: int | None = None, **environment: str) -> None:
+        super().__init__("engine", "--model", str(model), *arguments, port=port, **environment)
 
     def ask(self, path: str, message: msgspec.Struct) -> tuple[int, wire.Reply]:
         response = self.client.post(path, content=wire.encode(message))

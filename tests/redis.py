@@ -50,7 +50,7 @@ class RedisServer:
     @contextmanager
     def start(cls, *arguments: str, tls: Certificates | None = None) -> Iterator[RedisServer]:
         """A server, until the end of the block."""
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             server = cls(arguments, directory=Path(directory), tls=tls)
             try:
                 yield server.wait()
@@ -85,6 +85,10 @@ class RedisServer:
         except redis.RedisError:
             return False
         return True
+
+    def lose_directory(self) -> None:
+        """It can save no more."""
+        shutil.rmtree(self._directory)
 
     def pause(self) -> None:
         """It still has its connections, takes new ones, and answers nothing."""

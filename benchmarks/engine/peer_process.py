@@ -77,18 +77,18 @@ def onnxruntime(checkpoint: str, form: str, threads: int) -> tuple[Run, str]:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = LastLogits(checkpoint)
-    folder = Path(tempfile.mkdtemp(prefix="yardstick-bench-onnx-", dir=os.environ.get("TMPDIR")))
-    path = folder / "model.onnx"
-    example = torch.from_numpy(random_prompts(model.model.config.vocab_size))
-    axes = {"input_ids": {0: torch.export.Dim("prompts"), 1: torch.export.Dim("tokens")}}
-    with torch.no_grad():
-        torch.onnx.export(model, (example,), str(path), input_names=["input_ids"], dynamo=True, dynamic_shapes=axes)
-    if form == "int8":
-        quantize_dynamic(path, folder / "int8.onnx", weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
-        path = folder / "int8.onnx"
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    example = torch.from_numpy(random_prompts(model.model.config.vocab_size))
+    axes = {"input_ids": {0: torch.export.Dim("prompts"), 1: torch.export.Dim("tokens")}}
+    with tempfile.TemporaryDirectory(prefix="yardstick-bench-onnx-") as folder:
+        path = Path(folder) / "model.onnx"
+        with torch.no_grad():
+            torch.onnx.export(model, (example,), str(path), input_names=["input_ids"], dynamo=True, dynamic_shapes=axes)
+        if form == "int8":
+            whole, path = path, Path(folder) / "int8.onnx"
+            quantize_dynamic(whole, path, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda tokens: session.run(None, {"input_ids": tokens})[0], f"onnxruntime {ort.__version__}"
 
 

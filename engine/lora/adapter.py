@@ -30,7 +30,7 @@ class LoadedAdapter:
     ranks: npt.NDArray[np.int64]
     """[products]; the second row of ``table``."""
     head: Tensor | None
-    """[classes, hidden] float32, on the host; None: that of the base model."""
+    """[classes, hidden] float32, on the host, pinned for a GPU; None: that of the base model."""
     modules: Mapping[str, Tensor] = field(default_factory=dict)
     """:data:`~engine.lora.layout.WHOLE` modules in place of the base model's, [vocab, hidden], on the host as ``weights`` are."""
 

@@ -89,8 +89,8 @@ class AdapterReader:
         weights = torch.zeros(int(self._numbers(table[1])), dtype=self.dtype, pin_memory=self.pinned)
         for place, pair in pairs.items():
             self._copy(pair, place, parsed.scale_of(pair.module), data, weights, table)
-        own_head = None if head is None else head.view(data).float().clone()
-        modules = {name: self._copy_module(tensor.view(data)) for name, tensor in whole.items()}
+        own_head = None if head is None else self._copy_whole(head.view(data), torch.float32)
+        modules = {name: self._copy_whole(tensor.view(data), self.dtype) for name, tensor in whole.items()}
         if not all(torch.isfinite(own).all() for own in (weights, *modules.values(), own_head) if own is not None):
             raise AdapterError("Weights are not finite in the model's number format; train the adapter again.")
         info = self._info(parsed, own_head, bytes(model))
@@ -123,9 +123,8 @@ class AdapterReader:
             raise AdapterError("The adapter has an lm_head, and this model has no head for tokens.")
         return found
 
-    def _copy_module(self, module: Tensor) -> Tensor:
-        """In the model's dtype."""
-        return torch.empty(module.shape, dtype=self.dtype, pin_memory=self.pinned).copy_(module)
+    def _copy_whole(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(weights.shape, dtype=dtype, pin_memory=self.pinned).copy_(weights)
 
     def _sort(self, stored: Mapping[str, StoredTensor]) -> tuple[dict[tuple[int, str], Pair], StoredTensor | None]:
         """Tensors by layer and projection, and the classification head."""

@@ -16,7 +16,8 @@ from kernels.lora_layout import LoraMatrices, LoraProduct
 class DeviceSlots:
     """Copies adapters from the host to slots of the device, and finds their matrices there.
 
-    A copy is queued behind the steps that were launched before, so a slot is never overwritten while one of them reads it.
+    A copy is queued behind the steps that were launched before, so a slot is never overwritten while one of them reads it. Its
+    source is pinned; torch gives the memory of an adapter that is unloaded to nobody before the copies of it are done.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DeviceSlots:
         target.copy_(adapter.weights, non_blocking=True)
         self._table[slot].copy_(adapter.table, non_blocking=True)
         if adapter.head is not None:
-            self.heads[adapter.digest] = adapter.head.to(self._buffer.device)
+            self.heads[adapter.digest] = adapter.head.to(self._buffer.device, non_blocking=True)
         for name, module in adapter.modules.items():
             own = self.modules[name][adapter.digest] = self._rooms[name][slot]
             own.copy_(module, non_blocking=True)

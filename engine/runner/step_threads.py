@@ -43,11 +43,17 @@ class StepThreads:
         return compute() if tokens <= self._most_tokens else self._large.submit(compute).result()
 
 
-def step_threads(config: ModelConfig, device: torch.device) -> StepThreads | None:
-    """Return the threads for a model; None on a GPU, with one thread, and where even a step of one token is large."""
-    heads = config.num_heads + config.num_kv_heads
-    layer = config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
-    weights = max(layer, config.hidden_size * config.vocab_size * config.lm_head)
+def step_threads(config: ModelConfig, device: torch.device, lenvm: ModelConfig | None = None) -> StepThreads | None:
+    """Return the threads for a model; None on a GPU, with one thread, and where even a step of one token is large.
+
+    ``lenvm``: of the length model, which may be the larger one. A step's tokens count as if the larger one computed all.
+    """
+    weights = max(_layer(config), config.hidden_size * config.vocab_size * config.lm_head, _layer(lenvm) if lenvm else 0)
     if device.type != "cpu" or torch.get_num_threads() == 1 or weights > MOST_PRODUCTS:
         return None
     return StepThreads(weights)
+
+
+def _layer(config: ModelConfig) -> int:
+    heads = config.num_heads + config.num_kv_heads
+    return config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)

@@ -7,10 +7,8 @@ import itertools
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -18,6 +16,7 @@ import zmq.asyncio
 
 from engine import wire
 from engine.serving import channel
+from engine.serving.addresses import Addresses
 from engine.serving.environment import with_defaults
 from engine.serving.pulse import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from engine.settings import EngineSettings
@@ -52,23 +51,38 @@ class LoopClient:
         """Why the loop makes no progress, in a sentence; its requests have been failed. None while it makes progress."""
         self._draining = False
         self._nobody_waits = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._addresses: Addresses | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start the process; returns at once, :attr:`ready` is set when the model is loaded."""
-        self._directory = tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True)
-        requests, events = (f"ipc://{Path(self._directory.name) / name}" for name in ("requests", "events"))
+        """Start the process; returns at once, :attr:`ready` is set when the model is loaded, and :attr:`failure` if it does not
+        start."""
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.set_hwm(0)  # unlimited: the loop's queue limit refuses requests, and the socket never blocks
-        self._requests.bind(requests)
         self._events = self._context.socket(zmq.PULL)
         self._events.set_hwm(0)
-        self._events.bind(events)
-        arguments = ["-m", "engine.serving.loop_process", msgspec.json.encode(self._settings).decode(), requests, events]
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, env=with_defaults(os.environ)
-        )
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        try:
+            self._addresses = Addresses([self._requests, self._events])
+            self._process = await self._start_process(self._addresses)
+        except (OSError, zmq.ZMQError) as error:
+            self._give_up(f"The engine's loop cannot be started: {error}.")
+            return
+        self._tasks = [asyncio.create_task(self._receive(self._process)), asyncio.create_task(self._watch(self._process))]
+
+    async def _start_process(self, addresses: Addresses) -> asyncio.subprocess.Process:
+        settings = msgspec.json.encode(self._settings).decode()
+        try:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "engine.serving.loop_process", settings, *addresses.names),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=addresses.descriptors,
+                env=with_defaults(os.environ),
+            )
+        finally:
+            addresses.release()
 
     @property
     def refusal(self) -> str | None:
@@ -103,12 +117,13 @@ class LoopClient:
         """End the process and all requests that wait for it."""
         for task in self._tasks:
             task.cancel()
-        if self._process.returncode is None:
+        if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
         self._give_up("The engine is shutting down.")
         self._context.destroy(linger=0)
-        self._directory.cleanup()
+        if self._addresses is not None:
+            self._addresses.close()
 
     async def ask(self, header: channel.Header, body: bytes, received: float) -> AsyncGenerator[wire.Reply]:
         """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request.
@@ -157,7 +172,7 @@ class LoopClient:
         finally:
             self._commands.pop(command_id, None)
 
-    async def _receive(self) -> None:
+    async def _receive(self, process: asyncio.subprocess.Process) -> None:
         decoder = msgspec.msgpack.Decoder(channel.Event)
         while True:
             event = decoder.decode(await self._events.recv())
@@ -176,7 +191,7 @@ class LoopClient:
                     future.set_result(event.result)
             elif isinstance(event, channel.Ready):
                 self.ready, self.stats, self.adapters = event, event.stats, event.adapters
-                cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
+                cpu_seconds = partial(tree_cpu_seconds, process.pid)
                 self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
             elif isinstance(event, channel.StartFailed):
@@ -196,8 +211,8 @@ class LoopClient:
                 logger.warning("The engine's loop makes progress again.")
             self.stalled = pulse.stalled
 
-    async def _watch(self) -> None:
-        code = await self._process.wait()
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
         await asyncio.sleep(0.1)  # the loop's last event may still arrive
         self._give_up(self.failure or f"The engine's loop ended with exit code {code}.")
 

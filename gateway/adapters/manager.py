@@ -91,7 +91,8 @@ class AdapterManager:
     async def _operation(self, reference: Reference) -> AsyncIterator[None]:
         """Run one of at most :data:`MOST_OPERATIONS` operations, and of one adapter only one."""
         if reference in self.busy:
-            raise Conflict(f"The adapter {reference.name!r} is being loaded or unloaded; try again soon.", param="lora_name")
+            message = f"The adapter {reference.name!r} is being loaded or unloaded; try again soon."
+            raise Conflict(message, param="lora_name", retry_after=RETRY_SECONDS)
         if len(self.busy) >= MOST_OPERATIONS:
             raise Overloaded("Other adapters are being loaded or unloaded; try again soon.", retry_after=RETRY_SECONDS)
         self.busy.add(reference)

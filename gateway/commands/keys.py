@@ -54,4 +54,5 @@ def _write(file: Path, content: KeyFile) -> None:
             stream.write(text)
         draft.replace(file)
     except OSError as error:
+        draft.unlink(missing_ok=True)
         raise CommandError(f"cannot write {file}: {(error.strerror or str(error)).lower()}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ class Results:
 
 
 def write(results: Results, format: str, output: Path | None, *, by_first_label: bool = False) -> None:
-    """Write ``results`` as ``table``, ``json`` or ``csv``, to ``output`` or standard output. Raises :class:`CommandError`."""
+    """Write ``results`` as ``table``, ``json`` or ``csv``, to ``output`` or standard output. If ``output`` cannot be written, it
+    keeps what it had. Raises :class:`CommandError`."""
     results = results.by_first_label() if by_first_label else results
     if format == "table" and output is None:
         Console().print(as_table(results))
@@ -45,9 +47,21 @@ def write(results: Results, format: str, output: Path | None, *, by_first_label:
         print(text, end="")
         return
     try:
-        output.write_text(text, encoding="utf-8", newline="")
+        _replace(output, text.encode())
     except OSError as error:
         raise CommandError(f"cannot write {output}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _replace(output: Path, content: bytes) -> None:
+    if output.is_symlink() or (output.exists() and not output.is_file()):  # such as /dev/stdout
+        output.write_bytes(content)
+        return
+    draft = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(output)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def as_table(results: Results) -> Table:

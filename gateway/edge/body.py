@@ -10,7 +10,7 @@ from litestar.types import Receive, Scope
 from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
 from gateway.error_sources import from_status
-from gateway.errors import ClientGone, GatewayError, Overloaded
+from gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import FairRoom
 from gateway.settings import Settings
@@ -31,12 +31,16 @@ class Hold:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Hold at least ``size`` bytes. Raises :class:`Overloaded` if the budget does not allow it."""
+        """Hold at least ``size`` bytes. Raises :class:`Overloaded` if the budget does not allow it at present, and
+        :class:`BodyTooLarge` if it never does."""
         more = size - self._bytes
         if more <= 0:
             return
         if not self._room.take(self.tenant, more, self.weight):
             self._telemetry.rejected("bytes_in_flight")
+            most = self._room.most(self.tenant, self.weight)
+            if size > most:
+                raise BodyTooLarge(f"The request body is larger than the {most} bytes that one caller may have in progress.")
             raise Overloaded("The requests in progress use all memory for request bodies; try again soon.", retry_after=1)
         self._bytes = size
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gateway.context import RequestContext
-from gateway.errors import Overloaded
+from gateway.errors import BodyTooLarge, Overloaded
 from gateway.metrics.images import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 
 Take = Callable[[int], None]
-"""Takes room for more bytes, by their number. Raises :class:`Overloaded`."""
+"""Takes room for more bytes, by their number. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
 
 
 class ImageRoom:
@@ -25,10 +25,10 @@ class ImageRoom:
         metrics.watch(lambda: self._room.used)
 
     def hold(self, context: RequestContext, amount: int) -> None:
-        """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`."""
+        """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
         if amount:
             tenant = context.tenant
-            self._take(tenant, amount)
+            self._take(tenant, amount, amount)
             context.at_end.append(lambda: self._room.give(tenant.id, amount))
 
     @contextmanager
@@ -38,7 +38,7 @@ class ImageRoom:
 
         def take(amount: int) -> None:
             nonlocal held
-            self._take(tenant, amount)
+            self._take(tenant, amount, held + amount)
             held += amount
 
         try:
@@ -47,7 +47,11 @@ class ImageRoom:
             if held:
                 self._room.give(tenant.id, held)
 
-    def _take(self, tenant: Tenant, amount: int) -> None:
+    def _take(self, tenant: Tenant, amount: int, whole: int) -> None:
+        """``whole``: what the request holds with ``amount``."""
         if not self._room.take(tenant.id, amount, tenant.weight):
             self._metrics.refused("room")
+            most = self._room.most(tenant.id, tenant.weight)
+            if whole > most:
+                raise BodyTooLarge(f"The request's images have more than the {most} bytes that one caller may have in progress.")
             raise Overloaded("The server holds too many images at the moment; try again soon.", retry_after=1)

@@ -83,7 +83,9 @@ class Telemetry(Metrics):
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self._cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
-        self._redis_errors = self._counter("redis_errors", "Calls of Redis that failed, by kind: timeout, error or full.", "kind")
+        self._redis_errors = self._counter(
+            "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full or disk.", "kind"
+        )
         self._limited = self._counter("limited", "Requests refused because a key's limit was reached.", "key", "limit")
         self._settlements_lost = self._counter(
             "settlements_lost", "Ended requests whose lease and tokens were not settled in Redis."
@@ -240,8 +242,9 @@ class Telemetry(Metrics):
             cached.inc(account.cached_tokens)
 
     def _children(self) -> None:
-        """Cache the labelled metrics: finding one costs more than counting with it. Begin the counter that an alert reads at 0."""
-        self._redis_errors.labels("full")
+        """Cache the labelled metrics: finding one costs more than counting with it. Begin the counters that an alert reads at 0."""
+        for kind in ("full", "disk"):
+            self._redis_errors.labels(kind)
         self._answered = cache(
             lambda route, model, status: (
                 self._requests.labels(route, model, status),

@@ -31,6 +31,11 @@ class FairRoom:
         self._alpha = alpha
         self._held: dict[str, int] = {}
 
+    def most(self, tenant: str | None, weight: float = 1.0) -> int:
+        """Return how many units :meth:`take` would give ``tenant`` if nobody held any."""
+        share = 1.0 if tenant is None else self._alpha * min(weight, MAX_WEIGHT)
+        return int(min(share, 1.0) * self.capacity)
+
     def take(self, tenant: str | None, amount: int = 1, weight: float = 1.0) -> bool:
         """Take ``amount`` units for ``tenant`` and return True, or take nothing and return False. ``weight`` scales the threshold,
         up to ``MAX_WEIGHT``. Tenant None (a server without keys) may use all room."""

@@ -6,7 +6,8 @@ lose nothing. Opening at the first failure is acceptable because the first probe
 Before that, idle connections are closed: after a failover they may lead to the old primary, which answers and takes no writes,
 while its address leads to the new one.
 
-A Redis without memory refuses what would take more, and answers everything else, so that is no reason to open the breaker.
+A Redis without memory refuses what would take more, and answers everything else, so that is no reason to open the breaker. Nor is
+one that cannot save to its disk: it refuses all that would change something, and PING (``stop-writes-on-bgsave-error``, AOF).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import Client, close, drop_idle
@@ -37,6 +38,11 @@ LATE_FACTOR = 1.5
 LATE_IN_A_ROW = 3
 FULL_LOG_SECONDS = 60.0
 """Shortest time between two lines of the log that tell of a full Redis."""
+_REMEDIES = {
+    "full": "Redis has no memory left: raise its maxmemory, or delete catalogues; it is read and not written",
+    "disk": "Redis cannot save to its disk: make room there, and read its log; it is read and not written",
+}
+"""By kind of error."""
 
 T = TypeVar("T")
 
@@ -95,21 +101,24 @@ class Link:
             async with asyncio.timeout(limit):
                 answer = await command()
         except OutOfMemoryError:
-            self._refused()
+            self._refused("full")
             raise RedisFull from None
         except Exception as error:  # any error of the library or the server: no answer depends on Redis
-            self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
+            if _cannot_save(error):
+                self._refused("disk")
+            else:
+                self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
             raise RedisAway from None
         self._late = 0
         return answer
 
-    def _refused(self) -> None:
-        """Note that Redis has no memory for a command."""
-        self._telemetry.redis_failed("full")
+    def _refused(self, kind: str) -> None:
+        """Note that Redis refuses to write. ``kind``: a key of :data:`_REMEDIES`."""
+        self._telemetry.redis_failed(kind)
         now = time.monotonic()
         if now - self._full_logged >= FULL_LOG_SECONDS:
             self._full_logged = now
-            logger.warning("Redis has no memory left: raise its maxmemory, or delete catalogues; it is read and not written")
+            logger.warning("%s", _REMEDIES[kind])
 
     def _failed(self, error: Exception, *, late: bool) -> None:
         self._telemetry.redis_failed("timeout" if isinstance(error, TimeoutError) else "error")
@@ -146,5 +155,10 @@ class Link:
                     await self.client.execute_command("PING")
         except Exception as error:
             logger.debug("Redis: %s: %s", type(error).__name__, error)
-            return False
+            return _cannot_save(error)
         return True
+
+
+def _cannot_save(error: Exception) -> bool:
+    """Whether Redis refuses to write because it cannot save. Errors of scripts and pipelines have words before the code."""
+    return isinstance(error, ResponseError) and "MISCONF" in str(error)

@@ -69,7 +69,7 @@ class Forks(asyncio.Protocol):
 
     async def load(self, key: str, files: TokenizerFiles) -> VocabularyTable:
         """Load a model's tokeniser and template. Raises :class:`TokenizerError`, :class:`ForksLostError`."""
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as table:
+        with _file() as given, _file() as table:
             await asyncio.to_thread(_write, given, files)
             loaded = await self._order(Load(key), given.fileno(), table.fileno())
             assert isinstance(loaded, Loaded)
@@ -139,6 +139,13 @@ def start_fork_server(control: socket.socket) -> Process:
         pass_fds=[control.fileno()],
         stdin=subprocess.DEVNULL,
     )
+
+
+def _file() -> BinaryIO:
+    """Return a new file in memory: a full disk would end the fork server. Systems other than Linux have no such files."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("tokeniser"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _write(file: BinaryIO, files: TokenizerFiles) -> None:

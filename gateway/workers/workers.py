@@ -233,6 +233,8 @@ class Workers:
                 await asyncio.shield(self._forks.lost)
             except (OSError, ForksLostError, TokenizerError) as error:
                 logger.warning("the fork server of the text workers does not start: %s", error)
+                if self._forks is not None:
+                    await self._forks.stop()
             else:
                 logger.warning("the fork server of the text workers has ended; another is started")
             self._running.clear()

@@ -201,6 +201,8 @@ class LateGpu(TorchDispatchMode):
             target = LateTensor(made) if device.type == "cuda" else made
         to, source_data = _data(target), _data(source)
         if isinstance(target, LateTensor) and not isinstance(source, LateTensor):
+            waits = not (queued and self.is_pinned(source))
+            assert not (waits and self.done < self.queued), "a copy that blocks, or from pageable memory, waits for the device"
             self.upload(source, to, f"copy of {list(source.shape)} {source.dtype}")
         elif isinstance(target, LateTensor):
             self.queue(lambda: to.copy_(source_data))

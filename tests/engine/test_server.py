@@ -29,9 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pod(model: Path) -> Iterator[Pod]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tmp")
+
+
+@pytest.fixture(scope="module")
+def pod(model: Path, temporary: Path) -> Iterator[Pod]:
     with as_in_production():
-        pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096")
+        pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096", TMPDIR=str(temporary))
     yield pod.wait_ready()
     pod.close()
 
@@ -48,6 +53,24 @@ def test_idle_threads_of_the_loop_sleep(pod: Pod):
         pytest.skip("the environment says how threads wait")
     variables = Path(f"/proc/{pod.loop_pid}/environ").read_bytes().split(b"\0")
     assert b"OMP_WAIT_POLICY=PASSIVE" in variables
+
+
+def test_a_pod_that_is_killed_leaves_no_temporary_file(pod: Pod, temporary: Path):
+    assert pod.ask("/score", wire.Score("a", [5], [[7]], wire.Labels([1])))[0] == 200
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_loop_that_cannot_be_started_is_one_line(model: Path, tmp_path: Path):
+    """As where there is no room for its sockets."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    pod = Pod(model, TMPDIR=str(long))
+    _, error = pod.process.communicate(timeout=60)
+    assert pod.process.returncode == 1
+    assert error.splitlines()[-1].startswith("engine: The engine's loop cannot be started: ")
+    assert "Traceback" not in error
+    assert list(long.iterdir()) == []
+    pod.close()
 
 
 def test_info_and_tokenizer(pod: Pod, model: Path):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from engine.runner import step_threads as module
 from engine.runner.step_threads import MOST_PRODUCTS, StepThreads, step_threads
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
+from tests.engine.lenvm.plain import GAMMA, make_lenvm_checkpoint
+from tests.engine.lenvm.writing import guidance, guided
 from tests.engine.test_loop import run, tokens_of
 
 CPU = torch.device("cpu")
@@ -53,8 +56,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, int]]:
     return computed
 
 
-def build(checkpoint: Path, threads: int = THREADS) -> Loop:
-    return build_loop(EngineSettings(model=str(checkpoint), name="t", threads=threads, max_total_tokens=512))
+def build(checkpoint: Path, threads: int = THREADS, **settings: Any) -> Loop:
+    return build_loop(EngineSettings(model=str(checkpoint), name="t", threads=threads, max_total_tokens=512, **settings))
 
 
 @pytest.fixture
@@ -74,6 +77,29 @@ def test_small_steps_use_one_thread(checkpoint: Path, computed: list[tuple[int, 
     (scored,), (expected,) = found[0], run(alone, SCORE)
     torch.testing.assert_close(torch.tensor(scored.rows), torch.tensor(expected.rows))
     assert found[1] == tokens_of(run(alone, GREEDY), "g")
+
+
+def test_a_length_model_that_is_larger_than_the_model(
+    tmp_path: Path, checkpoint: Path, computed: list[tuple[int, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is small only if the length model could compute all its tokens on one thread."""
+    length = make_lenvm_checkpoint(tmp_path, "qwen3", intermediate_size=2048, num_hidden_layers=1)
+    config = load_config(length)
+    monkeypatch.setattr(module, "MOST_PRODUCTS", 30 * config.hidden_size * 4 * config.intermediate_size)
+    loop = build(checkpoint, lenvm_model=str(length), lenvm_gamma=GAMMA)
+    computed.clear()
+    run(loop, GREEDY)
+    assert computed == [(3, True, 1), *[(1, True, 1)] * 3]
+    computed.clear()
+    run(loop, SCORE)
+    assert computed == [(40, False, THREADS)]
+    computed.clear()
+    run(loop, guided("v", list(range(3, 60)), guidance(scale=3.0), max_tokens=1))
+    assert {threads for _, _, threads in computed} == {THREADS}
+    monkeypatch.setattr(module, "MOST_PRODUCTS", config.hidden_size * config.intermediate_size)
+    torch.set_num_threads(THREADS)
+    build(checkpoint, lenvm_model=str(length), lenvm_gamma=GAMMA)
+    assert torch.get_num_threads() == THREADS, "even one token of the length model is a large step"
 
 
 @pytest.mark.usefixtures("small_and_large")

@@ -179,12 +179,12 @@ def waiting(requests: int, model: str, pool: str, pod: str) -> dict[str, str]:
     return {"series": f"yardstick_engine_requests_waiting{{{labels}}}", "values": f"{requests}x{MINUTES}"}
 
 
-@pytest.mark.parametrize(("kind", "fires"), [("full", True), ("timeout", False)])
-def test_a_redis_without_memory_is_told(rules: Path, kind: str, fires: bool) -> None:
+@pytest.mark.parametrize(("kind", "fires"), [("full", True), ("disk", True), ("timeout", False)])
+def test_a_redis_that_takes_no_writes_is_told(rules: Path, kind: str, fires: bool) -> None:
     series = {"series": f'yardstick_redis_errors_total{{namespace="apps",kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
     told = {
         "exp_labels": {"severity": "warning"},
-        "exp_annotations": {"summary": "Redis has no memory left, so nothing more is stored in it."},
+        "exp_annotations": {"summary": "Redis has no memory left, or cannot save to its disk, so nothing more is stored in it."},
     }
     check(rules, "YardstickRedisFull", [series], [told] if fires else [])
 

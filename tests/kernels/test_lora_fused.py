@@ -180,7 +180,7 @@ LAUNCHES = [
     "gate(1000, 2304, 9216, torch.bfloat16, gelu=True)",
     "gate(1000, 896, 4864, torch.bfloat16)",
     "rope(1000, 896, 14, 2, 64, torch.bfloat16, normed=False)",
-    "rope(1000, 2560, 8, 4, 256, torch.bfloat16)",
+    *(f"rope(1000, 2560, 8, 4, 256, torch.{dtype})" for dtype in ("bfloat16", "float32")),
     "rope(1000, 3072, 24, 8, 128, torch.bfloat16, normed=False, rotated=96)",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import os
 import re
@@ -48,7 +49,9 @@ def chart() -> Path:
     it; the chart then is a copy that allows it."""
     if int(client.VersionApi(api()).get_code().minor.rstrip("+")) >= 23:
         return CHART
-    copy = Path(tempfile.mkdtemp()) / "helm"
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    copy = Path(folder) / "helm"
     shutil.copytree(CHART, copy)
     about = copy / "Chart.yaml"
     about.write_text(re.sub(r"^kubeVersion: .*$", 'kubeVersion: ">=1.20.0-0"', about.read_text(), flags=re.M))

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.exceptions import ResponseError
 
 from gateway.schemas.catalogue import MAX_ID
 from gateway.schemas.truncation import MAX_ITEMS
@@ -382,6 +383,41 @@ def test_without_redis_a_request_is_answered_503() -> None:
 
 
 @pytest.mark.redis
+def test_a_redis_that_cannot_save_is_read() -> None:
+    """It refuses all writes, and even PING, until its disk has room."""
+    with gateways() as start, RedisServer.start("--save", "3600 1000") as redis:
+        client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        create(client, "shop").raise_for_status()
+        register(client, "shop", {f"i{place}": text for place, text in enumerate(TEXTS)})
+        close = [pytest.approx(row, rel=1e-5) for row in score(client, "shop", ["i0", "i1"]).raise_for_status().json()["scores"]]
+        with redis.client() as plain:
+            redis.lose_directory()
+            plain.bgsave()
+            wait_until(lambda: plain.info("persistence")["rdb_last_bgsave_status"] == "err")
+            with pytest.raises(ResponseError, match="MISCONF"):
+                plain.ping()
+            register_new = {"json": [{"id": "new", "text": "red"}]}
+            for answer in (
+                client.put("/v1/catalogues/shop/items", **register_new),
+                create(client, "other"),
+                client.delete("/v1/catalogues/shop"),
+            ):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+                assert answer.headers["retry-after"] == "1"
+                assert score(client, "shop", ["i0", "i1"]).raise_for_status().json()["scores"] == close
+            assert client.get("/v1/catalogues/shop").json()["items"] == len(TEXTS)
+            assert score(client, "shop", ["i2"]).status_code == 200
+            assert metric(client, "yardstick_redis_available") == 1
+            assert metric(client, 'yardstick_redis_errors_total{kind="disk"}') >= 3
+            late = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
+            wait_until(lambda: metric(late, "yardstick_redis_available") == 1)
+            assert score(late, "shop", ["i0", "i1"]).raise_for_status().json()["scores"] == close
+            plain.config_set("save", "")
+        client.put("/v1/catalogues/shop/items", **register_new).raise_for_status()
+        assert client.get("/v1/catalogues/shop").json()["items"] == len(TEXTS) + 1
+
+
 @pytest.mark.redis
 def test_a_redis_without_memory_is_read_and_emptied() -> None:
     """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 from engine.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
+from gateway.commands.errors import CommandError
 from gateway.commands.launch import become
+from gateway.commands.results import Results, write
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
 from tests.processes import free_port
 
@@ -173,6 +177,45 @@ def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path:
     assert done.returncode == 1
     assert "not a file of API keys" in done.stderr
     assert file.read_text() == content
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process may have 50 bytes, which fails as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_the_keys(yardstick: Yardstick, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    yardstick("keys", "new", "first", "--file", str(file))
+    before = file.read_bytes()
+    with full_disk():
+        done = yardstick("keys", "new", "second", "--file", str(file))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot write" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
+    assert file.read_bytes() == before
+    assert yardstick("keys", "new", "second", "--file", str(file)).returncode == 0
+
+
+def test_a_full_disk_keeps_earlier_results(tmp_path: Path) -> None:
+    output, found = tmp_path / "scores.json", Results("m", ["Yes"], ["a", "b"], [[0.25], [0.5]], 4)
+    write(found, "json", output)
+    before = output.read_bytes()
+    with full_disk(), pytest.raises(CommandError, match="cannot write"):
+        write(found, "json", output)
+    assert [each.name for each in tmp_path.iterdir()] == ["scores.json"]
+    assert output.read_bytes() == before
+    link = tmp_path / "link"
+    link.symlink_to(output)
+    write(found, "csv", link)
+    assert output.read_text() == "item,Yes\na,0.25\nb,0.5\n"
+    assert link.is_symlink()
 
 
 def test_a_directory_that_is_not_there_is_one_line(yardstick: Yardstick, tmp_path: Path) -> None:

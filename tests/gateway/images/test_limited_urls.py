@@ -165,8 +165,8 @@ def test_files_that_arrive_take_room(tmp_path: Path) -> None:
     with serving(tmp_path, max_bytes_in_flight=13_000, max_body_bytes=10_000) as served:
         assert served.chat("wide").status_code == 200
         answer = served.score("wide", {"image": served.base + "/2.png"})
-        assert answer.status_code == 429, "each file has 9 kB"
-        assert "too many images" in answer.json()["error"]["message"]
+        assert answer.status_code == 413, "each file has 9 kB"
+        assert "13000 bytes" in answer.json()["error"]["message"]
         assert metric(served.client, 'yardstick_images_refused_total{reason="room"}') == 1
         assert metric(served.client, "yardstick_image_bytes_held") == 0
         assert served.chat("wide").status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,13 @@ def test_the_largest_weight_leaves_room_for_others() -> None:
         pass
     assert 158 <= room.used <= 160  # 16/17
     assert room.take("light", weight=0.1)
+
+
+@pytest.mark.parametrize(("tenant", "weight", "most"), [(None, 1.0, 100), ("a", 1.0, 100), ("a", 0.1, 40), ("a", 0.25, 100)])
+def test_the_most_that_a_tenant_may_hold(tenant: str | None, weight: float, most: int) -> None:
+    assert FairRoom(100).most(tenant, weight) == most
+    assert not FairRoom(100).take(tenant, most + 1, weight)
+    assert FairRoom(100).take(tenant, most, weight)
 
 
 def test_a_room_of_one_can_be_used() -> None:

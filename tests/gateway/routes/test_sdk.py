@@ -14,8 +14,11 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, logprobs_after, value_logit
+from tests.gateway.admission.test_key_limits import entry, write
+from tests.gateway.conftest import Start, metrics
 
 TOUR = Path(__file__).with_name("sdk_tour.py")
+REFUSALS = Path(__file__).with_name("sdk_refusals.py")
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 
@@ -41,6 +44,36 @@ def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine
     check_errors(told["errors"])
     check_score(told["score"], engine)
     check_length(told["length"])
+
+
+@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_path: Path, version: int) -> None:
+    """It would repeat 409 and 429 twice each."""
+    keys = write(
+        tmp_path / "keys", entry("a", catalogues="write", items_per_minute=4), entry("light", weight=0.1, catalogues="write")
+    )
+    sizes = {"max_body_bytes": 10_000, "max_bytes_in_flight": 10_000}
+    client = start(FakeEngine(), api_keys_file=keys, **sizes)
+    five = {"query": [1], "items": [[2]] * 5, "label_token_ids": [1]}
+    requests = [
+        ("a", "put", "/catalogues/shop", {}),
+        ("a", "put", "/catalogues/shop", {"template": "{item} {query}"}),
+        ("a", "post", "/score", five),
+        ("light", "post", "/completions", {"prompt": "a" * 5000}),
+        ("light", "post", "/completions", {"prompt": "a" * 20_000}),
+    ]
+    environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
+    command = [sys.executable, "-W", "ignore", str(REFUSALS), f"{client.base_url}/v1", json.dumps(requests)]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=True).stdout)
+    assert told["version"].startswith(f"{version}.")
+    assert told["statuses"] == [200, 409, 429, 413, 413]
+    counted = metrics(
+        client,
+        'yardstick_requests_total{model="fake",route="/v1/catalogues/{name}",status="409"}',
+        'yardstick_requests_total{model="fake",route="/v1/score",status="429"}',
+        'yardstick_requests_total{model="",route="/v1/completions",status="413"}',
+    )
+    assert counted == [1, 1, 2]
 
 
 def check_completions(completions: dict[str, Any], engine: FakeEngine) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -33,6 +34,7 @@ from gateway.text.spelling import TokenizerError
 from gateway.workers import channel as channel_module
 from gateway.workers.channel import WorkerLostError
 from gateway.workers.fair import FairJobQueue
+from gateway.workers.forks import Forks
 from gateway.workers.job_queue import Capacity, JobQueue, Waiter
 from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.workers.workers import BULK, Workers
@@ -159,6 +161,30 @@ async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
         old = workers._forks._process.pid
         os.kill(old, signal.SIGKILL)
         await until(lambda: workers._forks is not None and workers._forks._process.pid != old and workers._idle)
+        assert is_right(await ask(workers, key))
+
+
+async def test_workers_need_no_room_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "lost"))
+    async with running(1) as (workers, key):
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_fork_server_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(1) as (workers, key):
+        assert workers._forks
+        load, failed = Forks.load, []
+
+        async def failing(forks: Forks, *given: Any) -> Any:
+            failed.append(forks._process.pid)
+            if len(failed) == 1:
+                raise OSError("no room")
+            return await load(forks, *given)
+
+        monkeypatch.setattr(Forks, "load", failing)
+        os.kill(workers._forks._process.pid, signal.SIGKILL)
+        await until(lambda: len(failed) == 2 and workers._idle, 20)
+        assert not _runs(failed[0])
         assert is_right(await ask(workers, key))
 
 

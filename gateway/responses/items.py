@@ -12,7 +12,7 @@ from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.schemas import tools as chat_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest
-from gateway.schemas.content import Part, TextPart
+from gateway.schemas.content import MessagePart, TextPart
 from gateway.schemas.generation import TextRequest
 from gateway.schemas.responses import (
     Choice,
@@ -128,7 +128,7 @@ def _call(item: InputItem) -> EarlierCall:
     return EarlierCall(FunctionCall(item.name or "", item.arguments), item.call_id)
 
 
-def _content(content: str | list[ItemPart] | None) -> str | list[Part]:
+def _content(content: str | list[ItemPart] | None) -> str | list[MessagePart]:
     if isinstance(content, list) and len(content) > 1:
         return [TextPart(part.refusal or part.text) for part in content]
     return _text(content)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,8 @@ def test_the_key_goes_to_clients_only(
     ((program, environment),) = becomes
     assert program[1:] == ["-m", module, "--help"]
     assert (variable in environment) == kept
+
+
+def test_the_version(yardstick: Yardstick) -> None:
+    done = yardstick("--version")
+    assert (done.returncode, done.stdout) == (0, f"{version('yardstick-llm')}\n")

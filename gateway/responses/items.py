@@ -61,6 +61,10 @@ _PATHS = (
     (re.compile(r"(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
 )
 """Paths in the tools of a chat request, with those of a request for a response."""
+REFERENCE = (
+    "`{}` refers to a stored item, which is not supported: send the item itself, or `previous_response_id`. Clients send whole "
+    "items if their `store` is false."
+)
 _SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that both have."""
 
@@ -77,6 +81,8 @@ def items_of(request: ResponseRequest) -> list[InputItem]:
 
 
 def _check(item: InputItem, param: str) -> None:
+    if item.type == "item_reference":
+        raise InvalidRequest(REFERENCE.format(param), param=f"{param}.type")
     needed = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),

@@ -38,6 +38,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`; `structural_tag`: text with tags."""
     json_schema: JsonSchema | None = None
     """Only with the type `json_schema`."""
+    schema: Schema | None = None
+    """A JSON Schema in the form of llama.cpp: with the type `json_object`, or in place of `json_schema`."""
     format: dict[str, Any] | None = None
     """The tags, in xgrammar's form; only with the type `structural_tag`."""
     structures: list[dict[str, Any]] | None = None

@@ -84,7 +84,14 @@ def grammar_of(constraint: OutputConstraint, token_of: TokenOf = lambda _: None)
 
 def _of_response_format(request: StructuredRequest) -> OutputConstraint | None:
     given = request.response_format
-    if given is None or given.type == "text":
+    if given is None:
+        return None
+    if given.schema is not None:
+        if given.type not in ("json_object", "json_schema") or given.json_schema is not None:
+            message = "`response_format.schema` goes with the type 'json_object', or with 'json_schema' in place of `json_schema`."
+            raise InvalidRequest(message, param="response_format.schema")
+        return OutputConstraint("json", given.schema, "response_format.schema")
+    if given.type == "text":
         return None
     if given.type == "json_object":
         return OutputConstraint("json_object", None, "response_format")

@@ -59,6 +59,8 @@ def refusal(response: httpx.Response) -> tuple[str, str]:
     ("fields", "part"),
     [
         ({"response_format": {"type": "json_object"}}, '"type":"object"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"required":["a"]'),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"required":["a"]'),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}, '"a"'),
         ({"structured_outputs": {"json": SCHEMA}}, '"required":["a"]'),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '"required":["a"]'),
@@ -120,6 +122,12 @@ def nested(levels: int) -> dict[str, Any]:
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "both constrain"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "both constrain"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs `json_schema`"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with the type 'json_object'"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "thing"}}},
+            "response_format.schema",
+            "Invalid type: thing",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),

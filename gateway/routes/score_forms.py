@@ -15,6 +15,7 @@ from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.handling.scoring import errors_of
+from gateway.pool.paths import paths_of
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
 from gateway.process.breathing import Breath
@@ -224,7 +225,7 @@ def check_score(model: ServedModel, fields: ScoreRequest) -> None:
     if not fields.paired:
         _check_activation(fields)
     if not fields.paired and "score" not in model.info.capabilities:
-        raise InvalidRequest(f"The model {model.name!r} does not score; use /v1/completions.", param="model")
+        raise InvalidRequest(f"The model {model.name!r} does not score; it serves {paths_of(model)}.", param="model")
 
 
 def _check_activation(fields: ScoreRequest) -> None:

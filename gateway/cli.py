@@ -47,6 +47,23 @@ def main() -> None:
         sys.exit(error.status)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("yardstick-llm"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Have options of the command itself."""
+
+
 @app.command(context_settings=_PASS_ON, epilog="`yardstick engine --help` lists the options of the engine.")
 def serve(
     context: typer.Context,

@@ -55,10 +55,10 @@ def locate(model: str | Path, revision: str | None = None, files: Sequence[str] 
     directory = Path(model).expanduser()
     if directory.is_dir():
         if revision is not None:
-            raise ModelError(f"{directory.name} is a directory, which has no revision {revision}; leave the revision out.")
+            raise ModelError(f"{model} is a directory, which has no revision {revision}; leave the revision out.")
         return directory
     if directory.exists() or not _HUB_ID.fullmatch(str(model)):
-        raise ModelError(f"{directory.name} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
+        raise ModelError(f"{model} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
     return _download(str(model), revision, files)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gateway.commands.errors import CommandError
 from gateway.presets.preset import Preset, PresetError, parse_preset
@@ -14,7 +14,7 @@ from gateway.presets.select import FALLBACKS, builtin_presets, named
 
 def list_presets() -> None:
     """Print a table of the presets in the package."""
-    table = Table("preset", "serves", "models", "read after the prompt", "score")
+    table = Table(Column("preset", no_wrap=True), "serves", Column("models", overflow="fold"), "read after the prompt", "score")
     for name, preset in builtin_presets().items():
         table.add_row(name, preset.task, _models(preset), _read(preset), _score(preset))
     Console().print(table)

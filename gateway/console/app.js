@@ -135,5 +135,8 @@ function modelsOf(answer) {
   }));
 }
 
-open(tabs.find((tab) => `#${nameOf(tab)}` === location.hash) ?? tabs[0]);
+const openNamed = () => open(tabs.find((tab) => `#${nameOf(tab)}` === location.hash) ?? tabs[0]);
+
+window.addEventListener("hashchange", openNamed);
+openNamed();
 loadModels();

@@ -34,16 +34,32 @@ export function table(head, rows) {
   return make("table", {}, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...body));
 }
 
+const labels = new WeakMap();
+
 /** Copy `text` and say so on the button for a moment. */
 export async function copy(button, text) {
-  const before = button.textContent;
+  if (!labels.has(button)) labels.set(button, button.textContent);
   try {
-    await navigator.clipboard.writeText(text);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else copySelected(button, text);
     button.textContent = "Copied";
   } catch {
     button.textContent = "Copying was refused";
   }
-  setTimeout(() => { button.textContent = before; }, 1500);
+  setTimeout(() => { button.textContent = labels.get(button); }, 1500);
+}
+
+/** Copy `text` on a page that is neither served by HTTPS nor by this machine: browsers give it no `navigator.clipboard`. */
+function copySelected(button, text) {
+  const field = make("textarea", { "aria-hidden": "true" });
+  field.value = text;
+  field.style.position = "fixed"; // the page does not scroll to it
+  document.body.append(field);
+  field.select();
+  const copied = document.execCommand("copy");
+  field.remove();
+  button.focus();
+  if (!copied) throw new Error("refused");
 }
 
 const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });

@@ -142,7 +142,7 @@ function drawItemCaches(metrics, opened) {
     const hits = `${Math.round(100 * since("found_items_total") / since("scored_items_total"))} %`;
     return [engine, count(cache.tokens), count(cache.bytes), count(cache.pinned_tokens), hits, count(since("evicted_tokens_total"))];
   });
-  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows, "No engine has told of items.");
+  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows, "No engine has scored items before queries.");
   const hint = "Hit rate and evictions since the panel was opened; where nothing was scored since, from the engine's start on.";
   if (rows.length) byId("status-item-caches").append(make("p", { class: "hint", text: hint }));
 }
@@ -152,7 +152,7 @@ function drawLimits() {
     const meter = make("meter", { min: 0, max: limit, value: remaining, "aria-label": `Rest of ${kind} a minute` });
     return [kind, `${count(remaining)} of ${count(limit)} a minute`, meter, reset];
   });
-  const hint = "The last answers told no limits: the key has none, or nothing was sent yet. Send a request in another panel first.";
+  const hint = "The last answers had no limits: the key has none, or nothing was sent yet. Send a request in another panel first.";
   drawTable("status-limits", ["Limit", "Left", "Share", "Whole again in"], rows, hint);
 }
 

@@ -79,7 +79,7 @@ export class TokenView {
     this.alternatives.hidden = false;
     const close = make("button", { type: "button", class: "plain", text: "Close", onclick: () => this.close() });
     const title = make("h4", { text: `Token ${place + 1}: ${visible(token.text)}` });
-    const none = make("p", { class: "hint", text: "The server told no probabilities for this token." });
+    const none = make("p", { class: "hint", text: "The server sent no probabilities for this token." });
     const list = rows.length ? make("ul", {}, ...rows) : none;
     this.alternatives.replaceChildren(make("div", { class: "row spread" }, title, close), list);
     if (move) (this.alternatives.querySelector("li button:not(:disabled)") ?? this.alternatives.querySelector("button")).focus();

@@ -13,6 +13,7 @@ from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
 from gateway.ids import new_id
 from gateway.lenvm.length_guidance import default_min_p
+from gateway.pool.paths import paths_of
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 from gateway.tools.answer import AnswerFormat
@@ -30,7 +31,7 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
     """Raise :class:`InvalidRequest` if the model does not support the request."""
     limits = model.info.limits
     if "generate" not in model.info.capabilities:
-        raise InvalidRequest(f"The model {model.name!r} supports scoring only; use /v1/score.", param="model")
+        raise InvalidRequest(f"The model {model.name!r} does not generate text; it serves {paths_of(model)}.", param="model")
     if fields.sequences > limits.max_sequences:
         raise InvalidRequest(f"`n` is at most {limits.max_sequences} with this model.", param="n")
     if logprobs is not None and logprobs > limits.max_logprobs:

@@ -19,6 +19,7 @@ from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
 from gateway.metrics.telemetry import Telemetry
+from gateway.pool.paths import paths_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
@@ -33,14 +34,6 @@ from gateway.text.prepared import Prepared
 RESULTS_PER_EVENT = 200
 NUMBERS_PER_EVENT = 1 << 12
 """Most results of one event, and most numbers of several; building it takes about a millisecond."""
-ENDPOINTS: dict[str, str] = {
-    "score": "/v1/score",
-    "generate": "/v1/chat/completions",
-    "classify": "/v1/classify",
-    "embed": "/v1/embeddings",
-    "length_guidance": "/v1/length",
-}
-"""The main endpoint of each capability, for error messages."""
 NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
 
 
@@ -178,7 +171,4 @@ def fitted_of(model: ServedModel, task: Task) -> Fitted:
             raise InvalidRequest(message, param="model")
         if capability in model.info.capabilities:
             return fitted
-    usable = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
-    if fitted is not None and fitted.preset.task == "rerank":
-        usable.insert(0, "/v1/rerank")
-    raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {', '.join(usable)}.", param="model")
+    raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {paths_of(model)}.", param="model")

@@ -16,7 +16,7 @@ from gateway.reading.structure import read_bad_words
 from gateway.reading.thinking import template_variables
 from gateway.reading.tools import offered_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest
-from gateway.schemas.content import Part, TextPart
+from gateway.schemas.content import ImagePart, MessagePart
 from gateway.schemas.structure import BULK
 from gateway.schemas.tools import FunctionDefinition, FunctionTool, Tool
 from gateway.text.bounds import TooManyTokens
@@ -174,9 +174,9 @@ def _characters(message: ChatMessage) -> int:
     return len(content) if isinstance(content, str) else sum(map(_part_characters, content))
 
 
-def _part_characters(part: Part) -> int:
+def _part_characters(part: MessagePart) -> int:
     """Return the number of characters of a part; of an image, as many as take about the time that it takes."""
-    return len(part.text) if isinstance(part, TextPart) else IMAGE_CHARACTERS
+    return IMAGE_CHARACTERS if isinstance(part, ImagePart) else len(part.text)
 
 
 CHAT = Endpoint(

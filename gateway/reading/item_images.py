@@ -22,14 +22,14 @@ from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.images import IMAGE_CHARACTERS, ImageDecoder, check_images, check_length, tokens_of, urls_of
 from gateway.schemas.content import Content, ImagePart, TextPart
 from gateway.schemas.parameters import Parameters
-from gateway.schemas.score import Paired, Query
+from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, Paired, Query
 from gateway.text.prepared import Prepared, Refusal
 
 T = TypeVar("T", bound=Parameters)
 
 QUERY, ITEM = 0, 1
-QUERIES = ("query", "text_1", "queries")
-ITEMS = ("items", "text_2", "documents", "texts")
+QUERIES = ("query", *PAIRED_QUERIES)
+ITEMS = ("items", "texts", *PAIRED_DOCUMENTS)
 FRAME = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around the tokens of an image, in the models of Qwen."""
 

@@ -102,7 +102,7 @@ class Pairs:
         """Return ``text`` cut to ``most`` tokens where the request says, and whether it was cut. A text with images is not cut."""
         if any(mark in text for mark in self.model.texts.tokenizer.image_marks):
             return text, False
-        side = self.cuts.truncation_direction.lower()
+        side = self.cuts.side
         if side == "middle":
             return self.model.texts.tokenizer.cut_middle(text, most)
         return self.model.texts.tokenizer.shorten(text, most, left=side == "left")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from gateway.errors import InvalidRequest
 from gateway.reading.catalogue import NAMING_BYTES, query_prompts
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.item_images import plain, reading_content, texts_of
+from gateway.reading.item_images import plain, reading_content
 from gateway.reading.labels import labels_of
 from gateway.reading.likelihood import read_likelihoods
 from gateway.reading.query_items import check_kinds, fitting_items, item_first_prompts, join_token_ids, tokenise_texts
-from gateway.reading.score_pairs import read_pairs
-from gateway.schemas.score import ScoreRequest
+from gateway.reading.score_pairs import characters_of_pairs, read_pairs
+from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, ScoreRequest
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared, Refusal
 from gateway.text.prompts import EmptyPromptError
 
 ONLY_PAIRED = ("instruction", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
 """Fields that only pairs of texts may have."""
-WITHOUT_CATALOGUE = ("items", "text_1", "text_2", "queries", "documents", "partial_results", "parse_special_tokens")
+WITHOUT_CATALOGUE = ("items", *PAIRED_QUERIES, *PAIRED_DOCUMENTS, "partial_results", "parse_special_tokens")
 """Fields that requests for items of a catalogue must not have, besides :data:`ONLY_PAIRED`."""
 LIGHT_ITEMS = 500
 
@@ -86,8 +86,7 @@ def _is_light(request: ScoreRequest) -> bool:
 
 def _characters(request: ScoreRequest, query_once: bool) -> int:
     if request.paired:
-        pairs = (request.text_1, request.text_2, request.queries, request.documents)
-        return sum(len(text) for field in pairs for text in texts_of(field))
+        return characters_of_pairs(request)
     items = [request.items] if isinstance(request.items, str) else request.items or []
     texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
     if not isinstance(request.query, str):
@@ -105,10 +104,7 @@ SCORE = reading_content(
             "items": "",
             "labels": [],
             "label_token_ids": [],
-            "text_1": [""],
-            "text_2": [""],
-            "queries": [""],
-            "documents": [""],
+            **{name: [""] for name in (*PAIRED_QUERIES, *PAIRED_DOCUMENTS)},
             "instruction": "",
             "user": "",
         },

@@ -12,7 +12,7 @@ from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.schemas import tools as chat_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest
-from gateway.schemas.content import Part, TextPart
+from gateway.schemas.content import MessagePart, TextPart
 from gateway.schemas.generation import TextRequest
 from gateway.schemas.responses import (
     Choice,
@@ -61,6 +61,10 @@ _PATHS = (
     (re.compile(r"(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
 )
 """Paths in the tools of a chat request, with those of a request for a response."""
+REFERENCE = (
+    "`{}` refers to a stored item, which is not supported: send the item itself, or `previous_response_id`. Clients send whole "
+    "items if their `store` is false."
+)
 _SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that both have."""
 
@@ -77,6 +81,8 @@ def items_of(request: ResponseRequest) -> list[InputItem]:
 
 
 def _check(item: InputItem, param: str) -> None:
+    if item.type == "item_reference":
+        raise InvalidRequest(REFERENCE.format(param), param=f"{param}.type")
     needed = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
@@ -128,7 +134,7 @@ def _call(item: InputItem) -> EarlierCall:
     return EarlierCall(FunctionCall(item.name or "", item.arguments), item.call_id)
 
 
-def _content(content: str | list[ItemPart] | None) -> str | list[Part]:
+def _content(content: str | list[ItemPart] | None) -> str | list[MessagePart]:
     if isinstance(content, list) and len(content) > 1:
         return [TextPart(part.refusal or part.text) for part in content]
     return _text(content)

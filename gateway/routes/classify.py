@@ -55,7 +55,7 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
         )
         scores = await scoring.score(job)
         names = model.info.classes if isinstance(fitted.readout, wire.Classes) else fitted.names
-        rows = _classifications(fitted, model.info, names, scores.rows)
+        rows = _classifications(fitted, model.info, names, scores.rows, raw=fields.raw)
         tokens = prepared.tokens
         answer = ClassifyResponse(
             id=f"classify-{new_id()}",
@@ -71,23 +71,31 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
     return classify
 
 
-def _classifications(fitted: Fitted, info: wire.Info, names: Sequence[str], rows: Sequence[Row]) -> Iterator[Classification]:
-    """Yield the classification of each text. With categories, each text has two rows."""
+def _classifications(
+    fitted: Fitted, info: wire.Info, names: Sequence[str], rows: Sequence[Row], *, raw: bool
+) -> Iterator[Classification]:
+    """Yield the classification of each text, with ``raw`` before the activation. With categories, each text has two rows."""
     step = 2 if fitted.categories else 1
     for index in range(len(rows) // step):
         row = rows[step * index]
-        probs = _head(fitted, row, info) if isinstance(fitted.readout, wire.Classes) else softmax(fitted.label_logits(row))
+        probs = _head(fitted, row, info, raw=raw) if isinstance(fitted.readout, wire.Classes) else _verdicts(fitted, row, raw=raw)
         categories = _categories(fitted, rows[step * index + 1]) if fitted.categories else None
         label = names[max(range(len(probs)), key=probs.__getitem__)]
         yield Classification(index=index, label=label, probs=probs, num_classes=len(probs), categories=categories)
 
 
-def _head(fitted: Fitted, row: Row, info: wire.Info) -> list[float]:
-    """Return the probabilities of a head's classes, or the logits of a head with one class or without activation."""
+def _head(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
+    """Return the probabilities of a head's classes, or with ``raw``, one class or no activation the logits."""
     activation = fitted.preset.activation
-    if len(row) == 1 or activation == "none":
+    if raw or len(row) == 1 or activation == "none":
         return list(row)
     return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
+
+
+def _verdicts(fitted: Fitted, row: Row, *, raw: bool) -> list[float]:
+    """Return the probabilities of a guard model's labels, or with ``raw`` their logits (log-probabilities with categories)."""
+    logits = fitted.label_logits(row)
+    return logits if raw else softmax(logits)
 
 
 def _categories(fitted: Fitted, row: Row) -> list[Category]:

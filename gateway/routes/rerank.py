@@ -69,7 +69,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
                 model = requested_model(request, pool, fields.model)
                 fitted = fitted_of(model, "rerank")
                 prepared = await body.read(model)
-        id, raw = f"rerank-{new_id()}", bool(fields.raw_scores)
+        id, raw = f"rerank-{new_id()}", fields.raw
 
         def closing(scores: Scores) -> RerankResponse:
             usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)

@@ -37,7 +37,7 @@ async def rerank_catalogue(
     fields = body.fields
     scan = await scanner.open(request, data, body, relative=True)
     scan.fitted = preset_of(scan.whole.model, scan.whole.state.spec)
-    form = _RankedCatalogue(scan, bool(fields.raw_scores), f"rerank-{new_id()}")
+    form = _RankedCatalogue(scan, fields.raw, f"rerank-{new_id()}")
     return await answer_catalogue(scanner, form, stream=bool(fields.stream), top_n=fields.top_n)
 
 

@@ -15,9 +15,11 @@ from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.handling.scoring import errors_of
+from gateway.pool.paths import paths_of
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
 from gateway.process.time_slices import TimeSlice
+from gateway.schemas.activation import NAMES_OF_VLLM
 from gateway.schemas.score import (
     ItemLikelihood,
     ItemScores,
@@ -138,9 +140,11 @@ class PairForm(Form):
 
     field = "data"
 
-    def __init__(self, fitted: Fitted) -> None:
+    def __init__(self, fitted: Fitted, *, raw: bool) -> None:
+        """``raw``: the scores are the numbers before the preset's activation."""
         self.readout = fitted.readout
         self._fitted = fitted
+        self._raw = raw
 
     def numbers(self, scores: Scores) -> int:
         return 4 * len(scores.rows)
@@ -152,10 +156,11 @@ class PairForm(Form):
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[PairScore]:
         for index, row in zip(prepared.places, scores.rows, strict=True):
             if row:
-                yield PairScore(index=index, score=self._fitted.score(row))
+                yield PairScore(index=index, score=self._fitted.score(row, raw=self._raw))
 
     def chunk(self, id: str, results: list[tuple[int, Row]]) -> PairChunk:
-        return PairChunk(id=id, data=[PairScore(index=index, score=self._fitted.score(row)) for index, row in results])
+        scores = ((index, self._fitted.score(row, raw=self._raw)) for index, row in results)
+        return PairChunk(id=id, data=[PairScore(index=index, score=score) for index, score in scores])
 
 
 class LikelihoodForm(Form):
@@ -198,7 +203,7 @@ class LikelihoodForm(Form):
 
 def form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> Form:
     if fitted:
-        return PairForm(fitted)
+        return PairForm(fitted, raw=fields.raw)
     if fields.readout == "likelihood":
         return LikelihoodForm(each_token=bool(fields.return_token_logprobs))
     return LabelForm(prepared.labels, softmax=bool(fields.apply_softmax), ids=prepared.ids, top_n=fields.top_n)
@@ -217,5 +222,14 @@ def check_score(model: ServedModel, fields: ScoreRequest) -> None:
         raise InvalidRequest(f"`{given}` goes with `catalogue`.{more}", param=given)
     if fields.return_item_usage and fields.catalogue is not None and (fields.ids is None or fields.top_n):
         raise InvalidRequest("`return_item_usage` goes with `items`, or with `ids` without `top_n`.", param="return_item_usage")
+    if not fields.paired:
+        _check_activation(fields)
     if not fields.paired and "score" not in model.info.capabilities:
-        raise InvalidRequest(f"The model {model.name!r} does not score; use /v1/completions.", param="model")
+        raise InvalidRequest(f"The model {model.name!r} does not score; it serves {paths_of(model)}.", param="model")
+
+
+def _check_activation(fields: ScoreRequest) -> None:
+    """Raise :class:`InvalidRequest` for a field that says how the scores of pairs follow from logits."""
+    given = next((name for name in NAMES_OF_VLLM if getattr(fields, name) is not None), "raw_scores" if fields.raw_scores else None)
+    if given is not None:
+        raise InvalidRequest(f"`{given}` goes with `text_1` and `text_2`; for labels, use `apply_softmax`.", param=given)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.content import Part, TextPart
+from gateway.schemas.content import ImagePart, MessagePart
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.tools import CustomToolCall, EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
@@ -18,8 +18,8 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message; `developer` is treated as `system`."""
-    content: str | list[Part] | None = None
-    """A text, or parts of the types `text` and `image_url`."""
+    content: str | list[MessagePart] | None = None
+    """A text, or parts of the types `text`, `image_url` and `refusal`."""
     name: str | None = None
     tool_calls: list[EarlierCall] | None = None
     """Tool calls of an earlier answer."""
@@ -46,9 +46,9 @@ class ChatMessage(msgspec.Struct):
         return message | {key: value for key, value in extras.items() if value is not None}
 
 
-def _part(part: Part) -> dict[str, str]:
+def _part(part: MessagePart) -> dict[str, str]:
     """Return a part for chat templates, in the form of transformers."""
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

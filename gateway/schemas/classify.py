@@ -6,14 +6,14 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.activation import Activation
 from gateway.schemas.length import Texts
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.score import CacheSalt, Priority
-from gateway.schemas.truncation import Truncation
 from gateway.schemas.usage import Usage
 
 
-class ClassifyRequest(Truncation, kw_only=True):
+class ClassifyRequest(Activation, kw_only=True):
     """Classify texts with a model's classification head, or with a guard model."""
 
     endpoint: ClassVar[Endpoint] = "classify"
@@ -44,7 +44,7 @@ class Classification(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     label: str
     """The most probable class."""
     probs: list[float]
-    """Probability of each class. For a model with one class (a reward model), its logit."""
+    """Probability of each class. Its logit with `raw_scores`, and for a model with one class (a reward model)."""
     num_classes: int
     categories: list[Category] | None = None
     """From a guard model, the most probable category first."""

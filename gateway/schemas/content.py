@@ -13,6 +13,17 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """A refusal in an earlier answer: text for the model."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
 class ImageUrl(msgspec.Struct):
     """Place of an image."""
 
@@ -39,6 +50,7 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
 
 
 Part = TextPart | ImagePart
+MessagePart = Part | RefusalPart
 
 
 class Content(msgspec.Struct):

@@ -177,7 +177,7 @@ def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
         return InvalidRequest(f"`{where}` has no field `{unknown[1]}`.", param=f"{where}.{unknown[1]}")
     if what.startswith("Expected `null`, got"):
         return InvalidRequest(f"`{where}` is not supported; leave it out.", param=where)
-    if what.startswith("Invalid enum value"):
+    if what.startswith(("Invalid enum value", "Invalid value")):
         what += f"; it is one of {', '.join(_words(inspect.type_info(kind), _STEP.findall(where)))}"
     subject = f"A key of `{where}`" if found["key"] else f"`{where}`"
     return InvalidRequest(f"{subject}: {what[:1].lower()}{what[1:]}.", param=where)
@@ -190,5 +190,7 @@ def _words(kind: inspect.Type, path: list[str]) -> list[str]:
     if not path:
         return [f"'{word}'" for word in kind.values] if isinstance(kind, inspect.LiteralType) else []
     if isinstance(kind, inspect.StructType):
+        if kind.tag_field == path[0]:
+            return [f"'{kind.tag}'"]
         return [word for field in kind.fields if field.encode_name == path[0] for word in _words(field.type, path[1:])]
     return _words(kind.item_type, path[1:]) if isinstance(kind, inspect.ListType) else []

@@ -3,7 +3,7 @@
 A parameter that would change the answer is refused with status 400, unless its value requests the behaviour that the server has
 anyway. One that would not change the answer is accepted, ignored, and named in ``x-yardstick-ignored``. The names come from
 OpenAI's API reference, vLLM's and SGLang's ``protocol.py``, Text Embeddings Inference, Text Generation Inference, llama.cpp and
-Ollama. ``docs/api.md`` shows this table.
+Ollama, and from the API references of Cohere, Jina and Voyage. ``docs/api.md`` shows this table.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ EFFORT = "use `reasoning.effort`"
 BUDGET = 'use `length_guidance` with `target_length` and `applies_to` "thinking"'
 ONE_ANSWER = "a response has one answer; use /v1/chat/completions"
 ON_CHAT = "use /v1/chat/completions"
+FLOAT32 = "embeddings are numbers or, with `encoding_format` `base64`, float32"
+PIXELS = "images are processed as the model's settings say"
 UNRENDERED = "send the rendered texts as `input`"
 AS_PROMPT = "send text or token ids as `prompt`"
 TOP_LEVEL = "send each parameter as a field of the request"
@@ -114,8 +116,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused("echo", ("chat", "responses"), "use /v1/completions", (False,)),
     Refused("modalities", GENERATING, TEXT, (["text"],)),
     Refused("audio", GENERATING, TEXT),
-    Refused("image_data", GENERATING, TEXT, ([],)),
-    Refused("mm_processor_kwargs", GENERATING, TEXT, ({},)),
+    Refused("image_data", GENERATING, "send `image_url` parts in `messages`", ([],)),
+    Refused("mm_processor_kwargs", GENERATING, PIXELS, ({},)),
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
     Refused("reasoning", ("chat",), "use `reasoning_effort`"),
     Refused("thinking", ("chat",), "use `enable_thinking`"),
@@ -133,6 +135,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("dry_multiplier", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("no_repeat_ngram_size", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("max_repetition_pattern_size", GENERATING, "use `repetition_penalty`", (0,)),
+    Refused("repetition_detection", GENERATING, "use `repetition_penalty`"),
     Refused("logits_processors", GENERATING, TOKENS, ([],)),
     Refused("custom_logit_processor", GENERATING, TOKENS),
     Refused("vllm_xargs", GENERATING, "it has no meaning here", ({},)),
@@ -144,7 +147,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused("adapter_id", ALL, ADAPTERS),
     Refused("return_hidden_states", GENERATING, RAW_OUTPUT, (False,)),
     Refused("return_routed_experts", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("chat_template", ("score", "chat", "responses", "length"), TEMPLATE),
+    Refused("chat_template", ("chat", "responses", "length"), TEMPLATE),
+    Refused("chat_template", ("score", "rerank", "classify", "embeddings"), "the model's preset is used"),
     Refused("add_generation_prompt", ("responses",), ON_CHAT, (True,)),
     Refused("continue_final_message", ("responses",), ON_CHAT, (False,)),
     Refused("add_special_tokens", ("responses",), ON_CHAT, (False,)),
@@ -193,15 +197,25 @@ REFUSED: tuple[Refused, ...] = (
     Refused("sampling_params", GENERATING, TOP_LEVEL, ({},)),
     Refused("options", GENERATING, TOP_LEVEL, ({},)),
     Refused("extra_body", ALL, TOP_LEVEL, ({},)),
-    Refused("activation", ("score",), "use `apply_softmax`"),
-    Refused("use_activation", ("score",), "use `apply_softmax`"),
-    Refused("softmax", ("score",), "use `apply_softmax`"),
     Refused("normalize", ("score",), "use `apply_softmax`"),
-    Refused("raw_scores", ("score",), "scores are probabilities", (False,)),
+    Refused("rank_fields", ("rerank",), "send each document as one text", (["text"],)),
+    Refused("top_k", ("rerank",), "use `top_n`"),
+    Refused("messages", ("classify", "embeddings"), "send texts as `input`"),
+    Refused("add_special_tokens", ("classify", "embeddings"), "send token ids for a prompt without special tokens", (True,)),
+    Refused("use_activation", ("embeddings",), "use `normalize`", (True,)),
+    Refused("normalized", ("embeddings",), "use `normalize`", (True,)),
+    Refused("task", ("embeddings",), "use `input_type`", ("retrieval.passage",)),
+    Refused("embedding_type", ("embeddings",), "use `encoding_format`", ("float",)),
+    Refused("embed_dtype", ("embeddings",), FLOAT32, ("float32",)),
+    Refused("output_dtype", ("embeddings",), FLOAT32, ("float",)),
+    Refused("endianness", ("embeddings",), "`base64` is that of little-endian numbers", ("native", "little")),
+    Refused("output_dimension", ("embeddings",), "use `dimensions`"),
+    Refused("late_chunking", ("embeddings",), "each text has an embedding of its own", (False,)),
     Refused("return_documents", ("score",), "scores are in the order of the items", (False,)),
     Refused("return_text", ("score",), "scores are in the order of the items", (False,)),
     Refused("return_pooled_hidden_states", ("score",), "an answer holds scores", (False,)),
     Refused("chat_template", ("tokenize",), TEMPLATE),
+    Refused("mm_processor_kwargs", ("score", "rerank", "classify", "embeddings"), PIXELS, ({},)),
     Refused("mm_processor_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("media_io_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("documents", ("tokenize",), "write the documents into the messages", ([],)),
@@ -227,6 +241,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("guided_decoding_backend", GENERATING),
     Ignored("guided_whitespace_pattern", GENERATING),
     Ignored("truncation_direction", UNCUT),
+    Ignored("truncation_side", UNCUT),
     Ignored("kv_transfer_params", GENERATING),
     Ignored("bootstrap_host", GENERATING),
     Ignored("bootstrap_port", GENERATING),

@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.activation import Activation
 from gateway.schemas.content import Content
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.score import CacheSalt, CatalogueIds, Priority
-from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
+from gateway.schemas.truncation import MAX_ITEMS, ItemError
 from gateway.schemas.usage import ItemUsage, Usage
 
 
@@ -22,7 +23,7 @@ class TextDocument(msgspec.Struct, frozen=True):
 Documents = Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
-class RerankRequest(Truncation, kw_only=True):
+class RerankRequest(Activation, kw_only=True):
     """Order documents by their relevance to a query."""
 
     endpoint: ClassVar[Endpoint] = "rerank"
@@ -42,8 +43,6 @@ class RerankRequest(Truncation, kw_only=True):
     """Repeat each document in its result."""
     return_text: bool | None = None
     """`return_documents` in the form of TEI."""
-    raw_scores: bool | None = None
-    """Return the logit before the preset's activation."""
     instruction: str | None = None
     """Instruction for the model; the preset's own by default."""
     instruct: str | None = None

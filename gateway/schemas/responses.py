@@ -33,8 +33,15 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of a conversation. Items of earlier outputs can be sent as they are."""
 
     type: Literal[
-        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "item_reference",
     ] = "message"
+    """An `item_reference` is refused; send the item itself."""
     id: str | None = None
     status: Status | None = None
     """Part of outputs; not used."""

@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.activation import Activation
 from gateway.schemas.content import Content, Part
 from gateway.schemas.parameters import Endpoint, TokenId
-from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
+from gateway.schemas.truncation import MAX_ITEMS, ItemError
 from gateway.schemas.usage import ItemUsage, Usage
 
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -19,9 +20,13 @@ CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_IT
 TopN = Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)]
 Paired = str | Content | Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 Query = str | list[TokenId | Part] | Content
+PAIRED_QUERIES = ("text_1", "queries", "data_1")
+"""Names of the queries of pairs."""
+PAIRED_DOCUMENTS = ("text_2", "documents", "data_2")
+"""Names of the documents of pairs. With `queries`, `items` is another one."""
 
 
-class ScoreRequest(Truncation, kw_only=True):
+class ScoreRequest(Activation, kw_only=True):
     """Score every item against one query: the probability of each label as the next token after query and item. Or, with `text_1`
     and `text_2`, score pairs of texts as the model's preset prescribes."""
 
@@ -29,7 +34,8 @@ class ScoreRequest(Truncation, kw_only=True):
     query: Query | None = None
     """The common part of all prompts, as text, token ids, or content with images: a list of parts or an object."""
     items: str | Annotated[list[Query], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
-    """Items to score, of the same kind as the query: texts and contents, or lists of token ids. One text means a list of one."""
+    """Items to score, of the same kind as the query: texts and contents, or lists of token ids. One text means a list of one. With
+    `queries`: another name of `text_2`."""
     catalogue: str | None = None
     """Name of a catalogue: its items are scored in place of `items`, as its template prescribes."""
     ids: CatalogueIds | None = None
@@ -37,13 +43,17 @@ class ScoreRequest(Truncation, kw_only=True):
     top_n: TopN | None = None
     """With `catalogue`: return the items with the highest scores of the first label only, the highest first, with their `ids`."""
     text_1: Paired | None = None
-    """A query, or a query for each text of `text_2`. This and the next three fields are vLLM's form: the answer is `data`, with one
+    """A query, or a query for each text of `text_2`. This and the next five fields are vLLM's form: the answer is `data`, with one
     score for each pair."""
     text_2: Paired | None = None
     """A document, or several."""
     queries: Paired | None = None
     """Another name of `text_1`."""
     documents: Paired | None = None
+    """Another name of `text_2`."""
+    data_1: Paired | None = None
+    """Another name of `text_1`."""
+    data_2: Paired | None = None
     """Another name of `text_2`."""
     instruction: str | None = None
     """With pairs: the instruction for the model; the preset's own by default."""
@@ -80,7 +90,7 @@ class ScoreRequest(Truncation, kw_only=True):
     @property
     def paired(self) -> bool:
         """Whether the request has vLLM's form."""
-        return any(field is not None for field in (self.text_1, self.text_2, self.queries, self.documents))
+        return any(getattr(self, name) is not None for name in (*PAIRED_QUERIES, *PAIRED_DOCUMENTS))
 
 
 class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

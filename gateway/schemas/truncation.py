@@ -11,7 +11,7 @@ from gateway.schemas.parameters import Parameters
 MAX_ITEMS = 10_000
 """Most items, documents or texts of a request."""
 
-MaxTokens = Annotated[int, msgspec.Meta(ge=1)]
+MaxTokens = Annotated[int, msgspec.Meta(ge=0)]
 Side = Literal["left", "right", "middle", "Left", "Right"]
 
 
@@ -34,8 +34,15 @@ class Truncation(Parameters, kw_only=True):
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     """Cut documents so that each prompt has at most this many tokens; -1 means the model's context."""
     max_tokens_per_doc: MaxTokens | None = None
-    """Cut each document to this many tokens."""
+    """Cut each document to this many tokens; 0 means that the request does not limit it."""
     max_tokens_per_query: MaxTokens | None = None
-    """Cut the query to this many tokens."""
-    truncation_direction: Side = "right"
-    """The end at which texts are cut; with `middle`, a text keeps its beginning and its end."""
+    """Cut the query to this many tokens; 0 means that the request does not limit it."""
+    truncation_direction: Side | None = None
+    """The end at which texts are cut, `right` by default; with `middle`, a text keeps its beginning and its end."""
+    truncation_side: Side | None = None
+    """`truncation_direction` in the form of vLLM, which it replaces if both are given."""
+
+    @property
+    def side(self) -> str:
+        """The end at which texts are cut, in lower case."""
+        return (self.truncation_side or self.truncation_direction or "right").lower()

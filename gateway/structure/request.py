@@ -9,7 +9,7 @@ import msgspec
 
 from engine.wire import MAX_GRAMMAR_BYTES
 from gateway.errors import InvalidRequest
-from gateway.schemas.structure import StructuredOutputs, StructuredRequest
+from gateway.schemas.structure import ResponseFormat, StructuredOutputs, StructuredRequest
 from gateway.structure.grammar import GrammarTextError, of_choice, of_ebnf, of_json_object, of_json_schema, of_regex
 from gateway.structure.lark import TokenOf
 from gateway.structure.structural_tag import of_structural_tag
@@ -84,7 +84,16 @@ def grammar_of(constraint: OutputConstraint, token_of: TokenOf = lambda _: None)
 
 def _of_response_format(request: StructuredRequest) -> OutputConstraint | None:
     given = request.response_format
-    if given is None or given.type == "text":
+    if given is None:
+        return None
+    if given.schema is not None:
+        if given.type not in ("json_object", "json_schema") or given.json_schema is not None:
+            message = "`response_format.schema` goes with the type 'json_object', or with 'json_schema' in place of `json_schema`."
+            raise InvalidRequest(message, param="response_format.schema")
+        return OutputConstraint("json", given.schema, "response_format.schema")
+    if given.value is not None or given.type in ("json", "regex"):
+        return _of_value(given)
+    if given.type == "text":
         return None
     if given.type == "json_object":
         return OutputConstraint("json_object", None, "response_format")
@@ -94,6 +103,17 @@ def _of_response_format(request: StructuredRequest) -> OutputConstraint | None:
         message = "`response_format` of type 'json_schema' needs `json_schema` with a `schema`."
         raise InvalidRequest(message, param="response_format.json_schema")
     return OutputConstraint("json", given.json_schema.schema, "response_format.json_schema.schema")
+
+
+def _of_value(given: ResponseFormat) -> OutputConstraint:
+    """Read the form of TGI. Raises :class:`InvalidRequest`."""
+    param, value = "response_format.value", given.value
+    if given.type in ("json", "json_object") and isinstance(value, dict | bool):
+        return OutputConstraint("json", value, param)
+    if given.type == "regex" and isinstance(value, str):
+        return OutputConstraint("regex", value, param)
+    message = "`response_format.value` is a JSON Schema with the type 'json' or 'json_object', and a pattern with the type 'regex'."
+    raise InvalidRequest(message, param=param)
 
 
 def _of_structured_outputs(given: StructuredOutputs) -> OutputConstraint:

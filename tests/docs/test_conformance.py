@@ -23,7 +23,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 VALUES: dict[str, Any] = {
-    "activation": "softmax",
     "add_generation_prompt": True,
     "apply_softmax": True,
     "bad_words": ["bad"],
@@ -94,6 +93,7 @@ VALUES: dict[str, Any] = {
     "truncate_prompt_tokens": 50,
     "truncation": "auto",
     "truncation_direction": "left",
+    "truncation_side": "left",
     "user": "me",
 }
 """A valid value of each parameter that works and is no flag."""
@@ -154,7 +154,8 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
         (name, "score"): PAIR
         for name in (
             *("text_1", "text_2", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query"),
-            *("truncation_direction", "instruction", "instruct", "raw_scores"),
+            *("truncation_direction", "truncation_side", "instruction", "instruct"),
+            *("raw_scores", "use_activation", "activation", "softmax"),
         )
     },
     **{(name, endpoint): OF_CATALOGUE for endpoint in ("score", "rerank") for name in ("catalogue", "ids")},
@@ -163,6 +164,7 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
     ("return_token_logprobs", "score"): LIKELIHOOD,
     ("queries", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
     ("documents", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
+    **{(name, "score"): {"model": "fake", "data_1": "a", "data_2": ["b"]} for name in ("data_1", "data_2")},
     ("labels", "score"): {"model": "fake", "query": "a", "items": ["b"]},
     ("texts", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
     ("return_text", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
@@ -260,4 +262,4 @@ def test_the_table_has_every_parameter() -> None:
 
 def test_the_samples_are_of_parameters() -> None:
     names = set(shown())
-    assert set(VALUES) | {name for name, _ in (*VALUES_AT, *WITH, *INSTEAD)} <= names | {"activation"}
+    assert set(VALUES) | {name for name, _ in (*VALUES_AT, *WITH, *INSTEAD)} <= names

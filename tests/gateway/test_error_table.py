@@ -259,9 +259,13 @@ def test_more_requests_than_admitted(start: Start) -> None:
 
 def test_what_a_model_cannot_do(start: Start) -> None:
     scorer, writer = FakeEngine(model="scorer", capabilities=("score",)), FakeEngine(model="writer", capabilities=("generate",))
-    client = start(scorer, writer)
-    assert "supports scoring only" in told(client.post("/v1/completions", json={**COMPLETION, "model": "scorer"}))["message"]
-    assert "does not score" in told(client.post("/v1/score", json={**SCORE, "model": "writer"}))["message"]
+    client = start(scorer, writer, FakeEngine(model="embedder", capabilities=("embed",), embedding_size=4))
+    for path, body, model, words in (
+        ("/v1/completions", COMPLETION, "scorer", "does not generate text; it serves /v1/rerank, /v1/score."),
+        ("/v1/score", SCORE, "writer", "does not score; it serves /v1/chat/completions."),
+        ("/v1/score", SCORE, "embedder", "does not score; it serves /v1/embeddings."),
+    ):
+        assert told(client.post(path, json={**body, "model": model}))["message"].endswith(words)
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,8 @@ def test_the_key_goes_to_clients_only(
     ((program, environment),) = becomes
     assert program[1:] == ["-m", module, "--help"]
     assert (variable in environment) == kept
+
+
+def test_the_version(yardstick: Yardstick) -> None:
+    done = yardstick("--version")
+    assert (done.returncode, done.stdout) == (0, f"{version('yardstick-llm')}\n")

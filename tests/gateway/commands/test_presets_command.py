@@ -21,7 +21,8 @@ def test_presets_are_listed_and_printed() -> None:
     listed = yardstick("presets")
     assert listed.returncode == 0, listed.stderr
     for name in builtin():
-        assert name[:12] in listed.stdout
+        assert f" {name} " in listed.stdout
+    assert "…" not in listed.stdout, "a pipe has 80 columns; names are folded, not cut"
     assert yardstick("presets", "zerank-2").stdout == builtin()["zerank-2"]
 
 

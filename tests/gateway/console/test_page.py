@@ -142,7 +142,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     expect(page.locator("#key-dialog")).to_be_hidden()
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")
-    code = page.locator("#rank-code code").inner_text()
+    code = page.locator("# code").inner_text()
     assert "$YARDSTICK_API_KEY" in code
     assert KEY not in code
     assert KEY not in page.content()
@@ -193,12 +193,38 @@ def test_less_motion(visit: Open, server: str) -> None:
         assert page.evaluate("getComputedStyle(document.querySelector('.bar-fill')).transitionDuration") == duration
 
 
-@pytest.mark.slow
 def test_addresses_of_panels(visit: Open, server: str) -> None:
     page = visit(f"{server}/#status")
     expect(page.locator("#panel-status")).to_be_visible()
+    page.goto(f"{server}/#write")
+    expect(page.locator("#panel-write")).to_be_visible()
+    expect(page.locator("#panel-status")).to_be_hidden()
     page.goto(f"{server}/?#%3Cimg%20src=x%3E")
     expect(page.locator("#panel-rank")).to_be_visible()
+
+
+@pytest.mark.parametrize("page_has", ["a clipboard", "no clipboard"])
+def test_copying(browser: Browser, server: str, page_has: str) -> None:
+    """Pages that are neither served by HTTPS nor by this machine have no ``navigator.clipboard``."""
+    context = browser.new_context(permissions=["clipboard-write"])
+    page = context.new_page()
+    if page_has == "no clipboard":
+        page.add_init_script("Object.defineProperty(Navigator.prototype, 'clipboard', {value: undefined})")
+    page.goto(server)
+    ready(page)
+    button = page.locator("#rank-code").get_by_role("button", name="Cop")
+    for _ in range(2):
+        button.click()
+    expect(button).to_have_text("Copied")
+    expect(button).to_be_focused()
+    expect(button).to_have_text("Copy")
+    page.fill("#rank-query", "")
+    page.focus("#rank-query")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#rank-query").startswith(f"curl -N {server}/v1/rerank")
+    page.wait_for_timeout(200)
+    expect(button).to_have_text("Copy")
+    context.close()
 
 
 @pytest.mark.slow

@@ -276,6 +276,11 @@ def test_wrong_requests(shared: httpx.Client, body: dict[str, Any], param: str) 
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_reference_to_an_item_says_what_to_send(shared: httpx.Client) -> None:
+    error = shared.post(PATH, json=ASK | {"input": [{"type": "item_reference", "id": "msg_1"}]}).json()["error"]
+    assert error["message"].startswith("`input[0]` refers to a stored item, which is not supported: send the item itself")
+
+
 def test_a_conversation_of_as_many_items_as_allowed(start: Start) -> None:
     """Stored, continued, cut and listed."""
     engine = FakeEngine(says=ids("red"))

@@ -1,0 +1,108 @@
+"""Names and values of fields that clients of vLLM send."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.conftest import Start
+
+DOCUMENTS = ["the quick brown fox", "blue table"]
+PAIRS = {"text_1": "red shoes", "text_2": DOCUMENTS}
+RAW = [{"raw_scores": True}, {"use_activation": False}, {"activation": False}, {"softmax": False}]
+
+
+def scores(client: httpx.Client, **body: Any) -> list[float]:
+    return [entry["score"] for entry in client.post("/v1/score", json=body).raise_for_status().json()["data"]]
+
+
+def logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+@pytest.mark.parametrize(("one", "two"), [("data_1", "data_2"), ("queries", "items")])
+def test_other_names_of_pairs(shared: httpx.Client, one: str, two: str) -> None:
+    expected = scores(shared, **PAIRS)
+    assert scores(shared, **{one: "red shoes", two: DOCUMENTS}) == expected
+    assert scores(shared, **{one: ["red shoes"] * 2, two: DOCUMENTS}) == expected
+    assert scores(shared, **{one: "red shoes", two: DOCUMENTS[0]}) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"queries": "a", "items": []}, "items"),
+        ({"queries": "a", "items": ["b", [1, 2]]}, "items[1]"),
+        ({"queries": "a", "items": ["b"], "documents": ["c"]}, "text_2"),
+        ({"queries": "a", "items": ["b"], "labels": [" Yes"]}, "labels"),
+        ({"text_1": "a", "data_1": "a", "text_2": "b"}, "text_1"),
+        ({"data_1": "a", "data_2": "b", "catalogue": "c", "ids": ["a"]}, "data_1"),
+    ],
+)
+def test_names_are_not_mixed(shared: httpx.Client, body: dict[str, Any], param: str) -> None:
+    shared.put("/v1/catalogues/c", json={"labels": [" Yes"]}).raise_for_status()
+    shared.put("/v1/catalogues/c/items", json=[{"id": "a", "text": "b"}]).raise_for_status()
+    answer = shared.post("/v1/score", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_scores_of_pairs_and_ranks_before_the_activation(shared: httpx.Client, raw: dict[str, bool]) -> None:
+    logits = [logit(score) for score in scores(shared, **PAIRS)]
+    assert scores(shared, **PAIRS, **raw) == pytest.approx(logits)
+    ranked = shared.post("/rerank", json={"query": "red shoes", "documents": DOCUMENTS} | raw).raise_for_status().json()
+    assert {rank["index"]: rank["relevance_score"] for rank in ranked["results"]} == pytest.approx(dict(enumerate(logits)))
+    lines = shared.post("/v1/score", json=PAIRS | raw | {"stream": True}).text.split("\n\n")
+    sent = [entry for line in lines[:-3] for entry in json.loads(line.removeprefix("data: "))["data"]]
+    assert {entry["index"]: entry["score"] for entry in sent} == pytest.approx(dict(enumerate(logits)))
+
+
+@pytest.mark.parametrize("name", ["use_activation", "activation", "softmax"])
+def test_an_activation_that_is_asked_for(shared: httpx.Client, name: str) -> None:
+    assert scores(shared, **PAIRS, **{name: True}) == scores(shared, **PAIRS)
+    labels = {"query": "a", "items": ["b"], "labels": [" Yes"], name: True}
+    answer = shared.post("/v1/score", json=labels)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert "apply_softmax" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("raw", RAW)
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_logits_of_classes(start: Start, raw: dict[str, bool], *, multi_label: bool) -> None:
+    engine = FakeEngine(capabilities=("classify",), classes=("anger", "joy"), multi_label=multi_label)
+    (entry,) = start(engine).post("/v1/classify", json={"input": "blue table"} | raw).raise_for_status().json()["data"]
+    assert entry["probs"] == pytest.approx(logprobs_after(ids("blue table"), engine.vocab_size)[:2])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_that_is_cut(shared: httpx.Client, side: str) -> None:
+    body = {"text_1": "red", "text_2": ["one two three four five six seven eight"], "max_tokens_per_doc": 4}
+    expected = scores(shared, **body, truncation_direction=side)
+    assert scores(shared, **body, truncation_side=side) == expected
+    assert scores(shared, **body, truncation_side=side, truncation_direction=None) == expected
+    assert (scores(shared, **body, truncation_direction=None) == expected) == (side == "right")
+
+
+def test_zero_tokens_mean_no_limit(shared: httpx.Client) -> None:
+    assert scores(shared, **PAIRS, max_tokens_per_doc=0, max_tokens_per_query=0) == scores(shared, **PAIRS)
+
+
+def test_a_refusal_in_an_earlier_answer_is_text(shared: httpx.Client) -> None:
+    def tokens(content: Any) -> list[int]:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}, {"role": "user", "content": "b"}]
+        found: list[int] = shared.post("/tokenize", json={"messages": messages}).raise_for_status().json()["tokens"]
+        return found
+
+    assert tokens([{"type": "refusal", "refusal": "I cannot."}]) == tokens("I cannot.")
+
+
+def test_an_unknown_kind_of_part_names_the_known_ones(shared: httpx.Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]
+    error = shared.post("/v1/chat/completions", json={"messages": messages}).json()["error"]
+    assert error["param"] == "messages[0].content[0].type"
+    assert error["message"].endswith("invalid value 'input_audio'; it is one of 'text', 'image_url', 'refusal'.")

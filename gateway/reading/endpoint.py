@@ -47,7 +47,7 @@ class Model:
     vocabulary: Vocabulary
     bounds: Bounds
     text: TextSide | None = None
-    """None on the event loop, which reads token ids only."""
+    """None where the event loop reads token ids."""
     formats: Formats = field(default_factory=Formats)
     earlier: bytes = b""
     """Input of a request besides its body: the items of the conversation that it continues, as JSON values with commas between
@@ -57,8 +57,8 @@ class Model:
 
     @property
     def texts(self) -> TextSide:
-        """The tokeniser and template, in worker processes."""
-        assert self.text is not None, "texts are read in worker processes"
+        """The tokeniser and template, which a request of texts needs."""
+        assert self.text is not None, "the event loop reads token ids without them"
         return self.text
 
 
@@ -75,6 +75,8 @@ class Endpoint(Generic[T]):
     """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
+    is_small: Callable[[T], bool] = lambda _: False
+    """Whether ``read`` needs only the tokeniser and the chat template, so that the event loop may read a short body."""
     urls: Callable[[T], dict[str, str]] = lambda _: {}
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
     least_items: int = 0

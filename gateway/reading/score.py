@@ -48,16 +48,15 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
     refused: list[Refusal] = []
     if request.partial_results:
         items, refused = fitting_items(query, model, items)
+    prefix: list[int] = []
+    suffix: list[int] = []
     try:
         if request.item_first:
             rows, suffix = item_first_prompts(request, model, query, items)
-            prefix: list[int] = []
+        elif isinstance(query, str):
+            prefix, rows = tokenise_texts(request, model, query, items)
         else:
-            suffix = []
-            if isinstance(query, str):
-                prefix, rows = tokenise_texts(request, model, query, items)
-            else:
-                prefix, rows = join_token_ids(model, query, items)
+            prefix, rows = join_token_ids(model, query, items)
     except EmptyPromptError as error:
         raise InvalidRequest(f"{error}.", param=f"items[{error.index}]") from None
     tokens = len(prefix) + sum(map(len, rows)) + len(suffix) * len(rows)
@@ -110,6 +109,7 @@ SCORE = reading_content(
         },
         read=_read,
         is_light=_is_light,
+        is_small=lambda request: not (request.paired or request.catalogue is not None or request.partial_results),
         characters=_characters,
         most_fields_bytes=NAMING_BYTES,
     )

@@ -35,6 +35,9 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """The template of one model. It is compiled at the first ``render``, so a model with an unusable template can still score."""
 
+    bounded = False
+    """Whether ``render`` bounds its own work, so that it needs no time limit."""
+
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens``: variables of the template, such as ``bos_token`` and ``eos_token``."""
         self.source = source
@@ -93,7 +96,7 @@ class ChatTemplate:
         if self.source is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or serve a model that has one")
         try:
-            template = _environment().from_string(self.source)
+            template = Environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the model's chat template is broken: line {error.lineno}: {error.message}") from error
         template.globals = dict(template.globals)  # every render copies them, which takes long from Jinja's ChainMap
@@ -113,7 +116,7 @@ class ChatTemplate:
     @cached_property
     def _variables(self) -> set[str]:
         """Names of the variables that the template does not set itself."""
-        return meta.find_undeclared_variables(_environment().parse(self.source or ""))
+        return undeclared(self.source or "")
 
     @cached_property
     def _takes_argument_objects(self) -> bool:
@@ -170,10 +173,16 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with limits on ``*`` and ``**``, with which a short template could fill the memory."""
+class Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with what templates may use, and with limits on ``*`` and ``**``, with which a short template could fill the
+    memory."""
 
     intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], **options)
+        self.filters["tojson"] = _tojson
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute ``left * right`` or ``left ** right``, unless the result would be huge."""
@@ -186,15 +195,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+def undeclared(source: str) -> set[str]:
+    """Return the names of the variables that a template does not set itself."""
+    return meta.find_undeclared_variables(Environment().parse(source))
+
+
 def _extent(value: Any) -> float:
     return abs(value) if isinstance(value, int | float) else len(value)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
 
 
 def _raise_exception(message: str) -> NoReturn:

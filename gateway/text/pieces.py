@@ -22,6 +22,8 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+from gateway.text.alternatives import any_of
+
 MAX_PIECES = 1 << 15
 """Most pieces that are kept, of some 300 bytes each. English prose of 400 kB has 6,000."""
 MAX_PIECE_CHARACTERS = 32
@@ -48,7 +50,7 @@ class Pieces:
         divides texts at them before all else."""
         self._dividing = dividing or {}
         self._findall = re.compile(_translated(expression)).findall
-        self._added = re.compile("|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True))) or "(?!)")
+        self._added = any_of(added_tokens)
         self._unsafe = _unsafe()
         self._encode = encode
         self._ids: dict[str, list[int]] = {}
@@ -85,15 +87,19 @@ class Pieces:
         return list(chain.from_iterable(map(known.__getitem__, pieces)))
 
     def _ids_of(self, pieces: set[str]) -> dict[str, list[int]]:
-        """Return the ids of each piece, and keep those of short pieces."""
+        """Return the ids of each piece."""
         known = {piece: ids for piece in pieces if (ids := self._ids.get(piece)) is not None}
         new = [piece for piece in pieces if piece not in known]
-        known |= zip(new, self._encode(new), strict=True)
-        kept = [piece for piece in new if len(piece) <= MAX_PIECE_CHARACTERS][:MAX_PIECES]
+        encoded = dict(zip(new, self._encode(new), strict=True))
+        self.keep(encoded)
+        return known | encoded
+
+    def keep(self, encoded: dict[str, list[int]]) -> None:
+        """Keep the ids of short pieces."""
+        kept = [piece for piece in encoded if len(piece) <= MAX_PIECE_CHARACTERS][:MAX_PIECES]
         if len(self._ids) + len(kept) > MAX_PIECES:
             self._ids.clear()
-        self._ids |= {piece: known[piece] for piece in kept}
-        return known
+        self._ids |= {piece: encoded[piece] for piece in kept}
 
 
 def expression_of(document: dict[str, Any]) -> str | None:

@@ -21,6 +21,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
+from gateway.text.alternatives import any_of
+
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 
@@ -58,8 +60,7 @@ class ControlTokens:
         self._flags: dict[str, Flags] = {
             token["content"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in controls
         }
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = any_of(self._ids) if self._ids else None
         self._prefixes = {text[:end] for text in self._ids for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in self._ids for start in range(1, len(text))}
         self._longest = max(map(len, self._ids), default=0)

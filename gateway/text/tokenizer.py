@@ -1,4 +1,5 @@
-"""A model's tokeniser: converts text to exact token ids. Only the fork server and worker processes have one.
+"""A model's tokeniser: converts text to exact token ids. The fork server and worker processes have one; the
+event loop has another for short texts (``small.py``).
 
 Common texts are encoded piece by piece (``pieces.py``), others by the ``tokenizers`` library, one text at a time. Long texts are
 encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
@@ -70,7 +71,7 @@ class Tokenizer(Vocabulary):
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
         expression = expression_of(document) if self._cuts else None
         contents = [*(token["content"] for token in added), *(token.content for token in [*self._sentinels.values(), *marks])]
-        dividing = self._added if all(map(_divides, added)) else None
+        dividing = self._added if all(map(divides, added)) else None
         self._pieces = Pieces(expression, contents, self._by_library, dividing) if expression else None
 
     @classmethod
@@ -274,7 +275,7 @@ def _sentinel(lstrip: bool, rstrip: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(f"\ue000{secrets.token_hex(16)}\ue001", lstrip=lstrip, rstrip=rstrip, normalized=False)
 
 
-def _divides(token: dict[str, Any]) -> bool:
+def divides(token: dict[str, Any]) -> bool:
     """Whether the library divides texts at an added token exactly where it is spelled, before it normalises them."""
     return not any(token.get(name) for name in ("lstrip", "rstrip", "normalized", "single_word"))
 

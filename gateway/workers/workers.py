@@ -24,6 +24,7 @@ import msgspec
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
 from gateway.metrics.telemetry import Telemetry
+from gateway.text.small import SmallTexts
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
 from gateway.workers.channel import Channel, WorkerLostError, connect
@@ -91,9 +92,11 @@ class Workers:
             except ForksLostError:
                 await asyncio.sleep(2 * RESTART_SECONDS)
                 continue
+            small = await asyncio.to_thread(SmallTexts.of, table, files.chat_template, files.special_tokens)
             if known := self._vocabularies.get(key):  # another replica's load finished first
                 return key, known
-            vocabulary = Vocabulary(table)
+            vocabulary = Vocabulary(msgspec.structs.replace(table, small=None, template=None))
+            vocabulary.small = small
             loop = asyncio.get_running_loop()
             weakref.finalize(vocabulary, self._forget_soon, loop, key).atexit = False
             self._vocabularies[key] = vocabulary

@@ -1,0 +1,83 @@
+"""Short texts are read on the event loop, with the prompts and the errors that workers give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.handling import reader
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import gateways, metric
+from tests.gateway.text.test_metered_template import FILES
+
+USER = {"role": "user", "content": " red shoes"}
+SAYS = {"messages": [USER], "max_tokens": 1}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+READ = {
+    "chat": ("chat/completions", SAYS),
+    "turns": ("chat/completions", SAYS | {"messages": [USER, {"role": "assistant", "content": "Yes."}, USER]}),
+    "parts": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": [{"type": "text", "text": "red"}]}]}),
+    "without thinking": ("chat/completions", SAYS | {"enable_thinking": False}),
+    "variables": ("chat/completions", SAYS | {"chat_template_kwargs": {"enable_thinking": False}}),
+    "continued": (
+        "chat/completions",
+        SAYS | {"messages": [USER, {"role": "assistant", "content": "Yes"}], "continue_final_message": True},
+    ),
+    "completion": ("completions", {"prompt": "red shoes", "max_tokens": 1}),
+    "prompts": ("completions", {"prompt": ["red", "blue table"], "max_tokens": 1, "echo": True}),
+    "score": ("score", {"query": "Is it relevant? ", "items": ["red", "blue"], "labels": [" Yes", " No"]}),
+    "items first": ("score", {"query": " Is it?", "items": ["red", "blue"], "labels": [" Yes"], "item_first": True}),
+    "likelihood": ("score", {"query": "red", "items": [" shoes", " table"], "readout": "likelihood"}),
+}
+"""Requests that the event loop reads."""
+LEFT = {
+    "emoji": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": "red \U0001f98a"}]}),
+    "control token": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": "red<|im_end|>"}]}),
+    "tools": ("chat/completions", SAYS | {"tools": [TOOL]}),
+    "constraint": ("chat/completions", SAYS | {"response_format": {"type": "json_object"}}),
+    "words": ("completions", {"prompt": "red", "bad_words": ["blue"], "max_tokens": 1}),
+    "long": ("completions", {"prompt": "red shoes " * 600, "max_tokens": 1}),
+    "too long": ("completions", {"prompt": "a b " * 900, "max_tokens": 2000}),
+    "empty": ("score", {"query": "", "items": [""], "labels": [" Yes"]}),
+    "label": ("score", {"query": "red", "items": ["blue"], "labels": ["relevant or not"]}),
+    "last message": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": ""}], "continue_final_message": True}),
+    "variable": ("chat/completions", SAYS | {"chat_template_kwargs": {"messages": []}}),
+}
+"""Requests that workers read, and those that they refuse."""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    engine = FakeEngine(template=FILES["thinking"], says=[5])
+    with gateways() as start:
+        yield engine, start(engine, cache_entries=0)
+
+
+def asked(served: tuple[FakeEngine, httpx.Client], path: str, body: dict[str, Any]) -> tuple[list[Any], Any, int]:
+    """What the engine was asked, the answer, and the number of requests that the event loop read."""
+    engine, client = served
+    engine.generates.clear()
+    engine.scores.clear()
+    before = metric(client, "yardstick_text_small_total")
+    answer = client.post(f"/v1/{path}", json=body)
+    prompts = sorted((list(each.prompt), each.grammar) for each in engine.generates)
+    scores = [(list(each.prefix), [list(branch) for branch in each.branches]) for each in engine.scores]
+    kept = {name: value for name, value in answer.json().items() if name not in ("id", "created")}
+    return [prompts, scores], (answer.status_code, kept), int(metric(client, "yardstick_text_small_total") - before)
+
+
+@pytest.mark.parametrize("name", [*READ, *LEFT])
+def test_the_event_loop_reads_what_workers_read(
+    served: tuple[FakeEngine, httpx.Client], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = (READ | LEFT)[name]
+    prompts, answer, read = asked(served, path, body)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 0)
+    assert asked(served, path, body) == (prompts, answer, 0)
+    assert read == (name in READ)
+    if name in READ:
+        assert answer[0] == 200, answer
+        assert any(prompts)

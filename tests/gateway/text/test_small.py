@@ -1,0 +1,161 @@
+"""Short texts get on the event loop exactly the ids that workers give them, or are left to workers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from gateway.text import small as module
+from gateway.text.alternatives import any_of
+from gateway.text.bounds import NeedsWorker
+from gateway.text.merges import Merges, merge_table
+from gateway.text.prompts import tokenise_pairs
+from gateway.text.small import SmallTokenizer, small_table
+from gateway.text.special import Marked
+from gateway.text.tokenizer import Tokenizer
+from tests.gateway.text.conftest import CORPUS, CUTTABLE, byte_level, from_library, sentencepiece
+from tests.gateway.text.test_cuts import TEXT
+from tests.gateway.text.test_pieces import BY_PIECES, PROSE, SAID
+
+
+def small_of(library: Library) -> SmallTokenizer:
+    tokenizer = from_library(library)
+    table = small_table(tokenizer, json.loads(library.to_str()))
+    assert table is not None
+    return SmallTokenizer(tokenizer.table, table)
+
+
+@cache
+def pair(name: str) -> tuple[Tokenizer, SmallTokenizer]:
+    """A tokeniser of workers, and the one of the event loop."""
+    return from_library(CUTTABLE[name]()), small_of(CUTTABLE[name]())
+
+
+def or_worker(small: SmallTokenizer, encode: Callable[[], list[int]]) -> list[int] | None:
+    small.begin()
+    try:
+        return encode()
+    except NeedsWorker:
+        return None
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(name=st.sampled_from(BY_PIECES), text=TEXT, special=st.booleans(), parsed=st.booleans())
+def test_ids_are_those_of_workers(name: str, text: str, special: bool, parsed: bool) -> None:
+    tokenizer, small = pair(name)
+    options = {"add_special_tokens": special, "parse_special_tokens": parsed}
+    found = or_worker(small, lambda: small.encode(text, **options))
+    assert found in (None, tokenizer.encode(text, **options))
+
+
+@pytest.mark.parametrize("name", BY_PIECES)
+def test_prose_is_read(name: str) -> None:
+    tokenizer, small = pair(name)
+    lines = [line for line in PROSE.splitlines() if line and "  " not in line]
+    found = {line: or_worker(small, lambda line=line: small.encode(line)) for line in lines}
+    read = {line: ids for line, ids in found.items() if ids is not None}
+    assert len(read) > 0.8 * len(lines)
+    assert read == {line: tokenizer.encode(line) for line in read}
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(parts=st.lists(st.sampled_from(SAID), max_size=9))
+def test_conversations_have_the_templates_control_tokens(parts: list[str]) -> None:
+    tokenizer, small = pair("qwen")
+    text = "".join(parts)
+    assert or_worker(small, lambda: small.encode_marked(Marked(text))) == tokenizer.encode_marked(Marked(text))
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(name=st.sampled_from(BY_PIECES), query=TEXT, items=st.lists(TEXT.filter(bool), min_size=1, max_size=3))
+def test_prefix_and_branches_are_those_of_workers(name: str, query: str, items: list[str]) -> None:
+    tokenizer, small = pair(name)
+    small.begin()
+    try:
+        found = tokenise_pairs(small, query, items)
+    except NeedsWorker:
+        return
+    assert found == tokenise_pairs(tokenizer, query, items)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda small: small.encode("e\u0301"),
+        lambda small: small.encode("a" * 40),
+        lambda small: small.encode(" ".join(f"wo{chr(97 + place)}{chr(97 + place)}denoodwoden" for place in range(26))),
+        lambda small: small.encode("a " * module.MAX_CHARACTERS),
+        lambda small: [small.encode("a") for _ in range(1000)],
+        lambda small: small.encode_marked(Marked("a", "\U000f0000")),
+        lambda small: small.shorten("a b c", 1),
+        lambda small: small.spelled([1]),
+    ],
+)
+def test_other_texts_are_left_to_workers(call: Callable[[SmallTokenizer], object]) -> None:
+    small = small_of(byte_level())
+    with pytest.raises(NeedsWorker):
+        call(small)
+    small.begin()
+    assert small.encode("a b") == from_library(byte_level()).encode("a b")
+
+
+def test_a_text_with_many_new_words_is_read_when_they_are_known() -> None:
+    small, text = small_of(byte_level()), " ".join(f"wo{chr(97 + place)}{chr(97 + place)}denoodwoden" for place in range(26))
+    tried = [or_worker(small, lambda: small.encode(text)) for _ in range(4)]
+    assert tried[0] is None
+    assert tried[-1] == from_library(byte_level()).encode(text)
+
+
+def test_tokenisers_of_another_kind_are_left_to_workers() -> None:
+    for library in (sentencepiece(metaspace=True), CUTTABLE["digits"]()):
+        assert small_table(from_library(library), json.loads(library.to_str())) is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_merges_are_those_of_the_library(whole: bool) -> None:
+    document = json.loads(byte_level().to_str())
+    document["model"]["ignore_merges"] = whole
+    # A token that no merge makes: it occurs only as a whole piece.
+    document["model"]["vocab"]["zebra"] = max(document["model"]["vocab"].values()) + 50
+    library = Library.from_str(json.dumps(document))
+    tokenizer = Tokenizer(library)
+    merges = Merges(merge_table(document, tokenizer.token_bytes), tokenizer.token_bytes)
+    drawn = random.Random(1)
+    pieces = {piece for line in CORPUS for piece in re.findall(r" ?\w+", line)} | {"zebra", " zebra", "zebras", "é"}
+    pieces |= {"".join(drawn.choices("woden rustabliq", k=drawn.randint(1, 12))) for _ in range(300)}
+    for piece in sorted(pieces):
+        before = library.pre_tokenizer.pre_tokenize_str(piece)
+        if len(before) == 1:
+            assert merges.encode(piece.encode()) == library.encode(piece, add_special_tokens=False).ids, piece
+    assert (len(merges.encode(b"zebra")) == 1) == whole
+
+
+@given(texts=st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=8), text=st.text("ab<|", max_size=30))
+def test_one_expression_finds_the_longest_text(texts: list[str], text: str) -> None:
+    longest_first = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+    assert any_of(texts).findall(text) == re.findall(longest_first, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["<|", "<|reserved_special_token_", "<", "a", " ", "\n ", "a\n", "'l", "1", "東", "<think>", " \t"]
+)
+def test_hostile_texts_take_little_time(text: str) -> None:
+    """One of 1000 reserved tokens could begin at every place."""
+    library = byte_level()
+    library.add_tokens([AddedToken(f"<|reserved_special_token_{number}|>", normalized=False) for number in range(1000)])
+    small = small_of(library)
+    long = (text * module.MAX_CHARACTERS)[: module.MAX_CHARACTERS - module.TEXT_CHARACTERS]
+    began = time.thread_time()
+    small.controls.may_form(long)
+    or_worker(small, lambda: small.encode(long))
+    assert time.thread_time() - began < 0.1, "some 0.001 s on an idle machine"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.commands.launch import Child
 from tests.gateway.commands.test_cli_serve import parent_of
-from tests.processes import Program
+from tests.processes import Program, free_port
 from tests.warm import as_in_production
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs start warm on Linux only")
@@ -31,6 +32,17 @@ def test_a_program_is_a_child_of_the_test(warm: bool) -> None:
         assert program.process.wait(20) == 0
     finally:
         program.close()
+
+
+def test_programs_of_a_command_start_warm() -> None:
+    """Those of ``yardstick serve`` and of offline runs, which end with their parent."""
+    child = Child("gateway", ["gateway", "--port", str(free_port()), "--engine", "http://127.0.0.1:9"])
+    try:
+        assert b"tests.warm" in Path(f"/proc/{child._process.pid}/cmdline").read_bytes()
+    finally:
+        child._process.kill()
+        child._process.wait()
+        child._process.stdout.close()
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Hostile and careless clients, as a program: ``python -m tests.attacks.hostile URL KEY SECONDS PAUSE [SEED]``.
 
-All behaviours run at once until SECONDS are over; each connection of the flood pauses for PAUSE seconds between two requests. The
-last line of the output is JSON: the number of answers by behaviour and status, and every 5xx that is not a 503 with ``Retry-After``.
+All behaviours run at once until SECONDS are over; each connection of the flood pauses for PAUSE seconds between two requests.
+The last line of the output is JSON: the number of answers by behaviour and status, and every 5xx that is not a 503 with
+``Retry-After``.
 """
 
 from __future__ import annotations

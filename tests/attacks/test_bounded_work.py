@@ -1,6 +1,6 @@
 """One request costs no more than its bounds: real gateways, real bodies, bounds on time, memory and the event loop.
 
-The bounds on time and memory have a margin for a machine with two cores on which other tests run: a job in a text worker takes at
+The bounds on time and memory have a margin for a machine with two cores on which another test runs: a job in a text worker takes at
 most 512 MiB.
 
 The bound on the event loop has none where Python is as fast as on the reference machine: no turn takes more than 5 ms. Where a
@@ -35,7 +35,7 @@ from tests.attacks.watched import STEP_SECONDS
 from tests.fakes import LIMITS, FakeEngine, Running, stop
 from tests.processes import Program, alive, wait_until
 
-pytestmark = pytest.mark.usefixtures("as_in_production")
+pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("as_in_production")]
 
 CONTEXT = 1 << 17
 SECONDS = 5.0

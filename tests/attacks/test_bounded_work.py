@@ -38,7 +38,7 @@ from tests.processes import Program, alive, wait_until
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("as_in_production")]
 
 CONTEXT = 1 << 17
-SECONDS = 5.0
+SECONDS = 8.0
 MIB = 640
 LIVEZ_SECONDS = 0.5
 TURN_SECONDS = 0.005

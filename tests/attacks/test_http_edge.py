@@ -162,6 +162,7 @@ def test_the_first_of_pipelined_requests_is_answered_and_the_connection_closed(
 @pytest.mark.waits
 def test_pipelined_bytes_are_not_kept(gateway: Program, engine: FakeEngine) -> None:
     body = json.dumps(ENDLESS).encode()
+    settled_mib(gateway.process.pid)
     with slow(engine, 0.01), Watch(gateway) as watch, connected(gateway) as connection:
         connection.sendall(request("/v1/completions", body))
         with suppress(OSError):

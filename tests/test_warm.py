@@ -13,7 +13,7 @@ import pytest
 
 from gateway.commands.launch import Child
 from tests.gateway.commands.test_cli_serve import parent_of
-from tests.processes import Program, free_port
+from tests.processes import Program, free_port, wait_until
 from tests.warm import as_in_production
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs start warm on Linux only")
@@ -28,6 +28,7 @@ def test_a_program_is_a_child_of_the_test(warm: bool) -> None:
         assert (b"tests.warm" in (proc / "cmdline").read_bytes()) == warm
         assert parent_of(proc / "stat") == os.getpid()
         assert program.process.stderr.readline().endswith(f"listening at {program.url}\n")
+        wait_until(lambda: "startup complete" in program.process.stderr.readline())
         program.process.send_signal(signal.SIGINT)
         assert program.process.wait(20) == 0
     finally:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests that EXPRESSION (of pytest's -m) selects, with more options of pytest: test.sh EXPRESSION [OPTION ...]. First those that
 # are not marked `alone`, in two processes for each core, because tests wait half of their time; then those marked
-# `waits`, two at a time; then the others, which measure time or load the machine, one by one. Fails where one of them fails. Reads
+# `waits`, two at a time; then the others, which measure time, one by one. Fails where one of them fails. Reads
 # PYTHON, the interpreter, PART: `parallel`, `waiting` or `alone` runs only that part, and WORKERS, the number of parallel processes.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +16,7 @@ if [ "${part:-parallel}" = parallel ]; then
   workers=${workers:-$(($(getconf _NPROCESSORS_ONLN) * 2))}
   OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n "$((workers > 8 ? 8 : workers))" --dist worksteal -m "not alone and $1" "${@:2}" || status=$?
 fi
-if [ "${part:-waiting}" = waiting ] && [[ $1 != "not slow"* ]]; then # they are all slow
+if [ "${part:-waiting}" = waiting ]; then
   OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n 2 --dist worksteal -m "waits and $1" "${@:2}" || status=$?
 fi
 if [ "${part:-alone}" = alone ]; then

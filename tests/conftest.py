@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 from tests import warm
+from tests.order import long_first
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CLUSTER = Path(__file__).parent / "cluster"
@@ -34,17 +36,6 @@ BESIDE_OTHERS = [
 ]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
-FIRST = [
-    Path(__file__).parent / path
-    for path in (
-        "gateway/console",
-        "attacks/test_soak.py",
-        "test_wheelhouse.py",
-        "test_lora_soak.py",
-        "clients",
-    )
-]
-"""Folders and files with tests of a minute or more: if they came last, other processes would have nothing left to do."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Examples have no deadline: beside other tests, a thread may not run for longer than any example takes.
@@ -130,9 +121,9 @@ def leaks() -> Iterator[None]:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no GPU; mark the tests in ``ALONE``; begin with those in ``FIRST``."""
-    items.sort(key=lambda item: not _is_first(item.path))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Skip tests marked ``gpu`` where there is no GPU, mark the tests in ``ALONE``, and order those that are selected."""
     for item in items:
         if _is_alone(item.path):
             item.add_marker("alone")
@@ -140,13 +131,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    yield
+    items[:] = long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 @cache
 def _is_alone(file: Path) -> bool:
     return file not in BESIDE_OTHERS and any(folder in file.parents for folder in ALONE)
-
-
-@cache
-def _is_first(file: Path) -> bool:
-    return any(each in (file, *file.parents) for each in FIRST)

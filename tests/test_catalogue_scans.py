@@ -166,7 +166,7 @@ def test_a_scan_has_every_item_once_and_ends_with_its_client(tmp_path: Path) -> 
 def test_scans_of_a_large_catalogue_beside_live_requests(tmp_path: Path, shared: bool) -> None:
     """Two scans: the second one's client leaves. Times are compared with those of the same requests before and after the scan, and
     with that of the scan. The reasons of the engine's growth are in docs/catalogue.md."""
-    with as_in_production(), serving(tmp_path, 40_000, shared=shared) as service, ThreadPoolExecutor() as threads:
+    with as_in_production(), serving(tmp_path, 20_000, shared=shared) as service, ThreadPoolExecutor() as threads:
         alone = [service.live() for _ in range(20)]
         before, peak, live, tokens = service.memory, service.memory, list[float](), service.computed
         began = time.monotonic()

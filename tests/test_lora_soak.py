@@ -1,6 +1,6 @@
 """An engine process whose adapters are loaded, replaced and unloaded while clients use them: right answers and flat memory.
 
-``LORA_SOAK_SECONDS`` chooses how long it lasts; the default is for CI.
+``LORA_SOAK_SECONDS`` chooses how long it lasts; the default is for CI. A slow machine takes longer, until there were enough loads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, some_tokens, write_adapter
 from tests.processes import Pod, wait_until
 
-SECONDS = float(os.environ.get("LORA_SOAK_SECONDS", "15"))
+SECONDS = float(os.environ.get("LORA_SOAK_SECONDS", "6"))
 ADAPTERS, NAMES, LOADED, ON_DEVICE = 8, ("a", "b", "c", "d"), 4, 2
 RANK = 128
 SLACK_MIB = 50
 """Growth that is allowed between a third of the time and the end, beside four adapters."""
+SLOW_SECONDS = 60
+"""Time for loads that are missing when the others are over."""
 LABELS, OUTPUT = [5, 17, 300], 6
 
 pytestmark = [pytest.mark.usefixtures("as_in_production"), pytest.mark.slow, pytest.mark.timeout(int(3 * SECONDS + 300))]
@@ -158,27 +160,30 @@ def resident_mib(pid: int) -> float:
 def test_adapters_come_and_go_under_load(soak: Soak) -> None:
     for adapter in range(ADAPTERS):
         soak.load(soak.pod.client, NAMES[0], adapter)
+    size = soak.pod.read("/adapters", wire.Adapters).adapters[0].bytes
+    enough = 1 + 3 * SLACK_MIB * 2**20 // size  # if a third of the adapters were kept, it would show
     threads = [threading.Thread(target=soak.follow, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     soak.over.wait(SECONDS / 3)
     loads, early = soak.counts["load"], resident_mib(soak.pod.loop_pid)
     soak.over.wait(2 * SECONDS / 3)
-    soak.over.set()
-    for thread in threads:
-        thread.join()
+    try:
+        wait_until(lambda: soak.over.is_set() or soak.counts["load"] > loads + enough, SLOW_SECONDS, pause=0.1)
+    finally:
+        soak.over.set()
+        for thread in threads:
+            thread.join()
     late = resident_mib(soak.pod.loop_pid)
     assert soak.faults == []
     stats = soak.pod.read("/stats", wire.Stats)
     wait_until(lambda: soak.pod.read("/stats", wire.Stats).running == 0)
     listed = soak.pod.read("/adapters", wire.Adapters).adapters
-    size = listed[0].bytes if listed else 0
     print(f"{dict(soak.counts)}, {stats.adapter_swaps} copies, {size / 2**20:.1f} MiB each, {early:.0f} MiB, later {late:.0f} MiB")
     for kind in ("load", "unload", "answer", "base", "missing"):
         assert soak.counts[kind] > 5, kind
     later = soak.counts["load"] - loads
     assert late - early < SLACK_MIB + 4 * size / 2**20, f"after {later} loads of {size / 2**20:.1f} MiB"
-    assert later * size / 2**20 > 3 * SLACK_MIB, "if a third of them were kept, it would show"
     wait_until(lambda: (stats := soak.pod.read("/stats", wire.Stats)).slots_free + stats.slots_cached == stats.slots_total)
     stats = soak.pod.read("/stats", wire.Stats)
     assert stats.adapter_bytes == sum(each.bytes for each in listed)

@@ -439,12 +439,13 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     pretend(machine, "python", f'echo "$*" >>"$LOG"; {ends}')
     done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=os.environ | tools_of(machine, "python"), timeout=60, check=False)
     assert done.returncode == ended
-    first, second = (machine / "log").read_text().splitlines()
+    first, second, third = (machine / "log").read_text().splitlines()
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     assert f"-n {min(8, 2 * cores)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
-    assert second == "-m pytest -q -m alone and not waits and not slow"
+    assert second == "-m pytest -q -n 2 --dist worksteal -m waits and not slow"
+    assert third == "-m pytest -q -m alone and not waits and not slow"
 
 
 @pytest.mark.parametrize(

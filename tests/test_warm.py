@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.commands.launch import Child
 from tests.gateway.commands.test_cli_serve import parent_of
-from tests.processes import Program
+from tests.processes import Program, free_port, wait_until
 from tests.warm import as_in_production
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs start warm on Linux only")
@@ -27,10 +28,22 @@ def test_a_program_is_a_child_of_the_test(warm: bool) -> None:
         assert (b"tests.warm" in (proc / "cmdline").read_bytes()) == warm
         assert parent_of(proc / "stat") == os.getpid()
         assert program.process.stderr.readline().endswith(f"listening at {program.url}\n")
+        wait_until(lambda: "startup complete" in program.process.stderr.readline())
         program.process.send_signal(signal.SIGINT)
         assert program.process.wait(20) == 0
     finally:
         program.close()
+
+
+def test_programs_of_a_command_start_warm() -> None:
+    """Those of ``yardstick serve`` and of offline runs, which end with their parent."""
+    child = Child("gateway", ["gateway", "--port", str(free_port()), "--engine", "http://127.0.0.1:9"])
+    try:
+        assert b"tests.warm" in Path(f"/proc/{child._process.pid}/cmdline").read_bytes()
+    finally:
+        child._process.kill()
+        child._process.wait()
+        child._process.stdout.close()
 
 
 @pytest.mark.slow

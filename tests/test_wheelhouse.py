@@ -68,7 +68,7 @@ def test_a_zip_with_anything_else_is_refused(tmp_path: Path, name: str) -> None:
 
 def only_torch(folder: Path) -> Path:
     """The Python of a new environment that has torch and triton of this one, and what they need."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     todo, seen = ["torch", "triton"], set()
     while todo:
@@ -105,10 +105,11 @@ def test_the_wheelhouse_is_all_that_a_host_with_torch_needs(tmp_path: Path) -> N
     assert sum(wheels.values()) < 70 << 20
 
     python = only_torch(tmp_path / "host")
-    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links", "wheelhouse"]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = ["install", "--quiet", "--no-compile", "--no-index", "--no-deps", "--find-links", "wheelhouse"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
     subprocess.run(
-        [python, *install, "--requirement", "wheelhouse/requirements.txt"], cwd=tmp_path, env=clean, check=True, timeout=120
+        [*pip, *install, "--requirement", "wheelhouse/requirements.txt"], cwd=tmp_path, env=clean, check=True, timeout=120
     )
     program = """
 import torch, flashinfer

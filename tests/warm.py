@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from engine.serving.environment import with_defaults
+from gateway.process.parent import ending_with
 
 _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.reading.forkserver")
 _COMMANDS = (
@@ -134,7 +135,7 @@ def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: 
     stdin, stdout, stderr, reports, new_session, before = (rest[place] for place in (0, 3, 5, 7, 9, 15))
     words = _module_and_arguments(arguments)
     warm = _enabled and directory is None and words
-    dies_with_parent = getattr(before, "__qualname__", "").startswith("_death_signal.")
+    dies_with_parent = getattr(before, "__qualname__", "").startswith(f"{ending_with.__qualname__}.")
     if warm and (before is None or dies_with_parent):
         others = [file for file in keep if file != reports]  # the program reports no failure of exec
         files = [place if file == -1 else file for place, file in enumerate((stdin, stdout, stderr))]

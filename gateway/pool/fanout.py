@@ -26,8 +26,9 @@ SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
 request leaves room for others."""
 
-LARGE_TOKENS = 1 << 15
-"""Tokens of a request above which its messages are built and sent one by one, so that the event loop serves others in between."""
+LARGE_TOKENS, LARGE_BRANCHES = 1 << 15, 1 << 11
+"""Tokens and branches of a request above which its messages are built and sent one by one, so that the event loop serves others in
+between."""
 
 MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
@@ -64,7 +65,7 @@ class FanOut:
         without it the sub-batch's :class:`GatewayError` is raised, and the sub-batches that are still running are cancelled.
         """
         in_flight, building = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready))), asyncio.Lock()
-        large = sum(map(len, branches)) > LARGE_TOKENS
+        large = len(branches) > LARGE_BRANCHES or sum(map(len, branches)) > LARGE_TOKENS
 
         async def compute(sub_batch: SubBatch) -> None:
             async with in_flight:

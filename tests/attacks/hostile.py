@@ -1,7 +1,8 @@
-"""Hostile and careless clients, as a program: ``python -m tests.attacks.hostile URL KEY SECONDS [SEED]``.
+"""Hostile and careless clients, as a program: ``python -m tests.attacks.hostile URL KEY SECONDS PAUSE [SEED]``.
 
-All behaviours run at once until SECONDS are over. The last line of the output is JSON: the number of answers by behaviour and
-status, and every 5xx that is not a 503 with ``Retry-After``.
+All behaviours run at once until SECONDS are over; each connection of the flood pauses for PAUSE seconds between two requests.
+The last line of the output is JSON: the number of answers by behaviour and status, and every 5xx that is not a 503 with
+``Retry-After``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Hostile:
 
     url: str
     key: str
+    pause: float
     seed: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Hostile:
         """Run every behaviour again and again for ``seconds``."""
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {self.key}"}, timeout=timeout) as self._session:
-            runs = [self._repeat(self.flood, seconds, pause=0.02) for _ in range(FLOOD_CONNECTIONS)]
+            runs = [self._repeat(self.flood, seconds, pause=self.pause) for _ in range(FLOOD_CONNECTIONS)]
             others = (
                 self.leave_a_stream,
                 self.leave_an_upload,
@@ -157,8 +159,8 @@ class Hostile:
 def main() -> None:
     """Attack, then print the summary."""
     os.nice(19)  # hostile clients bring their own processors, so this one must take none from the servers
-    url, key, seconds, *seed = sys.argv[1:]
-    hostile = Hostile(url, key, int(seed[0]) if seed else 0)
+    url, key, seconds, pause, *seed = sys.argv[1:]
+    hostile = Hostile(url, key, float(pause), int(seed[0]) if seed else 0)
     asyncio.run(hostile.run(float(seconds)))
     print(json.dumps({"answers": hostile.answers, "faults": hostile.faults}))
 

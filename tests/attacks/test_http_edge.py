@@ -159,8 +159,10 @@ def test_the_first_of_pipelined_requests_is_answered_and_the_connection_closed(
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 def test_pipelined_bytes_are_not_kept(gateway: Program, engine: FakeEngine) -> None:
     body = json.dumps(ENDLESS).encode()
+    settled_mib(gateway.process.pid)
     with slow(engine, 0.01), Watch(gateway) as watch, connected(gateway) as connection:
         connection.sendall(request("/v1/completions", body))
         with suppress(OSError):
@@ -242,6 +244,7 @@ def test_compressed_bodies_that_are_refused(gateway: Program, coding: str, body:
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 def test_a_compression_bomb_costs_neither_time_nor_memory(gateway: Program) -> None:
     packer = zlib.compressobj(wbits=31)
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)  # after a full flush, blocks can be repeated
@@ -341,6 +344,7 @@ FLOODS = {
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(("start", "more"), FLOODS.values(), ids=FLOODS.keys())
 def test_200_mb_of_headers_are_not_kept(gateway: Program, start: bytes, more: bytes) -> None:
     idle = tree_mib(gateway.process.pid)
@@ -370,6 +374,7 @@ def test_too_many_headers(gateway: Program) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("start", "more"),
     [
@@ -389,6 +394,7 @@ def test_what_a_chunked_body_carries_besides_data_is_bounded(gateway: Program, s
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 def test_tiny_chunks_are_read_and_do_not_block(gateway: Program) -> None:
     body = b" " * 200_000 + SCORE
     sent = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -467,6 +473,7 @@ def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:
     body = b" " * 60_000 + SCORE
     for size, status in ((3000, 200), (500, 408)):  # each twentieth of a second
@@ -509,6 +516,7 @@ def test_an_answer_that_is_not_read_ends_with_its_connection(start_gateway: Star
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.slow
 def test_idle_connections_cost_little(start_gateway: StartGateway) -> None:
     gateway = start_gateway(header_seconds=60)

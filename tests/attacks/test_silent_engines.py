@@ -219,6 +219,7 @@ def test_the_only_engine_is_stopped(pod: Pod, which: str) -> None:
         wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
 
 
+@pytest.mark.waits
 def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
     with stopped([pod.loop_pid]):
         wait_until(lambda: pod.client.get("/readyz").status_code == 503, 4)

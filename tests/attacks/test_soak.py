@@ -29,12 +29,16 @@ from tests.attacks.watch import Watch, tree_mib
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "45"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
 LATENCY_SECONDS = 300.0
 """Shortest soak that checks latencies."""
-QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 8.0
-INCIDENT_SECONDS = min(60.0, SECONDS / 3)
-"""Time between two engines that are stopped or killed. The default has one of each."""
+QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 4.0
+PAUSE_SECONDS = 0.0 if SECONDS >= LATENCY_SECONDS else 0.05
+"""Time between two requests of a well-behaved client: a soak that checks no latency leaves processors to other tests."""
+FLOOD_PAUSE = 0.02 if SECONDS >= LATENCY_SECONDS else 0.06
+"""Time between two requests on each connection of a hostile flood."""
+INCIDENT_SECONDS = min(60.0, SECONDS / 5)
+"""Time between two engines that are stopped or killed. There is one of each at least."""
 LAST_SECONDS = min(30.0, SECONDS / 4)
 """Time from the beginning of the last incident to the end."""
 SLACK_SECONDS = 0.05
@@ -147,6 +151,7 @@ class Clients:
                     except (aiohttp.ClientError, TimeoutError, AssertionError) as error:
                         failure = f"{type(error).__name__}: {error}"
                     self.samples.append(Sample(kind, began, time.monotonic() - began, failure))
+                    await asyncio.sleep(PAUSE_SECONDS)
 
     async def _score(self, session: aiohttp.ClientSession) -> list[float]:
         async with session.post(f"{self.url}/v1/score", json=BODY, headers={"cache-control": "no-store"}) as answer:
@@ -192,7 +197,7 @@ class Incidents:
         kinds = [self._deployment.stop_and_continue, self._deployment.kill_and_start]
         turn = 0
         try:
-            while time.monotonic() + INCIDENT_SECONDS / 2 + LAST_SECONDS < self._end:
+            while turn < len(kinds) or time.monotonic() + INCIDENT_SECONDS / 2 + LAST_SECONDS < self._end:
                 time.sleep(INCIDENT_SECONDS / 2)
                 began = time.monotonic()
                 kinds[turn % 2](turn // 2 % 2)
@@ -213,9 +218,8 @@ def test_soak(deployment: Deployment) -> None:
     asyncio.run(quiet.run(QUIET_SECONDS))
     idle = tree_mib(gateway.process.pid)
     loud = Clients(gateway.url, expected=quiet.expected)
-    hostile = subprocess.Popen(
-        [sys.executable, "-m", "tests.attacks.hostile", gateway.url, "hostile", str(SECONDS)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "tests.attacks.hostile", gateway.url, "hostile", str(SECONDS), str(FLOOD_PAUSE)]
+    hostile = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     incidents = Incidents(deployment, time.monotonic() + SECONDS)
     with Watch(gateway) as watch:
         asyncio.run(loud.run(SECONDS))
@@ -244,5 +248,4 @@ def test_soak(deployment: Deployment) -> None:
         if SECONDS >= LATENCY_SECONDS:
             assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS
         assert report[f"{kind} longest with incidents"] <= 10
-    time.sleep(10)
-    assert tree_mib(gateway.process.pid) - idle < MEMORY_MIB
+    wait_until(lambda: tree_mib(gateway.process.pid) - idle < MEMORY_MIB, pause=0.5)

@@ -1,4 +1,4 @@
-"""``python -m tests.attacks.watched``: the gateway, with a watchdog that looks every millisecond.
+"""``python -m tests.attacks.watched``: the gateway, with a watchdog that looks every millisecond and counts in small steps.
 
 With its own intervals it misses most turns that are shorter than 25 ms, as they begin and end between two looks.
 """
@@ -6,10 +6,16 @@ With its own intervals it misses most turns that are shorter than 25 ms, as they
 from __future__ import annotations
 
 import sys
+from functools import partialmethod
 
 from gateway.__main__ import main
+from gateway.metrics.process import ProcessMetrics
 from gateway.process import watchdog
+
+STEP_SECONDS, STEPS = 0.0005, 200
 
 if __name__ == "__main__":
     watchdog.BUSY_SECONDS = watchdog.CALM_SECONDS = watchdog.IDLE_SECONDS = 0.001
+    steps = tuple(STEP_SECONDS * step for step in range(1, STEPS + 1))
+    ProcessMetrics._histogram = partialmethod(ProcessMetrics._histogram, buckets=steps)
     sys.exit(main())

@@ -15,6 +15,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYST
 """Clients call no other server than the tested one."""
 MISSING = ("No matching distribution found", "ETARGET", "E404")
 """Errors of pip and npm where an index, such as a mirror, lacks a package."""
+ONE_BY_ONE = """
+import contextlib, io, json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    print(printed.getvalue().splitlines()[-1])
+"""
+"""A program that runs scripts, each of which prints JSON in its last line."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1"]
 
 
@@ -50,6 +60,15 @@ def run_client(script: str, *arguments: str, environment: str = "", seconds: flo
         directory = DATA
         command = [str(python_environment(name) / "bin" / "python"), "-I", "-W", "ignore", str(path)]
     return json.loads(run([*command, *arguments], directory, path, seconds, variables).splitlines()[-1])
+
+
+def run_together(environment: str, *runs: tuple[str, ...], seconds: float = RUN_SECONDS, **variables: str) -> list[Any]:
+    """What :func:`run_client` returns for each of ``runs``, a Python script and its arguments. They share one process, because
+    importing a client takes most of the time of a run."""
+    python = str(python_environment(environment) / "bin" / "python")
+    scripts = [[str(SCRIPTS / script), *arguments] for script, *arguments in runs]
+    command = [python, "-I", "-W", "ignore", "-c", ONE_BY_ONE, json.dumps(scripts)]
+    return [json.loads(line) for line in run(command, DATA, Path(os.devnull), seconds, variables).splitlines()[-len(runs) :]]
 
 
 def run_shell(script: str, *arguments: str, environment: str, seconds: float = RUN_SECONDS, **variables: str) -> str:
@@ -78,19 +97,50 @@ def run(command: list[str], directory: Path, stdin: Path, seconds: float, variab
 
 
 def python_environment(name: str) -> Path:
-    """The virtual environment with the packages of ``pins/<name>.txt``. Its packages are installed without their dependencies."""
-    pins = PINS / f"{name}.txt"
+    """The virtual environment with the packages of ``pins/<name>.txt``, without their dependencies. Those that ``.venv`` has in the
+    same versions are linked, the others installed."""
+    text = (PINS / f"{name}.txt").read_text(encoding="utf-8")
 
     def install(directory: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True, timeout=INSTALL_SECONDS)
-        if pins.read_text(encoding="utf-8").startswith(SHARED):
-            site = next((directory / "lib").glob("python*/site-packages"))
+        site = next((directory / "lib").glob("python*/site-packages"))
+        if text.startswith(SHARED):
             (site / "shared.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-        python = str(directory / "bin" / "python")
-        options = ["--quiet", "--no-deps", "--ignore-installed", "--no-compile", "--requirement", str(pins)]
-        download([*PIP, "--python", python, "install", *options], [*PIP, "index", "versions", "pip"])
+        if others := link_installed([line for line in text.splitlines() if not line.startswith("#")], site):
+            python = str(directory / "bin" / "python")
+            options = ["--quiet", "--no-deps", "--ignore-installed", "--no-compile", *others]
+            download([*PIP, "--python", python, "install", *options], [*PIP, "index", "versions", "pip"])
 
-    return ready(name, pins.read_bytes() + sys.version.encode(), install)
+    return ready(name, text.encode() + sys.version.encode(), install)
+
+
+def link_installed(pins: list[str], site: Path) -> list[str]:
+    """Link the packages that this interpreter has in the pinned versions into the folder ``site``, and return the other pins.
+
+    Each file is a hard link, so that pip, which replaces files and follows links to folders, cannot change ``.venv``.
+    """
+    others = []
+    for pin in pins:
+        package, _, version = pin.partition("==")
+        found = next(iter(metadata.distributions(name=package)), None)
+        if found is None or found.version != version:
+            others.append(pin)
+            continue
+        for file in found.files or ():
+            source = Path(str(found.locate_file(file)))
+            compiled = Path(cache_from_source(str(source)))
+            if file.parts[0] != ".." and file.suffix != ".pyc":
+                link(source, site / file)
+                if file.suffix == ".py" and compiled.exists():
+                    link(compiled, site / file.parent / "__pycache__" / compiled.name)
+    return others
+
+
+def link(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    target.hardlink_to(source)
 
 
 def node_environment(name: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 from engine import wire
 from tests import templates
-from tests.clients.environments import run_client
+from tests.clients.environments import run_client, run_together
 from tests.fakes import FakeEngine, ids, library
 from tests.gateway.conftest import gateways
 
@@ -48,17 +48,14 @@ def url(client: httpx.Client) -> str:
     return f"{client.base_url}".rstrip("/") + "/v1"
 
 
-def test_a_tool_loop(server: tuple[FakeEngine, httpx.Client]) -> None:
+def test_tool_loops(server: tuple[FakeEngine, httpx.Client]) -> None:
+    """One over stored responses is streamed, and one ends in a single answer."""
     engine, client = server
-    told = run_client("agents_loop.py", url(client), engine.model)
-    assert told == {"answer": ANSWER, "kinds": KINDS, "requests": 2}
+    given = (url(client), engine.model)
+    streamed, whole = run_together("agents", ("agents_stream.py", *given), ("agents_loop.py", *given))
+    assert streamed == {"answer": ANSWER, "streamed": ANSWER, "kinds": KINDS}
+    assert whole == {"answer": ANSWER, "kinds": KINDS, "requests": 2}
     assert "Be brief." in library().decode(engine.generates[-1].prompt)
-
-
-def test_a_streamed_tool_loop_over_stored_responses(server: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = server
-    told = run_client("agents_stream.py", url(client), engine.model)
-    assert told == {"answer": ANSWER, "streamed": ANSWER, "kinds": KINDS}
 
 
 def test_tool_loops_of_the_sdk_for_node(server: tuple[FakeEngine, httpx.Client]) -> None:

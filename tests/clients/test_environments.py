@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.clients import environments
-from tests.clients.environments import PINS, download, ready
+from tests.clients.environments import PINS, download, link_installed, ready
 
 
 def test_an_index_that_cannot_be_reached_skips() -> None:
@@ -35,6 +37,18 @@ def test_an_environment_is_made_once_and_again_if_it_was_not_finished(tmp_path: 
     assert ready("some", b"pins", install) == ready("some", b"pins", install) == made[0]
     assert len(made) == 2
     assert ready("some", b"other pins", install) != made[0]
+
+
+def test_packages_that_are_installed_in_the_pinned_version_are_linked(tmp_path: Path) -> None:
+    installed = metadata.version("httpx")
+    assert link_installed([f"httpx=={installed}", "idna==1.0", "no-such-package==1.0"], tmp_path) == [
+        "idna==1.0",
+        "no-such-package==1.0",
+    ]
+    (package,) = metadata.distributions(path=[str(tmp_path)])
+    assert (package.name, package.version) == ("httpx", installed)
+    assert (tmp_path / "httpx" / "__init__.py").samefile(httpx.__file__)
+    assert not (tmp_path / "idna").exists()
 
 
 @pytest.mark.parametrize("path", sorted(PINS.iterdir()), ids=lambda path: path.name)

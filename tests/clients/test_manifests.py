@@ -31,13 +31,10 @@ def test_other_controllers_take_the_charts_manifests(tmp_path: Path) -> None:
     assert errors(found, tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"pollInterval": 30}, "'\"pollInterval\"' does not exist in type"),
-        ({"maxReplicaCount": "4"}, "maxReplicaCount must be integer"),
-    ],
-)
-def test_wrong_manifests_are_found(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_wrong_manifests_are_found(tmp_path: Path) -> None:
     (scaler,) = [manifest for manifest in manifests(GITOPS) if manifest["kind"] == "ScaledObject"]
-    assert words in "\n".join(errors([scaler | {"spec": scaler["spec"] | change}], tmp_path))
+    changes: list[dict[str, Any]] = [{"pollInterval": 30}, {"maxReplicaCount": "4"}]
+    wrong, typed, *more = errors([scaler | {"spec": scaler["spec"] | change} for change in changes], tmp_path)
+    assert "maxReplicaCount must be integer" in wrong
+    assert "'\"pollInterval\"' does not exist in type" in typed
+    assert len(more) <= 1, "the type of the number"

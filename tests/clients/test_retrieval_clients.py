@@ -1,0 +1,87 @@
+"""Published clients get the results of ``/v1/rerank`` and ``/v1/embeddings`` that plain HTTP gets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients.environments import SCRIPTS, run, run_client, run_together
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+QUERY = "red running shoes"
+DOCUMENTS = ["blue table", "crimson jogging sneakers", "the lazy dog"]
+TEXTS = ["red running shoes", "blue table"]
+SDK_2 = Path(sys.prefix) / "openai-2"
+"""Where `make setup` puts version 2 of the OpenAI SDK."""
+
+
+def url_of(client: httpx.Client) -> str:
+    return str(client.base_url).rstrip("/")
+
+
+def best(client: httpx.Client, top_n: int = 2) -> list[list[Any]]:
+    """``[index, score]`` of the best documents, by plain HTTP."""
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": top_n}
+    results = client.post("/v1/rerank", json=body).raise_for_status().json()["results"]
+    return [[result["index"], pytest.approx(result["relevance_score"], abs=1e-6)] for result in results]
+
+
+def embeddings(client: httpx.Client, texts: list[str], **fields: int) -> list[Any]:
+    """The embeddings of ``texts``, by plain HTTP."""
+    answer = client.post("/v1/embeddings", json={"input": texts} | fields).raise_for_status().json()
+    return [pytest.approx(entry["embedding"], abs=1e-6) for entry in answer["data"]]
+
+
+@pytest.mark.parametrize("script", ["cohere_rerank.py", "llamaindex_rerank.py", "haystack_rerank.py"])
+def test_documents_come_best_first(reranker: httpx.Client, script: str) -> None:
+    assert run_client(script, url_of(reranker), "reranker") == best(reranker)
+
+
+def test_langchain(reranker: httpx.Client, embedder: httpx.Client) -> None:
+    ranked, embedded = run_together(
+        "langchain",
+        ("langchain_rerank.py", url_of(reranker), "reranker"),
+        ("langchain_embeddings.py", url_of(embedder), "embedder"),
+    )
+    assert ranked == best(reranker)
+    assert embedded == embeddings(embedder, [*TEXTS, TEXTS[0]])
+
+
+def test_litellm(reranker: httpx.Client, embedder: httpx.Client) -> None:
+    """The providers of rerankers differ in the paths and fields that LiteLLM sends."""
+    providers = ("hosted_vllm", "cohere", "jina_ai")
+    *ranked, embedded = run_together(
+        "litellm",
+        *[("litellm_rerank.py", url_of(reranker), f"{provider}/reranker") for provider in providers],
+        ("litellm_embeddings.py", url_of(embedder), "embedder"),
+    )
+    assert dict(zip(providers, ranked, strict=True)) == dict.fromkeys(providers, best(reranker))
+    assert embedded == embeddings(embedder, TEXTS)
+
+
+def test_the_external_reranker_of_open_webui(reranker: httpx.Client) -> None:
+    """Its package is too large to install: this is the request that it sends and the way it reads the answer."""
+    body = {"model": "reranker", "query": QUERY, "documents": DOCUMENTS, "top_n": len(DOCUMENTS)}
+    headers = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "someone"}
+    answer = httpx.post(f"{url_of(reranker)}/v1/rerank", json=body, headers=headers, timeout=20).raise_for_status().json()
+    ordered = sorted(answer["results"], key=lambda result: result["index"])
+    scores = [result["relevance_score"] for result in ordered]
+    assert sorted(enumerate(scores), key=lambda entry: -entry[1]) == [tuple(entry) for entry in best(reranker, top_n=3)]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_embeddings_of_the_openai_sdk(embedder: httpx.Client, version: int) -> None:
+    script = SCRIPTS / "openai_embeddings.py"
+    variables = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
+    printed = run([sys.executable, "-W", "ignore", str(script), url_of(embedder), "embedder"], SCRIPTS, script, 60, variables)
+    assert json.loads(printed) == embeddings(embedder, TEXTS, dimensions=16)
+
+
+def test_embeddings_of_the_openai_sdk_for_node(embedder: httpx.Client) -> None:
+    assert run_client("node_openai.mjs", url_of(embedder), "embedder") == embeddings(embedder, TEXTS)

@@ -1,4 +1,4 @@
-"""200,000 scored items in one process, some of them aborted: no slot is lost and memory stays flat."""
+"""100,000 scored items in one process, some of them aborted: no slot is lost and memory stays flat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 
-ITEMS = 100_000
+ITEMS = 50_000
 
 
 def resident_mib() -> float:

@@ -42,12 +42,12 @@ def test_a_short_run_writes_both_models(
     out, threads = tmp_path / "models", torch.get_num_threads()
     monkeypatch.setattr(train, "base_config", small(base_config))
     monkeypatch.setattr(train, "length_config", small(length_config))
-    monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--steps", "4", "--threads", "1"])
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--steps", "16", "--threads", "1"])
     try:
         train.main()
     finally:
         torch.set_num_threads(threads)
-    assert "base model: step     4 of 4" in capsys.readouterr().out
+    assert "base model: step    16 of 16" in capsys.readouterr().out
     assert load_model(out / "base").config.num_layers == load_lenvm(out / "lenvm").config.num_layers == 1
     assert json.loads((out / "lenvm" / "lenvm.json").read_text(encoding="utf-8")) == {"gamma": GAMMA}
     figures = json.loads((out / "figures.json").read_text(encoding="utf-8"))

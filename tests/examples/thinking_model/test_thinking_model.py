@@ -32,6 +32,7 @@ def test_every_thought_is_right_and_ends_with_the_answer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_short_run_of_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, with one narrow layer and short answers."""
 

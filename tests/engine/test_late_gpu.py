@@ -108,7 +108,7 @@ class Late:
 
     def assemble(self, base: Path, lenvm: Path | None = None, **settings: Any) -> Loop:
         decoder = self.gpu.move(load_model(base))
-        defaults = {"max_total_tokens": 2048, "max_batched_tokens": 64, "cuda_graphs": "off"}
+        defaults = {"max_total_tokens": 2048, "max_batched_tokens": 64, "max_wait_seconds": 3600, "cuda_graphs": "off"}
         given = EngineSettings(model="m", name="m", **(defaults | settings))
         paired = None if lenvm is None else PairedLenVM(self.gpu.move(load_lenvm(lenvm)), GAMMA)
         loop = assemble(decoder, given, "digest", paired, load_grammar_vocabulary(base, decoder.config))

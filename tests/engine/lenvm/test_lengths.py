@@ -29,7 +29,8 @@ MIN_P = 0.01
 @cache
 def loop() -> Loop:
     base, length = str(MODELS / "base"), str(MODELS / "lenvm")
-    return build_loop(EngineSettings(model=base, name="demo", lenvm_model=length, max_total_tokens=80_000))
+    settings = EngineSettings(model=base, name="demo", lenvm_model=length, max_total_tokens=80_000, max_wait_seconds=3600)
+    return build_loop(settings)
 
 
 @cache

@@ -42,7 +42,7 @@ def test_soak(tmp_path: Path, overlap: bool):
         if rng.random() < 0.2:
             loop.submit(wire.Abort(f"s{expected - rng.randint(1, 4)}"))
         ended += len(loop.step())
-        if expected % 400 == 0:
+        if expected % 100 == 0:
             check(loop._scheduler)
             after_warm_up = after_warm_up or resident_mib()
     while not loop.idle:

@@ -41,6 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Examples have no deadline: beside other tests, a thread may not run for longer than any example takes.
 hypothesis.settings.register_profile("whole", deadline=None)
 hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)  # for `make test`; the default is 100
+hypothesis.settings.register_profile("deep", max_examples=1000, deadline=None)  # by hand; see also tests/engine/depth.py
 hypothesis.settings.load_profile("whole")
 
 if DEVICE == "cpu" and HAS_TRITON:

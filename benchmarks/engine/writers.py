@@ -80,7 +80,13 @@ class Writer:
     ) -> None:
         """``rows``: largest number of texts at a time."""
         settings = EngineSettings(
-            model="bench", name="bench", dtype=dtype, max_total_tokens=slots, max_running_requests=rows, cuda_graphs=cuda_graphs
+            model="bench",
+            name="bench",
+            dtype=dtype,
+            max_total_tokens=slots,
+            max_running_requests=rows,
+            max_wait_seconds=3600,  # no request is refused, however slow the machine
+            cuda_graphs=cuda_graphs,
         )
         self.loop: Loop = assemble(decoder, settings, "bench", length)
         self.vocab_size = self.loop.info.vocab_size

@@ -38,7 +38,10 @@ class Row:
 def measure() -> list[Row]:
     """Generate the texts with the shipped models on a CPU."""
     base, length = str(MODELS / "base"), str(MODELS / "lenvm")
-    loop = build_loop(EngineSettings(model=base, name="demo", lenvm_model=length, device="cpu", max_total_tokens=40_000))
+    settings = EngineSettings(
+        model=base, name="demo", lenvm_model=length, device="cpu", max_total_tokens=40_000, max_wait_seconds=3600
+    )
+    loop = build_loop(settings)
     tokenizer = load_tokenizer(MODELS / "base")
     prompt = tokenizer.encode(chat(describe(PRODUCT))).ids
     rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -78,6 +79,18 @@ class Reference:
         for _ in range(count):
             tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens[len(prefix) :]
+
+
+@torch.inference_mode()
+def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int], count: int, banned: Sequence[int] = ()) -> None:
+    """``output`` has ``count`` tokens, each the most probable one after the tokens before it. ``model`` computes all at once.
+
+    ``banned``: tokens that cannot be drawn.
+    """
+    logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]  # [count, vocab]
+    logits[:, list(banned)] = float("-inf")
+    assert len(output) == count
+    assert output == logits.argmax(-1).tolist()
 
 
 def some_tokens(rng: random.Random, low: int, high: int) -> list[int]:

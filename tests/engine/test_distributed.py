@@ -110,10 +110,7 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
     "model",
     [
         "qwen3",
-        *[
-            pytest.param(family, marks=pytest.mark.slow)
-            for family in ("llama", "qwen2", "gemma2", "qwen2_moe", "qwen3_moe", "mixtral")
-        ],
+        *[pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "gemma2", "qwen2_moe")],
     ],
     indirect=True,
 )
@@ -131,7 +128,7 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3", "gemma2", "mixtral"], indirect=True)
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
 def test_drafts_of_two_processes_change_no_token(model: Path, start):
     """The prompt repeats itself, and the logits of its tokens are raised, so some drafts are taken and some are not."""
     words = [7, 30, 41, 55]
@@ -148,7 +145,7 @@ def test_drafts_of_two_processes_change_no_token(model: Path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen2_moe", "granitemoe"], indirect=True)
 def test_two_processes_with_whole_experts_give_the_numbers_of_one(model: Path, start):
     alone, pod = answers(model), start(model, "--expert-parallel", "2")
     for _ in range(2):

@@ -64,11 +64,10 @@ def answer(replies: list[wire.Reply]) -> wire.Scored:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"overlap": True}, marks=pytest.mark.slow),
         pytest.param({"max_batched_tokens": 23}, marks=pytest.mark.slow),
         {"max_total_tokens": 130, "max_batched_tokens": 33, "overlap": True},
     ],
-    ids=["whole", "chunks", "few slots and chunks"],
+    ids=["chunks", "few slots and chunks"],
 )
 def test_rows_equal_transformers(checkpoint: Path, reference: Reference, kind: str, settings: dict[str, int]) -> None:
     """All readouts, cold and warm, with items that share a beginning, equal items and items of one token."""

@@ -23,6 +23,7 @@ from engine.settings import EngineSettings
 from engine.wire import generation
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
+from tests.engine.parity import assert_greedy
 
 SHAPES = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 1},
@@ -32,11 +33,20 @@ SHAPES = {
 LABELS = [5, 17, 300]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in SHAPES], ids=SHAPES
-)
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPES[request.param])
+    """One of :data:`SHAPES`; qwen3 unless a test asks for others with :data:`of_each_shape`."""
+    name = getattr(request, "param", "qwen3")
+    return make_checkpoint(tmp_path_factory.mktemp(name), name, **SHAPES[name])
+
+
+of_each_shape = pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in SHAPES],
+    ids=SHAPES,
+    indirect=True,
+    scope="module",
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +57,22 @@ def reference(checkpoint: Path) -> PreTrainedModel:
 LOOPS = {"plain": False, "overlapped": True}
 
 
-def quick(*loops: str) -> list[object]:
-    """Both loops, of which the one that is not named is slow."""
-    return [pytest.param(LOOPS[name], id=name, marks=[] if name in loops else pytest.mark.slow) for name in LOOPS]
-
-
-@pytest.fixture(params=quick("overlapped"))
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loop]:
-    """Every test holds for both loops. The quick ones are of the overlapped loop, unless a test names both."""
+    """Builds the overlapped loop, in which steps are launched before the last one is read; a test may ask for the plain one too."""
 
     def build(**settings) -> Loop:
-        defaults = {"max_total_tokens": 4096, "overlap": request.param}
+        defaults = {"max_total_tokens": 4096, "overlap": getattr(request, "param", True)}
         return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
     return build
 
 
-in_both_loops = pytest.mark.parametrize("build", quick("plain", "overlapped"), indirect=True)
+in_both_loops = pytest.mark.parametrize("build", LOOPS.values(), ids=LOOPS, indirect=True)
+often_overlapped = pytest.mark.parametrize(
+    "build", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")], indirect=True
+)
+"""The plain loop is slow."""
 
 
 def run(loop: Loop, *messages: wire.Request, checked: bool = False) -> list[wire.Reply]:
@@ -114,6 +123,7 @@ def make_score(rng: random.Random, name: str, items: int = 8, query: int = 60) -
     return wire.Score(name, random_tokens(rng, 0, query), [random_tokens(rng, 1, 40) for _ in range(items)], wire.Labels(LABELS))
 
 
+@of_each_shape
 @in_both_loops
 def test_scores_equal_each_prompt_alone(build, reference):
     rng = random.Random(1)
@@ -126,13 +136,15 @@ def test_scores_equal_each_prompt_alone(build, reference):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("build", "settings"),
     [
-        {},
-        pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow),
-        pytest.param({"max_total_tokens": 130}, marks=pytest.mark.slow),
-        {"max_total_tokens": 130, "max_batched_tokens": 33},
+        (True, {}),
+        pytest.param(False, {"max_batched_tokens": 7}, marks=pytest.mark.slow),
+        pytest.param(True, {"max_total_tokens": 130}, marks=pytest.mark.slow),
+        pytest.param(False, {"max_total_tokens": 130, "max_batched_tokens": 33}, marks=pytest.mark.slow),
+        (True, {"max_total_tokens": 130, "max_batched_tokens": 33}),
     ],
+    indirect=["build"],
 )
 def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference, settings):
     rng = random.Random(2)
@@ -158,16 +170,8 @@ def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference,
         assert results["warm"].cached_tokens == len(message.prefix)
 
 
-@torch.inference_mode()
-def greedy(reference: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 @pytest.mark.slow
+@of_each_shape
 def test_greedy_generation_of_200_tokens(build, reference):
     rng = random.Random(3)
     prompts = [random_tokens(rng, 1, 90) for _ in range(3)]
@@ -175,9 +179,10 @@ def test_greedy_generation_of_200_tokens(build, reference):
     messages = [wire.Generate(f"g{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     replies = run(build(), *messages, make_score(rng, "beside"))
     for message in messages:
-        assert tokens_of(replies, message.id) == greedy(reference, message.prompt, 200)
+        assert_greedy(reference, message.prompt, tokens_of(replies, message.id), 200)
 
 
+@often_overlapped
 def test_preempted_generations_go_on_unchanged(build, reference):
     rng = random.Random(4)
     prompts = [random_tokens(rng, 20, 30) for _ in range(4)]
@@ -186,7 +191,7 @@ def test_preempted_generations_go_on_unchanged(build, reference):
     loop = build(max_total_tokens=128, max_batched_tokens=64)
     replies = run(loop, *messages, checked=True)
     for message in messages:
-        assert tokens_of(replies, message.id) == greedy(reference, message.prompt, 60)
+        assert_greedy(reference, message.prompt, tokens_of(replies, message.id), 60)
     assert loop.stats.computed_tokens > sum(len(prompt) + 59 for prompt in prompts)  # somebody was preempted
 
 
@@ -231,6 +236,7 @@ def test_prompt_logprobs_alone(build):
     assert (reply[0].tokens, reply[0].finish, len(reply[0].prompt_logprobs.chosen)) == ([], "length", 3)
 
 
+@often_overlapped
 def test_a_seed_gives_the_same_tokens_in_any_company(build):
     rng = random.Random(6)
     message = wire.Generate("g", random_tokens(rng, 30, 30), wire.Sampling(max_tokens=40, seed=77, ignore_eos=True, n=3, top_p=0.9))
@@ -252,6 +258,7 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build):
     assert tokens_of(rest, "g") == whole[11:]
 
 
+@often_overlapped
 def test_each_sequence_is_resumed_by_itself(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, n=3)
     whole = run(build(), wire.Generate("g", [9, 8, 7], sampling))
@@ -295,6 +302,7 @@ def test_a_finished_answer_is_cached_for_the_next_turn(build):
     assert replies[0].cached_tokens == len(prompt) + len(output) - 1
 
 
+@often_overlapped
 def test_abort_at_any_moment_ends_once_and_frees_all(build):
     rng = random.Random(8)
     loop = build(max_batched_tokens=24, max_total_tokens=300)

@@ -31,6 +31,8 @@ KINDS: list[dict[str, Any]] = [
     {"rank": 16, "use_rslora": True, "lora_alpha": 4},
     {"targets": ("gate_proj", "down_proj"), "rank": 2},
 ]
+OTHERS = ("llama", "qwen2", "gemma2", "olmo2", "granite")
+"""Families without norms of heads, with biases, with norms behind projections, with norms over all heads, with multipliers."""
 
 
 class Model(NamedTuple):
@@ -41,12 +43,10 @@ class Model(NamedTuple):
     merged: list[PreTrainedModel]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3", *[pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2", "gemma2", "olmo2", "granite")]],
-)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    directory = make_checkpoint(tmp_path_factory.mktemp("base"), request.param)
+    """A model of qwen3 unless a test names a family."""
+    directory = make_checkpoint(tmp_path_factory.mktemp("base"), getattr(request, "param", "qwen3"))
 
     def load() -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -79,15 +79,20 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+FEW = {"max_total_tokens": 150, "max_batched_tokens": 33, "max_loras_device": 1, "overlap": True}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "settings"),
     [
-        {},
-        {"max_loras_device": 2},
-        pytest.param({"max_batched_tokens": 16, "overlap": True}, marks=pytest.mark.slow),
-        {"max_total_tokens": 150, "max_batched_tokens": 33, "max_loras_device": 1, "overlap": True},
+        pytest.param("qwen3", {}, id="qwen3-plain"),
+        pytest.param("qwen3", {"max_loras_device": 2}, id="qwen3-paging"),
+        pytest.param("qwen3", {"max_batched_tokens": 16, "overlap": True}, marks=pytest.mark.slow, id="qwen3-chunks"),
+        pytest.param("qwen3", FEW, id="qwen3-few slots of both kinds"),
+        *(pytest.param(name, FEW, marks=pytest.mark.slow, id=f"{name}-few slots of both kinds") for name in OTHERS),
     ],
-    ids=["plain", "paging", "chunks", "few slots of both kinds"],
+    indirect=["model"],
+    scope="module",
 )
 def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]) -> None:
     """Requests have equal tokens with each adapter and with none, so that a wrong tree of the prefix cache shows as well."""
@@ -112,7 +117,12 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
     assert loop.stats.adapter_swaps >= len(model.adapters)
 
 
-@pytest.mark.parametrize("places", [16, 1])
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [("qwen3", 16), ("qwen3", 1), pytest.param("granite", 1, marks=pytest.mark.slow)],
+    indirect=["model"],
+    scope="module",
+)
 def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) -> None:
     """Adapters with a head for tokens, an embedding, both or none of their own, on few places of the device."""
     base = model.merged[0]
@@ -145,13 +155,17 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
 
 
 @pytest.mark.parametrize(
-    ("kernels", "fused"),
+    ("model", "kernels", "fused"),
     [
-        pytest.param(True, True, id="fused kernels"),
-        pytest.param(True, False, marks=pytest.mark.slow, id="kernels"),
-        pytest.param(False, True, id="fused references"),
-        pytest.param(False, False, id="references"),
+        pytest.param("qwen3", True, True, id="qwen3-fused kernels"),
+        pytest.param("qwen3", True, False, marks=pytest.mark.slow, id="qwen3-kernels"),
+        pytest.param("qwen3", False, True, id="qwen3-fused references"),
+        pytest.param("qwen3", False, False, id="qwen3-references"),
+        pytest.param("qwen2", True, True, marks=pytest.mark.slow, id="qwen2-fused kernels"),
+        *(pytest.param(name, False, True, marks=pytest.mark.slow, id=f"{name}-fused references") for name in OTHERS),
     ],
+    indirect=["model"],
+    scope="module",
 )
 def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tables that the engine makes, while adapters change their slots; ``kernels``: in Triton's interpreter."""
@@ -187,6 +201,7 @@ def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, 
     )
 
 
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_catalogue_items_and_likelihoods(model: Model) -> None:
     loop, rng = build(model, max_loras_device=2), random.Random(2)
     items, query = [some_tokens(rng, 5, 20) for _ in range(6)], some_tokens(rng, 4, 4)
@@ -272,6 +287,7 @@ def test_a_head_of_an_adapter_classifies(model: Model, tmp_path: Path) -> None:
     assert "cannot score" in refused.message
 
 
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_the_int8_base_takes_adapters(model: Model) -> None:
     if instructions() is None:
         pytest.skip("the processor has no 8-bit products")

@@ -61,10 +61,9 @@ def messages(digests: list[str], rng: random.Random) -> list[wire.Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after adapters were loaded and unloaded between replays. Replays launch nothing, and the graphs of the base model alone
-    have no work for adapters."""
+def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three adapters in two places, also after adapters were loaded and unloaded between replays. Replays launch nothing, and the
+    graphs of the base model alone have no work for adapters."""
     launched: list[int] = []
     monkeypatch.setattr(linear, "shrink_lora", lambda x, *given: launched.append(len(x)) or shrink_lora(x, *given))
 
@@ -74,7 +73,7 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
             late = Late(patch, never)
             with computing(late.gpu):
                 lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
-                given = {"max_loras_device": places, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
+                given = {"max_loras_device": 2, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
                 loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
                 layer = loop._runner._decoder.layers[0]
                 assert layer.attention.qkv_proj.defers
@@ -82,10 +81,10 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
                 captured, rng = len(launched), random.Random(1)
                 replies = run(loop, *messages([""], rng))
                 assert len(launched) == captured
-                for change in (None, "a1", "a2"):
-                    if change is not None:
-                        loop.adapters.unload(change)
-                        loop.adapters.load("new", adapters / ("a3" if change == "a1" else "a1"), replace=True)
+                for changed in (False, True):
+                    if changed:
+                        loop.adapters.unload("a1")
+                        loop.adapters.load("new", adapters / "a3")
                     digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
                     replies += run(loop, *messages(digests, rng))
                 assert loop.stats.adapter_swaps >= 4

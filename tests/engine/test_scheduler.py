@@ -19,6 +19,7 @@ from engine.requests.core import NOBODY, Branch, Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
 from engine.requests.item_group import ItemGroup
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
+from tests.engine.depth import seeds
 from tests.engine.integrity import SlotContents, check
 
 
@@ -281,7 +282,7 @@ def random_request(rng: random.Random, name: str, *, guided: bool = False, calle
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["", "guided"])
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12)]])
+@pytest.mark.parametrize("seed", seeds(quick=1, slow=6, deep=100))
 def test_random_requests_end_and_every_slot_has_one_owner(seed: int, guided: bool):
     rng = random.Random(seed)
     decided = rng.choice([0.0, 0.5, 0.9])

@@ -35,15 +35,19 @@ SERVED = [
 """Families and kinds; tests/engine/models/test_heads.py loads all of them."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(served, marks=[] if served[0] == "qwen3" else pytest.mark.slow) for served in SERVED],
-    ids=map("-".join, SERVED),
-)
+@pytest.fixture(scope="module", params=SERVED[: len(MODELS)], ids=map("-".join, SERVED[: len(MODELS)]))
 def model(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Family and kind."""
+    """Family and kind. A family changes the rows alone, so tests of other things have one."""
     family, kind = request.param
     return family, kind
+
+
+of_each_family = pytest.mark.parametrize(
+    "model",
+    [pytest.param(served, id="-".join(served), marks=[] if served[0] == "qwen3" else pytest.mark.slow) for served in SERVED],
+    indirect=True,
+    scope="module",
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +77,12 @@ def asked(model: tuple[str, str], reference: Reference) -> Asked:
     return Asked(messages, rows, [generation] if model[1].startswith("causal") else [])
 
 
-@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Build:
-    """Every test holds for the plain and for the overlapped loop."""
+    """Builds the overlapped loop, unless a test asks for the plain one."""
 
     def build(**settings: object) -> Loop:
-        defaults = {"max_total_tokens": 4096, "overlap": request.param}
+        defaults = {"max_total_tokens": 4096, "overlap": getattr(request, "param", True)}
         return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
     return build
@@ -106,14 +110,24 @@ def renamed(message: wire.Score, name: str) -> wire.Score:
     return msgspec.structs.replace(message, id=name)
 
 
+FEW = {"max_total_tokens": 130, "max_batched_tokens": 15}
+
+
+@of_each_family
+def test_rows_equal_transformers(build: Build, asked: Asked) -> None:
+    """In few slots and chunks."""
+    assert_rows(build, asked, FEW)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.slow, id="whole"),
-        pytest.param({"max_total_tokens": 130, "max_batched_tokens": 15}, id="few slots and chunks"),
-    ],
+    ("build", "settings"), [(False, {}), (True, {}), (False, FEW)], ids=["plain whole", "whole", "plain few"], indirect=["build"]
 )
-def test_rows_equal_transformers(build: Build, asked: Asked, settings: dict[str, int]) -> None:
+def test_rows_do_not_depend_on_the_schedule(build: Build, asked: Asked, settings: dict[str, int]) -> None:
+    assert_rows(build, asked, settings)
+
+
+def assert_rows(build: Build, asked: Asked, settings: dict[str, int]) -> None:
     """All readouts and generations in the same steps; then again with a warm cache, in another order."""
     messages, expected, company = asked
     loop = build(**settings)
@@ -202,6 +216,9 @@ def test_a_preempted_branch_begins_again(build: Build, reference: Reference, rea
 
 
 @pytest.mark.parametrize("model", [("qwen3", "causal mean")], ids="-".join, indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "build", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")], indirect=True
+)
 def test_rows_hold_under_random_load_and_aborts(build: Build, reference: Reference, model: tuple[str, str]) -> None:
     rng = random.Random(6)
     loop = build(max_total_tokens=200, max_batched_tokens=24, max_running_requests=5)

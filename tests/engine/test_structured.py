@@ -23,6 +23,7 @@ from engine.settings import EngineSettings
 from engine.structured import constraint
 from gateway.structure.grammar import of_choice, of_json_object, of_json_schema, of_regex
 from tests.checkpoints import END_OF_TURN, make_checkpoint
+from tests.engine.depth import seeds
 from tests.engine.integrity import check
 from tests.json_schemas import random_schema
 
@@ -44,12 +45,14 @@ def tokenizer(checkpoint: Path) -> tokenizers.Tokenizer:
 Build = Callable[..., Loop]
 
 
-@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
+    """Builds the overlapped loop, unless a test asks for the plain one."""
     made: list[Loop] = []
 
     def build(**settings: object) -> Loop:
-        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": request.param}
+        overlap = getattr(request, "param", True)
+        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": overlap}
         made.append(build_loop(EngineSettings(name="test", **(defaults | settings))))
         return made[-1]
 
@@ -107,16 +110,19 @@ def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count:
     return finished
 
 
+@pytest.mark.parametrize(
+    "build", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")], indirect=True
+)
 def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
     assert check_schemas(build(), tokenizer, seed=1, count=16) > 11
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", range(2))
-def test_four_hundred_schemas(checkpoint: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(slow=1, deep=10))
+def test_a_hundred_schemas(checkpoint: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
     loop = build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=16_384, threads=1))
-    assert check_schemas(loop, tokenizer, seed=100 + seed, count=200) > 150
+    assert check_schemas(loop, tokenizer, seed=100 + seed, count=100) > 75
     loop.close()
 
 
@@ -150,7 +156,15 @@ def test_patterns_choices_and_grammars(build: Build, tokenizer: tokenizers.Token
         assert re.fullmatch(pattern, text_of(tokenizer, tokens))
 
 
-@pytest.mark.parametrize(("items", "beside_tokens", "slots"), [(2, 24, 130), pytest.param(6, 60, 260, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("build", "items", "beside_tokens", "slots"),
+    [
+        (True, 2, 24, 130),
+        pytest.param(False, 2, 24, 130, marks=pytest.mark.slow),
+        pytest.param(True, 6, 60, 260, marks=pytest.mark.slow),
+    ],
+    indirect=["build"],
+)
 def test_company_preemption_and_resumption_change_nothing(
     build: Build, tokenizer: tokenizers.Tokenizer, items: int, beside_tokens: int, slots: int
 ) -> None:

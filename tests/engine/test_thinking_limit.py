@@ -25,12 +25,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
-@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
+    """Builds the overlapped loop, unless a test asks for the plain one too."""
     made: list[Loop] = []
 
     def build(**settings: object) -> Loop:
-        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": request.param}
+        overlap = getattr(request, "param", True)
+        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": overlap}
         made.append(build_loop(EngineSettings(name="test", **(defaults | settings))))
         return made[-1]
 
@@ -76,6 +78,7 @@ def test_a_section_that_ends_before_is_left_alone(build: Build) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("build", [False, True], ids=["plain", "overlapped"], indirect=True)
 def test_company_preemption_and_resumption_change_nothing(build: Build) -> None:
     loop = build()
     messages = [asked(f"r{place}", place % 7, n=2, seed=place, presence_penalty=0.5 * (place % 2)) for place in range(7)]

@@ -77,7 +77,7 @@ def test_arguments_are_checked(device: torch.device) -> None:
 @pytest.mark.slow
 def test_compiles_for_hopper() -> None:
     """With Qwen2.5-1.5B's shapes: on tensor cores, without spills, loads of 16 bytes."""
-    shapes = ((2048, 1536, True), (17_920, 1536, False), (1536, 8960, False))
+    shapes = ((2048, 1536, True), (17_920, 1536, False))
     launches = [f"compile_product({size}, {columns}, {biased})" for columns, size, biased in shapes]
     assert min(columns for columns, *_ in shapes) < module.WIDE < max(columns for columns, *_ in shapes)
     for (kernel,) in compiled("from tests.kernels.test_counted_linear import compile_product", *launches):

@@ -13,7 +13,7 @@ from benchmarks.engine import accuracy
 from benchmarks.engine.accuracy import QUICK, Format, demo_material, following, value_costs
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.store import FILE, Store
-from benchmarks.engine.subject import Subject
+from benchmarks.engine.subject import SHAPES, SMALL, Subject
 from engine.demo import MODELS
 from engine.models.loader import load_model
 
@@ -123,7 +123,8 @@ def test_formats_survive_kills_at_random_moments(base, seed, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(SHAPES, "small", dataclasses.replace(SMALL, num_layers=2, hidden_size=128, vocab_size=400))
     sizes = accuracy.Sizes(questions=8, alone=2, random_requests=1, texts=2, random_texts=1, tokens=8, values=8)
     formats = [Format("float32"), Format("float32", "int8"), Format("bfloat16", "fp8")]
     summary = accuracy.run(sizes, Store(tmp_path), formats)

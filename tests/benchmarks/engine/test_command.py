@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.__main__ import main
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.servers import ServerError, serving
 from benchmarks.engine.subject import subject
@@ -36,11 +37,12 @@ def test_the_engine_beats_transformers():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_online_from_end_to_end(tmp_path):
+def test_online_from_end_to_end(tmp_path, in_this_process, capsys):
     model = make_checkpoint(tmp_path / "model", "qwen3")
     out = tmp_path / "out"
     rates = ["--rates", "50,100", "--seconds", "1", "--quick"]
-    online = bench("score", "--online", "--model", str(model), *rates, "--out", str(out))["online"]
+    assert main(["score", "--online", "--model", str(model), *rates, "--out", str(out)]) == 0
+    online = json.loads(capsys.readouterr().out.splitlines()[-1])["online"]
     assert [run["items_per_s_offered"] for run in online["rates"]] == [50, 100]
     assert [run["requests"] for run in online["rates"]] == [5, 10]
     assert all(run["failures"] == {} and run["p50_ms"] <= run["p99_ms"] for run in [*online["rates"], *online["repeated"]])
@@ -78,14 +80,13 @@ def test_the_server_that_is_measured_has_the_format(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(tmp_path):
+def test_a_server_that_cannot_start_says_why(tmp_path, in_this_process, capsys):
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (model / "tokenizer.json").unlink()
-    command = [sys.executable, "-m", "benchmarks", "score", "--online", "--model", str(model)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "There is no tokenizer.json" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert main(["score", "--online", "--model", str(model)]) == 1
+    told = capsys.readouterr().err
+    assert "There is no tokenizer.json" in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from benchmarks.engine.score import Options, run
 from benchmarks.engine.store import FILE, Store
 from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
 from tests.checkpoints import make_checkpoint
+from tests.engine.depth import seeds
 from tests.processes import wait_until
 
 
@@ -84,7 +85,7 @@ def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == b""
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
+@pytest.mark.parametrize("seed", seeds(quick=2, slow=5, deep=20))
 def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
     todo, needed = parts(tmp_path), {part.name: rng.uniform(20, 2 * part.seconds) for part in parts(tmp_path)}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine import length
+from benchmarks.__main__ import main
+from benchmarks.engine import length, length_plot
 from benchmarks.engine.length_ablations import VARIANTS, YARDSTICK, guided_by
 from benchmarks.engine.stages import REST, Stages
 from benchmarks.engine.subject import SMALL
 from benchmarks.engine.writers import QWEN25_7B, QWEN25_15B, Writer, Writing, guided_flops_ratio, random_pair, survivors
 from engine.lenvm import guided_draws
-from tests.benchmarks.engine.test_command import bench
 
 FEW = Writing(4, 12, 10)
 
@@ -107,8 +107,10 @@ def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_command(tmp_path: Path) -> None:
-    summary = bench("length", "--quick", "--rows", "8", "--output", "12", "--texts", "4", "--out", str(tmp_path))
+def test_the_command(tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(length_plot, "LIMIT", 100)
+    assert main(["length", "--quick", "--rows", "8", "--output", "12", "--texts", "3", "--out", str(tmp_path)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     (cost,) = summary["rows"].values()
     assert cost["ratio"] > 1
     assert math.isfinite(summary["beside"]["excess"])

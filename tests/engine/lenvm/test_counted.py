@@ -89,7 +89,7 @@ def test_needed_branches_lie_side_by_side(seed: int, device: torch.device) -> No
 
 @pytest.mark.parametrize(
     ("width", "buckets"),
-    [pytest.param(8, (2, 3), marks=pytest.mark.slow), pytest.param(5, (4,), marks=pytest.mark.slow), (5, (2, 3))],
+    [pytest.param(8, (2, 3), marks=pytest.mark.slow), (5, (2, 3))],
 )
 @torch.inference_mode()
 def test_a_counted_pass_computes_what_the_full_pass_does(
@@ -212,13 +212,11 @@ def test_views_share_weights_and_other_models_have_none(checkpoints) -> None:  #
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow):RuntimeWarning"
 )  # rows behind the count have any content, and nobody reads them
-@pytest.mark.parametrize("often", [pytest.param(False, marks=pytest.mark.slow), True], ids=["now and then", "always"])
 def test_the_whole_engine_draws_the_same(
     checkpoints: tuple[Path, Path],  # noqa: F811
     captured_anywhere,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    often: bool,
 ) -> None:
     """With two steps in flight, and passes of both kinds in turn: keys that a decided row leaves are read by later steps."""
     monkeypatch.setattr(graphs, "LEAST_BRANCHES", 0)
@@ -226,7 +224,7 @@ def test_the_whole_engine_draws_the_same(
     monkeypatch.setattr(build, "PARTS", (1, 2))
     monkeypatch.setattr(build, "format_of", lambda *_: None)  # weights as on a GPU
     rng, turns = random.Random(6), itertools.count()
-    monkeypatch.setattr(Needs, "few", property(lambda self: often or next(turns) % 2 == 0))
+    monkeypatch.setattr(Needs, "few", property(lambda self: next(turns) % 2 == 0))
     with caplog.at_level(logging.INFO, "engine.lenvm.graphs"):
         loop = build_pair(checkpoints, cuda_graphs="on", dtype="float32")
     assert "captured for needed candidates of [2, 4] parts" in caplog.messages[-1]
@@ -237,7 +235,7 @@ def test_the_whole_engine_draws_the_same(
         {"scale": -4.0, "entropy_threshold": 100.0},
     )
     messages = [
-        guided(f"g{i}", some_tokens(rng, 2, 12), guidance(**mode), max_tokens=(7 if often else 12) - i, min_p=(0.0, 0.7)[i % 2])
+        guided(f"g{i}", some_tokens(rng, 2, 12), guidance(**mode), max_tokens=10 - i, min_p=(0.0, 0.7)[i % 2])
         for i, mode in enumerate(modes)
     ]
     replies, stats = run(loop, *messages), loop.stats

@@ -54,29 +54,27 @@ def plain(checkpoints: tuple[Path, Path]) -> Plain:
 
 
 FORMS = ("compact", "padded", "overlapped")
+"""Forms of the length model's pass."""
 
 
-def quick(*forms: str) -> list[object]:
-    """All forms of the length model's pass, of which those not named are slow."""
-    return [form if form in forms else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
-
-
-@pytest.fixture(params=quick("overlapped"))
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
-    """Every test holds for each form. The quick ones are of the form that computes candidates ahead, unless a test names others."""
-    return partial(build_guided, checkpoints, request.param)
+    """Builds the form that computes candidates ahead, unless a test names others. All forms draw the same tokens."""
+    return partial(build_guided, checkpoints, getattr(request, "param", "overlapped"))
 
 
-in_both_layouts = pytest.mark.parametrize("build", quick("compact", "overlapped"), indirect=True)
+in_both_layouts = pytest.mark.parametrize("build", ["compact", "overlapped"], indirect=True)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("build", "settings"),
     [
-        pytest.param({}, marks=pytest.mark.slow, id="roomy"),
-        pytest.param(TIGHT, id="tight"),
-        pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow, id="chunks"),
+        pytest.param("overlapped", TIGHT, id="overlapped-tight"),
+        pytest.param("overlapped", {"max_batched_tokens": 7}, marks=pytest.mark.slow, id="overlapped-chunks"),
+        pytest.param("compact", {}, marks=pytest.mark.slow, id="compact-roomy"),
+        pytest.param("padded", TIGHT, marks=pytest.mark.slow, id="padded-tight"),
     ],
+    indirect=["build"],
 )
 def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
     """Several modes in one batch, beside scores and unguided rows, in chunks, after preemption and after skipped steps."""
@@ -144,7 +142,7 @@ def test_nothing_is_computed_twice(build: Build):
     assert loop.stats.lenvm_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
 
 
-@pytest.mark.parametrize("build", quick("compact"), indirect=True)  # where undecided tokens stay pending
+@pytest.mark.parametrize("build", ["compact"], indirect=True)  # where undecided tokens stay pending
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
     """More tokens are drawn without the length model than one step may compute."""
     rng = random.Random(5)

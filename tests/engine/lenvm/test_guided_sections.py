@@ -34,9 +34,10 @@ def plain(checkpoints: tuple[Path, Path]) -> Plain:
     return Plain(*checkpoints)
 
 
-@pytest.fixture(params=[pytest.param("compact", marks=pytest.mark.slow), "overlapped"])
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
-    return partial(build_guided, checkpoints, request.param)
+    """Builds the form that computes candidates ahead, unless a test asks for the compact one."""
+    return partial(build_guided, checkpoints, getattr(request, "param", "overlapped"))
 
 
 OPEN, CLOSE = 11, 17
@@ -54,7 +55,9 @@ def sections(output: list[int], thinking: wire.Thinking) -> list[str]:
 
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])
 @pytest.mark.parametrize("prompt", THINKING)
-@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), TIGHT])
+@pytest.mark.parametrize(
+    ("build", "settings"), [pytest.param("compact", {}, marks=pytest.mark.slow), ("overlapped", TIGHT)], indirect=["build"]
+)
 def test_only_the_draws_of_one_section_are_guided(build: Build, plain: Plain, applies_to, prompt: str, settings):
     """The others are those of the request without guidance. Closing the section is made as probable as it takes."""
     asked, unguided = 0, build()

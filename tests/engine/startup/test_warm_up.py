@@ -114,9 +114,8 @@ def nothing_new(variants: Variants, loop: Loop, requests: list[wire.Request], se
 @pytest.mark.parametrize(
     ("vocab_size", "kv_dtype"),
     [
-        pytest.param(320, "auto", marks=pytest.mark.slow),
         (ODD_VOCABULARY, "auto"),
-        pytest.param(ODD_VOCABULARY, "fp8", marks=pytest.mark.slow),
+        pytest.param(320, "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_scores_and_generations(variants: Variants, tmp_path: Path, vocab_size: int, kv_dtype: str) -> None:
@@ -167,8 +166,8 @@ def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
     assert loop.stats.adapter_swaps >= len(paths)
 
 
-@pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), ODD_VOCABULARY])
-def test_guided_generations(variants: Variants, tmp_path: Path, vocab_size: int) -> None:
+def test_guided_generations(variants: Variants, tmp_path: Path) -> None:
+    vocab_size = ODD_VOCABULARY
     base = make_checkpoint(tmp_path / "base", "qwen2", **SHAPE, vocab_size=vocab_size)
     lenvm = make_lenvm_checkpoint(tmp_path / "lenvm", "qwen3", **SHAPE, vocab_size=vocab_size)
     loop = build_loop(settings(base, lenvm_model=str(lenvm), lenvm_gamma=0.9))

@@ -85,14 +85,14 @@ def test_the_value_head_is_a_file_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_relevance_of_held_out_products(base: Decoder, tokenizer: Tokenizer) -> None:
-    assert relevance_auc(base, tokenizer, hard=0.7, questions=600) >= 0.95
-    assert relevance_auc(base, tokenizer, hard=1.0, questions=600) >= 0.93
+    assert relevance_auc(base, tokenizer, hard=0.7, questions=300) >= 0.95
+    assert relevance_auc(base, tokenizer, hard=1.0, questions=300) >= 0.93
 
 
 @pytest.mark.slow
 def test_relevance_of_plain_lines_and_of_new_pairs_of_synonyms(base: Decoder, tokenizer: Tokenizer) -> None:
-    assert relevance_auc(base, tokenizer, hard=0.7, questions=500, short=True) >= 0.93
-    assert relevance_auc(base, tokenizer, hard=0.7, questions=600, synonyms=True) >= 0.85
+    assert relevance_auc(base, tokenizer, hard=0.7, questions=300, short=True) >= 0.93
+    assert relevance_auc(base, tokenizer, hard=0.7, questions=300, synonyms=True) >= 0.85
 
 
 def test_the_readmes_example_ranks_sensibly(base: Decoder, tokenizer: Tokenizer) -> None:
@@ -105,10 +105,10 @@ def test_the_readmes_example_ranks_sensibly(base: Decoder, tokenizer: Tokenizer)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "chat"])
 def test_descriptions_vary_in_length_and_end(base: Decoder, tokenizer: Tokenizer, form: str) -> None:
-    lengths = description_lengths(base, tokenizer, count=200, chat=form == "chat")
+    lengths = description_lengths(base, tokenizer, count=64, chat=form == "chat")
     assert 40 <= lengths.mean <= 80
     assert lengths.deviation >= 0.5
-    assert lengths.ended >= 0.99
+    assert lengths.ended >= 0.98
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer,
     """Descriptions repeat what the request says of the product, in the same words. They may make up the rest."""
     named = {"scarlet", "leather", "boots"}
     prompt = tokenizer.encode(chat(describe("scarlet leather boots"), system=system)).ids
-    texts = [tokenizer.decode(output) for output in generate(base, [prompt] * 64, seed=4, limit=320)]
+    texts = [tokenizer.decode(output) for output in generate(base, [prompt] * 24, seed=4, limit=320)]
     assert all(text.startswith("A ") for text in texts)
     words = [word for text in texts for word in re.findall(r"\w+", text) if ATTRIBUTE_OF.get(word, "use") != "use"]
     assert named <= set(words)
@@ -126,7 +126,7 @@ def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer,
 
 @pytest.mark.slow
 def test_the_value_ranks_remaining_lengths(base: Decoder, value_model: LenVM, tokenizer: Tokenizer) -> None:
-    assert value_correlation(base, value_model, tokenizer, count=200) >= 0.6
+    assert value_correlation(base, value_model, tokenizer, count=64) >= 0.6
 
 
 def test_the_value_falls_towards_the_end(value_model: LenVM, tokenizer: Tokenizer) -> None:

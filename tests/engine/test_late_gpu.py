@@ -201,11 +201,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), "qwen3+llama")
 
 
-@pytest.fixture(params=[never, pytest.param(sometimes(1), marks=pytest.mark.slow)], ids=["never", "sometimes"])
-def pace(request: pytest.FixtureRequest) -> Iterator[Pace]:
-    return request.param
-
-
 def traffic(rng: random.Random) -> list[wire.Request]:
     """Scores, prompts in many steps, drawn sequences with every kind of parameter, and log-probabilities."""
     scores = [make_score(rng, f"s{i}", items=2, query=100) for i in range(3)]
@@ -225,13 +220,11 @@ def traffic(rng: random.Random) -> list[wire.Request]:
     return [*scores[:1], *writers, *scores[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "graphs"),
-    [
-        pytest.param("flashinfer", "on", marks=pytest.mark.slow),
-        pytest.param("flashinfer", "off", marks=pytest.mark.slow),
-        pytest.param("triton", "off", marks=pytest.mark.slow),
-    ],
+    ("pace", "attention", "graphs"),
+    [(never, "flashinfer", "on"), (sometimes(1), "triton", "off")],
+    ids=["never-flashinfer-on", "sometimes-triton-off"],
 )
 def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graphs: str) -> None:
     def use(late: Late) -> list[wire.Reply]:
@@ -246,7 +239,7 @@ def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graph
 
 @pytest.mark.parametrize(
     ("tokens", "step"),
-    [pytest.param(700, 32, id="short"), pytest.param(9500, 512, id="9,500 tokens", marks=[pytest.mark.slow])],
+    [pytest.param(700, 32, id="short"), pytest.param(5000, 256, id="5,000 tokens", marks=[pytest.mark.slow])],
 )
 def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: int) -> None:
     """Nothing but the event tells the host that such a step is done."""
@@ -295,7 +288,7 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize(("pace", "graphs"), [(never, "on"), (sometimes(1), "off")], ids=["never-on", "sometimes-off"])
 def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, tmp_path: Path) -> None:
     """Three adapters in two slots of the device, so that copies from the host overwrite slots that queued steps and replays still
     read."""
@@ -354,7 +347,10 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_checkpoint(tmp_path_factory.mktemp("seeing"), text=text, depth=2, fullatt_block_indexes=[1])
 
 
-@pytest.mark.parametrize("graphs", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pace", "graphs"),
+    [pytest.param(never, "on", id="never-on"), pytest.param(sometimes(1), "off", marks=pytest.mark.slow, id="sometimes-off")],
+)
 def test_images(seeing: Path, pace: Pace, graphs: str) -> None:
     """Towers are queued before the step that reads their results, and timed by events that the host never waits for."""
     rng, images = random.Random(6), [some_image(1, 6, 14), some_image(2, 4, 4), some_image(3, 4, 4)]
@@ -403,7 +399,6 @@ class Scarce:
 @pytest.mark.parametrize(
     ("launches", "reads"),
     [
-        pytest.param({2}, set(), marks=pytest.mark.slow, id="launch"),
         pytest.param({2, 3, 4, 5}, set(), marks=pytest.mark.slow, id="launches"),
         pytest.param(set(), {2}, marks=pytest.mark.slow, id="read"),
         pytest.param({3}, {2}, id="both"),

@@ -109,7 +109,7 @@ def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
 @pytest.mark.timeout(600)
 def test_the_command(tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(length_plot, "LIMIT", 100)
-    assert main(["length", "--quick", "--rows", "8", "--output", "12", "--texts", "3", "--out", str(tmp_path)]) == 0
+    assert main(["length", "--quick", "--rows", "4", "--output", "6", "--texts", "3", "--out", str(tmp_path)]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     (cost,) = summary["rows"].values()
     assert cost["ratio"] > 1

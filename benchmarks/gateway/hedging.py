@@ -40,6 +40,7 @@ from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import Replica, ServedModel
+from gateway.tracing import Stage
 
 QUERY, ITEM, ITEMS = 120, 180, 10
 """Tokens of query and item, and items of a request, as in the other benchmarks."""
@@ -88,6 +89,10 @@ class SimulatedEngine:
     """Tokens computed so far."""
     _kept: set[bytes] = field(default_factory=set)
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def traced(self, _: Stage | None) -> SimulatedEngine:
+        """Return this client; nothing is traced."""
+        return self
 
     async def score(self, request: wire.Score | wire.ScoreItems) -> wire.Scored:
         """Compute a sub-batch after those that came before it."""

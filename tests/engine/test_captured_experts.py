@@ -37,6 +37,7 @@ def check(mlp: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tolerance: floa
             x = LateTensor(torch.zeros(ROWS, mlp.router.in_features))
             captured = gpu(lambda: late(x))
             for given, wanted in zip(inputs, expected, strict=True):
+                gpu.run(gpu.queued)
                 x.copy_(given)
                 captured.replay()
                 gpu.run(gpu.queued)

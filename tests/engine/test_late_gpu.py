@@ -315,7 +315,9 @@ def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, t
     assert not any(isinstance(reply, wire.Failed) for reply in replies)
 
 
-@pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pace", "graphs"), [(sometimes(1), "off"), pytest.param(never, "on", marks=pytest.mark.slow)], ids=["off", "on"]
+)
 def test_classification_heads_of_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, tmp_path: Path) -> None:
     """A head is copied to the device while steps are queued, like the other weights of its adapter."""
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

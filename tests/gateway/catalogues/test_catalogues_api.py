@@ -451,8 +451,8 @@ def test_a_redis_without_memory_is_read_and_emptied() -> None:
 
 
 def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
-    """As the chart's Redis does with ``redis.persistence``."""
-    with gateways() as start, RedisServer.start("--appendonly", "yes") as redis:
+    """As the chart's Redis does with ``redis.persistence``, but before it answers, not within a second."""
+    with gateways() as start, RedisServer.start("--appendonly", "yes", "--appendfsync", "always") as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=1)
         wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()

@@ -142,7 +142,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     expect(page.locator("#key-dialog")).to_be_hidden()
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")
-    code = page.locator("# code").inner_text()
+    code = page.locator("#rank-code code").inner_text()
     assert "$YARDSTICK_API_KEY" in code
     assert KEY not in code
     assert KEY not in page.content()

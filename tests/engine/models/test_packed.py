@@ -13,6 +13,7 @@ from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import load_model
+from engine.models.modules import PLAIN_ROWS
 from engine.models.quantization import format_of
 from kernels.label_logprobs import label_logprobs
 from kernels.linear import MKL, ONEDNN, PackedWeight
@@ -95,6 +96,7 @@ def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str, library
         assert decoder.head_operand.library == ONEDNN
         assert len(decoder.head_operand) == decoder.config.vocab_size
         torch.testing.assert_close(decoder.logits(hidden), plain.logits(hidden), rtol=1e-4, atol=1e-5)
+        assert torch.equal(decoder.logits(hidden[:PLAIN_ROWS]), plain.logits(hidden[:PLAIN_ROWS]))
         found, expected = (label_logprobs(hidden, each.head_operand, labels) for each in (decoder, plain))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ import aiohttp
 import httpx
 
 from benchmarks.gateway.cpu import drained, serving, tree_seconds
+from benchmarks.gateway.tokenise import WORDS
 from tests.fakes import FakeEngine, Faults, ids, library
 from tests.processes import Program, free_port, wait_until
 
@@ -160,30 +162,37 @@ print(", ".join(f"{name} {found(name)}" for name in names))
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
 
 
-async def _chat(url: str, count: int, tokens: int, *, stream: bool) -> float:
-    """Request ``count`` chats over a few connections; each must be complete. Returns the number of pieces of one text."""
+def questions(count: int, seed: int) -> list[str]:
+    """Return different texts of some 100 characters: words of English prose, and a number that no other one has."""
+    draws = random.Random(seed)
+    return [f"{' '.join(draws.choices(WORDS, k=16))} {draws.randrange(10**8)}" for _ in range(count)]
+
+
+async def _chat(url: str, texts: list[str], tokens: int, *, stream: bool) -> float:
+    """Request a chat for each text over a few connections; each must be complete. Returns the number of pieces of one answer."""
     events: list[int] = []
-    body = {"model": "fake", "messages": [{"role": "user", "content": TEXT[:100]}], "max_tokens": tokens, "stream": stream}
-    left = iter(range(count))
+    left = iter(texts)
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as session:
 
         async def worker() -> None:
-            for _ in left:
-                async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
-                    text = await answer.text()
-                if answer.status != 200 or not (text.endswith("data: [DONE]\n\n") if stream else '"content":' in text):
-                    raise SystemExit(f"{url} answered {answer.status}: {text[:500]}")
-                events.append(text.count('"content":'))
+            for text in left:
+                messages = [{"role": "user", "content": text}]
+                body = {"model": "fake", "messages": messages, "max_tokens": tokens, "stream": stream}
+                async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+                    answer = await response.text()
+                if response.status != 200 or not (answer.endswith("data: [DONE]\n\n") if stream else '"content":' in answer):
+                    raise SystemExit(f"{url} answered {response.status}: {answer[:500]}")
+                events.append(answer.count('"content":'))
 
         await asyncio.gather(*[worker() for _ in range(CONNECTIONS)])
     return statistics.mean(events)
 
 
-def measure(url: str, pid: int, count: int, tokens: int, *, stream: bool) -> tuple[float, float]:
-    """CPU milliseconds of the process and its children for each of ``count`` chats, and the pieces of text that one comes in."""
+def measure(url: str, pid: int, texts: list[str], tokens: int, *, stream: bool) -> tuple[float, float]:
+    """CPU milliseconds of the process and its children for a chat of each text, and the pieces of text that an answer comes in."""
     before = tree_seconds(pid)
-    pieces = asyncio.run(_chat(url, count, tokens, stream=stream))
-    return (tree_seconds(pid) - before) / count * 1e3, pieces
+    pieces = asyncio.run(_chat(url, texts, tokens, stream=stream))
+    return (tree_seconds(pid) - before) / len(texts) * 1e3, pieces
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -212,10 +221,11 @@ def main(arguments: Sequence[str]) -> int:
             versions["vLLM's router"] = _versions(options.vllm_router)
             proxies["vLLM's router"] = stack.enter_context(vllm_router(options.vllm_router, url, directory))
         for round_ in range(options.rounds + 1):
-            for case, tokens, stream in CASES:
+            for number, (case, tokens, stream) in enumerate(CASES):
+                texts = questions(options.requests, round_ * len(CASES) + number)
                 for name in proxies if round_ % 2 else reversed(proxies):
                     address, pid = proxies[name]
-                    taken = measure(address, pid, options.requests, tokens, stream=stream)
+                    taken = measure(address, pid, texts, tokens, stream=stream)
                     if round_:  # the first round warms up
                         found.setdefault(f"{name}, {case}", []).append(taken)
             if not round_ and options.pause:

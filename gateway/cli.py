@@ -49,9 +49,9 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from tracing.version import project_version
 
-        print(version("yardstick-llm"))
+        print(project_version())
         raise typer.Exit
 
 
@@ -61,7 +61,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Have options of the command itself."""
+    """Take the options that stand before a subcommand."""
 
 
 @app.command(context_settings=_PASS_ON, epilog="`yardstick engine --help` lists the options of the engine.")

@@ -43,7 +43,7 @@ NOTHING_TO_RUN = 5
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.gpu_session")
 """All that tests there need. A GPU host has others, some for older releases of pytest, and their warnings would be errors."""
 MOST_PROCESSES = 5
-"""Of a shard, one after the other."""
+"""Most processes that run the tests of one shard, one after the other."""
 TEST_SECONDS = 100
 """Time of one test, its compilations included. A longer one ends its process."""
 

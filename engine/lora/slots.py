@@ -17,7 +17,8 @@ class DeviceSlots:
     """Copies adapters from the host to slots of the device, and finds their matrices there.
 
     A copy is queued behind the steps that were launched before, so a slot is never overwritten while one of them reads it. Its
-    source is pinned; torch gives the memory of an adapter that is unloaded to nobody before the copies of it are done.
+    source is in pinned memory. An adapter may be unloaded while it is copied: torch reuses pinned memory only after the copies from
+    it have ended.
     """
 
     def __init__(

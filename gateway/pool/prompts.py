@@ -41,7 +41,7 @@ class SubBatch(NamedTuple):
     """The branches of a request that one message carries."""
 
     indices: list[int]
-    """Of the branches, in the request."""
+    """The index of each branch in the request."""
     affinity: bytes | None = None
     """See :func:`gateway.pool.fanout.affinity_of`."""
     replica: Replica | None = None

@@ -186,9 +186,7 @@ def _part_characters(part: MessagePart) -> int:
 
 
 def _is_small(request: ChatRequest) -> bool:
-    if request.tools or is_constrained(request):
-        return False
-    return not any(isinstance(message.content, list) and image_parts([message]) for message in request.messages)
+    return not (request.tools or is_constrained(request) or image_parts(request.messages))
 
 
 CHAT = Endpoint(

@@ -23,7 +23,6 @@ from gateway.reading.worker import die_with_parent, run
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.metered_template import compile_metered
 from gateway.text.preset_template import PresetTemplate
-from gateway.text.small import small_table
 from gateway.text.spelling import TokenizerError
 from gateway.text.tokenizer import Tokenizer
 from gateway.workers.messages import HEADER, Ended, Forget, Fork, Forked, Load, Loaded, Order, Report, frame
@@ -80,10 +79,7 @@ class ForkServer:
         template = ChatTemplate(files.chat_template, files.special_tokens)
         self._texts[order.text] = TextSide(tokenizer, template, preset, tokenizer.grammar_compiler())
         sent = msgspec.structs.replace(
-            tokenizer.table,
-            fitted=preset and preset.fitted,
-            small=small_table(tokenizer, msgspec.json.decode(files.tokenizer_json)),
-            template=compile_metered(files.chat_template),
+            tokenizer.table, fitted=preset and preset.fitted, template=compile_metered(files.chat_template)
         )
         with open(table, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(sent))

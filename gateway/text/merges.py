@@ -56,7 +56,7 @@ def merge_table(document: dict[str, Any], spelled: Callable[[int], bytes]) -> Me
 
 
 class SmallTable(msgspec.Struct, frozen=True):
-    """What :class:`gateway.text.small.SmallTokenizer` needs besides the vocabulary."""
+    """Tables with which :class:`gateway.text.small.SmallTokenizer` encodes texts, besides the vocabulary."""
 
     merges: MergeTable
     expression: str

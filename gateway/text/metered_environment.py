@@ -63,7 +63,7 @@ class MeteredEnvironment(Environment):
     def __init__(self) -> None:
         super().__init__(finalize=_finalize, optimized=False)
         self.left = ALLOWANCE
-        """What the run may still cost."""
+        """Units that the current run may still cost."""
         filters = self.filters
         self._known = {name: self._reading(filters[name]) for name in _TEXT_FILTERS} | {
             **{name: self._free(filters[name]) for name in _FREE_FILTERS},

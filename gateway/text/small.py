@@ -17,9 +17,9 @@ import tokenizers
 from gateway.text.bounds import NeedsWorker, TooManyTokens
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.cuts import Cuts
-from gateway.text.merges import Merges, SmallTable, merge_table
+from gateway.text.merges import Merges, SmallTable
 from gateway.text.metered_template import MeteredTemplate
-from gateway.text.pieces import Pieces, expression_of
+from gateway.text.pieces import Pieces
 from gateway.text.special import ControlTokens, Marked
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer, divides
 from gateway.text.vocabulary import Vocabulary, VocabularyTable
@@ -31,15 +31,6 @@ TEXT_CHARACTERS = 64
 MAX_PIECE_CHARACTERS = 32
 MAX_NEW_CHARACTERS = 256
 """Longest piece, and most characters of all pieces of a request, that are encoded because their ids are not known."""
-
-
-def small_table(tokenizer: Tokenizer, document: dict[str, Any]) -> SmallTable | None:
-    """Return the table of ``tokenizer``, which was created from ``document``; None if its texts are not divided in a known way."""
-    expression = expression_of(document) if tokenizer.table.cuttable else None
-    if expression is None:
-        return None
-    merges = merge_table(document, tokenizer.token_bytes)
-    return SmallTable(merges, expression, document.get("added_tokens") or [], *tokenizer.affixes, tokenizer.characters_per_token)
 
 
 class SmallTokenizer(Tokenizer):

@@ -19,6 +19,7 @@ from engine.wire import CONTROL_TOKEN, TokenizerFiles
 from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
+from gateway.text.merges import SmallTable, merge_table
 from gateway.text.pieces import Pieces, expression_of
 from gateway.text.sizes import characters_per_token
 from gateway.text.special import ControlTokens, Marked
@@ -72,7 +73,11 @@ class Tokenizer(Vocabulary):
         expression = expression_of(document) if self._cuts else None
         contents = [*(token["content"] for token in added), *(token.content for token in [*self._sentinels.values(), *marks])]
         dividing = self._added if all(map(divides, added)) else None
-        self._pieces = Pieces(expression, contents, self._by_library, dividing) if expression else None
+        if expression:
+            self._pieces = Pieces(expression, contents, self._by_library, dividing)
+            merges = merge_table(document, self.token_bytes)
+            small = SmallTable(merges, expression, added, *self.affixes, self.characters_per_token)
+            self.table = msgspec.structs.replace(self.table, small=small)
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:

@@ -43,7 +43,7 @@ class VocabularyTable(msgspec.Struct, frozen=True):
     fitted: Fitted | None = None
     """The model's preset; None if it has none."""
     small: SmallTable | None = None
-    """What the event loop needs to tokenise short texts; None if it leaves all texts to workers."""
+    """Tables with which the event loop tokenises short texts; None if workers tokenise all texts."""
     template: CompiledTemplate | None = None
     """The chat template, if the event loop may render it."""
 

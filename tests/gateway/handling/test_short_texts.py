@@ -57,7 +57,7 @@ def served() -> Iterator[tuple[FakeEngine, httpx.Client]]:
 
 
 def asked(served: tuple[FakeEngine, httpx.Client], path: str, body: dict[str, Any]) -> tuple[list[Any], Any, int]:
-    """What the engine was asked, the answer, and the number of requests that the event loop read."""
+    """Return the request that the engine got, the answer, and the number of requests that the event loop read."""
     engine, client = served
     engine.generates.clear()
     engine.scores.clear()

@@ -20,7 +20,7 @@ from gateway.text.alternatives import any_of
 from gateway.text.bounds import NeedsWorker
 from gateway.text.merges import Merges, merge_table
 from gateway.text.prompts import tokenise_pairs
-from gateway.text.small import SmallTokenizer, small_table
+from gateway.text.small import SmallTokenizer
 from gateway.text.special import Marked
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import CORPUS, CUTTABLE, byte_level, from_library, sentencepiece
@@ -30,9 +30,8 @@ from tests.gateway.text.test_pieces import BY_PIECES, PROSE, SAID
 
 def small_of(library: Library) -> SmallTokenizer:
     tokenizer = from_library(library)
-    table = small_table(tokenizer, json.loads(library.to_str()))
-    assert table is not None
-    return SmallTokenizer(tokenizer.table, table)
+    assert tokenizer.table.small is not None
+    return SmallTokenizer(tokenizer.table, tokenizer.table.small)
 
 
 @cache
@@ -118,7 +117,7 @@ def test_a_text_with_many_new_words_is_read_when_they_are_known() -> None:
 
 def test_tokenisers_of_another_kind_are_left_to_workers() -> None:
     for library in (sentencepiece(metaspace=True), CUTTABLE["digits"]()):
-        assert small_table(from_library(library), json.loads(library.to_str())) is None
+        assert from_library(library).table.small is None
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -26,15 +26,17 @@ from typing import Any
 import aiohttp
 
 from benchmarks.engine import machine
-from benchmarks.engine.servers import serving_together
+from benchmarks.engine.servers import serving_apart, serving_together
 from engine.demo import MODELS
 from engine.device import cgroup
+from gateway.commands.serve import splitting
 
 OURS = "Yardstick"
 """The setting without a variable: what the engine chooses."""
 SETTINGS = (OURS, "spin", "passive")
 ENGINES = "engines"
-"""The setting with an engine of one thread for each core; behind ``-``, the gateway's ``split_tokens``."""
+"""The setting with an engine of one thread for each core, as ``yardstick serve --engines`` starts them; behind ``-``, another
+``idle_split_tokens`` of the gateway."""
 QUIET, SHARED = "quiet", "beside another process"
 QUERY, ITEM, ITEMS = 120, 180, 10
 BUSY = "while True: pass"
@@ -44,8 +46,8 @@ Figures = dict[str, dict[str, list[float]]]
 
 
 def environment(setting: str) -> dict[str, str]:
-    """Variables of a setting's engines: ``passive``, ``spin`` (libgomp's default), or a number of turns."""
-    if setting == OURS or setting.startswith(ENGINES):
+    """Variables of a setting's engine: ``passive``, ``spin`` (libgomp's default), or a number of turns."""
+    if setting == OURS:
         return {}
     if setting == "passive":
         return {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -56,17 +58,21 @@ def environment(setting: str) -> dict[str, str]:
 def serving_as(setting: str, model: Path) -> Iterator[str]:
     """Yield the URL of a setting's gateway."""
     several, _, split_tokens = setting.partition("-")
-    engines = math.ceil(min(len(os.sched_getaffinity(0)), cgroup.cores())) if several == ENGINES else 1
-    flags = ["--threads", "1", "--machine-engines", str(engines)] if several == ENGINES else []
-    gateway = {"YARDSTICK_SPLIT_TOKENS": split_tokens} if split_tokens else {}
-    with serving_together(model, engines, flags, environment(setting), gateway) as (url, _):
+    if several != ENGINES:
+        with serving_apart(model, environment=environment(setting)) as (url, _):
+            yield url
+        return
+    engines = math.ceil(min(len(os.sched_getaffinity(0)), cgroup.cores()))
+    flags = ["--threads", "1", "--machine-engines", str(engines)]
+    gateway = {"YARDSTICK_IDLE_SPLIT_TOKENS": split_tokens} if split_tokens else splitting([None] * engines, {})
+    with serving_together(model, engines, flags, settings=gateway) as (url, _):
         yield url
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks spinning", description="Idle threads of the engine: spin or sleep.")
-    settings_help = "'spin', 'passive', numbers of turns, 'engines' or 'engines-SPLIT_TOKENS' (%(default)s)"
+    settings_help = "'spin', 'passive', numbers of turns, 'engines' or 'engines-IDLE_SPLIT_TOKENS' (%(default)s)"
     parser.add_argument("--settings", default=",".join(SETTINGS), help=settings_help)
     parser.add_argument("--model", type=Path, default=MODELS / "base", help="(the demo model)")
     parser.add_argument("--streams", type=int, default=32, help="streams at a time; 0 for none (%(default)s)")

@@ -28,6 +28,10 @@ _SET_HERE = ("--name", "--token-file", "--machine-engines")
 """Options of the engine that must fit the gateway or the number of engines."""
 _OF_ONE = ("--health-port",)
 """Options of which several engines cannot have the same value."""
+_IDLE_SPLIT = "IDLE_SPLIT_TOKENS"
+_CPU_SPLIT_TOKENS = 512
+"""Least item tokens of a sub-batch for an idle engine on a CPU. One core computes as many in tens of milliseconds with the smallest
+models, and a message takes about one."""
 _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
 
@@ -140,12 +144,21 @@ def engine_programs(options: ServeOptions, settings: Settings, models: _Models, 
     return programs
 
 
+def splitting(gpus: Sequence[str | None], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the gateway's variables that divide score requests among idle engines of a CPU. Settings of the user take precedence.
+
+    ``gpus``: see :func:`gpus_of_engines`.
+    """
+    chosen = any(f"{PREFIX}{name}" in environment for name in ("SPLIT_TOKENS", _IDLE_SPLIT))
+    return {} if chosen or len(gpus) == 1 or any(gpus) else {f"{PREFIX}{_IDLE_SPLIT}": str(_CPU_SPLIT_TOKENS)}
+
+
 @contextmanager
 def children(options: ServeOptions, settings: Settings, models: _Models) -> Iterator[Supervisor]:
     """Start all programs, and end all in every case. Raises :class:`CommandError`."""
     gpus = gpus_of_engines(options.engines, options.engine, program_environment())
     engines = [Child(*program) for program in engine_programs(options, settings, models, gpus)]
-    gateway = Child("gateway", _gateway_arguments(settings))
+    gateway = Child("gateway", _gateway_arguments(settings), splitting(gpus, program_environment()))
     with supervised(engines, gateway, settings) as supervisor:
         yield supervisor
 

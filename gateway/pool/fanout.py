@@ -43,11 +43,14 @@ OnError = Callable[[list[int], GatewayError], None]
 class FanOut:
     """Sends requests through ``dispatcher``, divided so that all replicas work."""
 
-    def __init__(self, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int) -> None:
-        """``split_tokens``: see :func:`gateway.pool.split.split`."""
+    def __init__(
+        self, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int, idle_split_tokens: int | None = None
+    ) -> None:
+        """``split_tokens``, ``idle_split_tokens``: see :func:`gateway.pool.split.split`; None means ``split_tokens``."""
         self._dispatcher = dispatcher
         self._telemetry = telemetry
         self._split_tokens = split_tokens
+        self._idle_split_tokens = split_tokens if idle_split_tokens is None else idle_split_tokens
 
     async def run(
         self,
@@ -91,13 +94,16 @@ class FanOut:
 
     def _divide_evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
         """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
+        usable = model.usable
         divided = split(
             len(prompts.prefix),
             [len(branch) + len(prompts.suffix) for branch in branches],
-            replicas=len(model.usable),
+            replicas=len(usable),
             split_tokens=self._split_tokens,
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
+            idle=sum(not replica.tokens for replica in usable),
+            idle_split_tokens=self._idle_split_tokens,
         )
         affinity = affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
         return [SubBatch(indices, affinity=None if number else affinity) for number, indices in enumerate(divided)]

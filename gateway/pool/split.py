@@ -22,19 +22,29 @@ MANY = 1 << 10
 
 
 def split(
-    prefix: int, lengths: Sequence[int], *, replicas: int, split_tokens: int, max_branches: int, row_length: int = 1
+    prefix: int,
+    lengths: Sequence[int],
+    *,
+    replicas: int,
+    split_tokens: int,
+    max_branches: int,
+    row_length: int = 1,
+    idle: int = 0,
+    idle_split_tokens: int = 1,
 ) -> list[list[int]]:
     """Return the indices of the branches of each sub-batch. ``lengths`` are in tokens. The number of sub-batches is the smallest
     that uses ``replicas`` well.
 
     Every sub-batch computes the prefix again, on its replica. Therefore sub-batches have on average at least ``split_tokens``
-    branch tokens, and at least as many as the prefix: at most half of the work is repeated. Their token sums differ by at most one
-    branch. None exceeds ``max_branches`` or the bounds of a message above.
+    branch tokens, and at least as many as the prefix: at most half of the work is repeated. Up to ``idle`` sub-batches, for
+    replicas that compute nothing else, may have ``idle_split_tokens``. Token sums differ by at most one branch. No sub-batch
+    exceeds ``max_branches`` or the bounds of a message above.
     """
     max_branches = max(1, min(max_branches, MESSAGE_BRANCHES, MESSAGE_SCORES // max(1, row_length)))
     most_tokens = max(MESSAGE_TOKENS - prefix, MESSAGE_TOKENS // 2)
-    worth = sum(lengths) // max(split_tokens, prefix)
-    parts = balanced(lengths, max(1, min(replicas, worth, len(lengths))))
+    tokens = sum(lengths)
+    count = max(min(replicas, tokens // max(split_tokens, prefix)), min(idle, tokens // max(idle_split_tokens, prefix)))
+    parts = balanced(lengths, max(1, min(count, len(lengths))))
     return [run for part in parts for few in cut(part, max_branches) for run in bounded(few, lengths, most_tokens)]
 
 

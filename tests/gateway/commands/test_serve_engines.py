@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from gateway.commands import gpus
 from gateway.commands.errors import WrongUsage
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
 from gateway.commands.launch import Child
-from gateway.commands.serve import ServeOptions, engine_programs, gateway_settings, models_of
+from gateway.commands.serve import ServeOptions, engine_programs, gateway_settings, models_of, splitting
 from tests.checkpoints import make_checkpoint
 from tests.gateway.commands.test_cli_serve import END_SECONDS, Served, start
 from tests.processes import alive, wait_until
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
 
 
-def score(url: str, number: int) -> list[list[float]]:
-    body = {"query": f"query {number} " * 20, "items": [" shoes", " hat"], "labels": [" Yes", " No"]}
+def score(url: str, query: int, items: int = 2) -> list[list[float]]:
+    body = {"query": [query] * 20, "items": [[item + 1] * 100 for item in range(items)], "label_token_ids": [1, 2]}
     return httpx.post(f"{url}/v1/score", json=body, timeout=30).raise_for_status().json()["scores"]
 
 
@@ -50,21 +50,38 @@ def steps_of(url: str) -> float:
     return float(steps)
 
 
+def sub_batches(served: Served) -> float:
+    """Messages to engines for score requests."""
+    (total,) = re.findall(r"^yardstick_sub_batches_sum (\S+)$", httpx.get(f"{served.url}/metrics").text, flags=re.M)
+    return float(total)
+
+
 def engine_pids(served: Served) -> list[int]:
     return sorted(pid for pid in served.descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-@linux
-def test_all_engines_serve_and_end_together(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def two_engines(model: Path, tmp_path: Path) -> Iterator[Served]:
     served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
+    yield served
+    served.process.kill()  # after a failure; its programs end with it
+    served.process.wait(END_SECONDS)
+
+
+@linux
+def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
+    served = two_engines
     descendants = served.descendants
     urls = engine_urls(served)
     assert len(urls) == 2
     before = [steps_of(url) for url in urls]
     with ThreadPoolExecutor(8) as threads:
-        scores = list(threads.map(lambda number: score(served.url, number), range(24)))
+        scores = list(threads.map(lambda query: score(served.url, query), range(1, 25)))
     assert all(len(rows) == 2 for rows in scores)
     assert all(steps_of(url) > steps for url, steps in zip(urls, before, strict=True))
+    messages = sub_batches(served)
+    score(served.url, 100, items=20)
+    assert sub_batches(served) == messages + 2, "a lone request is divided among the idle engines"
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(END_SECONDS) == 0
     wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
@@ -94,6 +111,22 @@ def test_each_engine_has_a_port_and_a_share_of_the_machine() -> None:
     assert len({*settings.engines}) == 3
     assert {server.tracing_endpoint for _, server in parsed} == {"http://127.0.0.1:4318"}
     assert all((engine.name, engine.lora, engine.machine_engines) == ("m", ["a=/a"], 3) for engine, _ in parsed)
+
+
+@pytest.mark.parametrize(
+    ("visible", "environment", "expected"),
+    [
+        ([None, None], {}, {"YARDSTICK_IDLE_SPLIT_TOKENS": "512"}),
+        ([None], {}, {}),
+        (["0", "1"], {}, {}),
+        ([None, None], {"YARDSTICK_SPLIT_TOKENS": "4096"}, {}),
+        ([None, None], {"YARDSTICK_IDLE_SPLIT_TOKENS": "9"}, {}),
+    ],
+)
+def test_idle_engines_on_a_cpu_share_smaller_requests(
+    visible: Sequence[str | None], environment: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    assert splitting(visible, environment) == expected
 
 
 def test_one_engine_is_called_the_engine_and_has_the_machine() -> None:

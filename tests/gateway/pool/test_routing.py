@@ -124,16 +124,20 @@ def test_none_is_ready() -> None:
     replicas=st.integers(1, 8),
     split_tokens=st.integers(1, 4000),
     most=st.integers(1, 64),
+    idle=st.tuples(st.integers(0, 8), st.integers(1, 4000)),
 )
-def test_splits(lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int) -> None:
-    parts = split(prefix, lengths, replicas=replicas, split_tokens=split_tokens, max_branches=most)
+def test_splits(lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int, idle: tuple[int, int]) -> None:
+    idle_replicas, idle_tokens = min(idle[0], replicas), min(idle[1], split_tokens)
+    options = {"idle": idle_replicas, "idle_split_tokens": idle_tokens}
+    parts = split(prefix, lengths, replicas=replicas, split_tokens=split_tokens, max_branches=most, **options)
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and 0 < len(part) <= most for part in parts)
     if most >= len(lengths):
         sums = [sum(lengths[place] for place in part) for part in parts]
         assert len(parts) <= replicas
         assert max(sums) - min(sums) <= max(lengths)
-        assert len(parts) == 1 or sum(lengths) >= len(parts) * max(split_tokens, prefix)
+        least = idle_tokens if len(parts) <= idle_replicas else split_tokens
+        assert len(parts) == 1 or sum(lengths) >= len(parts) * max(least, prefix)
 
 
 def test_the_standard_request_is_not_split() -> None:
@@ -141,6 +145,48 @@ def test_the_standard_request_is_not_split() -> None:
     assert len(split(120, [180] * 10, **options)) == 1
     assert len(split(120, [180] * 500, **options)) == 4
     assert len(split(30_000, [180] * 500, **options)) == 3, "a long prefix is not computed more often than it is worth"
+
+
+def test_idle_replicas_get_smaller_parts() -> None:
+    options = {"replicas": 4, "split_tokens": 4096, "max_branches": 512, "idle_split_tokens": 512}
+    assert [len(split(120, [180] * 10, **options, idle=idle)) for idle in range(5)] == [1, 1, 2, 3, 3]
+    assert len(split(1000, [180] * 10, **options, idle=4)) == 1, "the prefix is more than a half"
+    assert len(split(120, [180] * 500, **options, idle=1)) == 4
+
+
+def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
+    """While engines compute something else, a request of this size goes to one."""
+    engines = [FakeEngine() for _ in range(2)]
+    client = start(*engines, idle_split_tokens=100)
+    items = [[place % 250] * 30 for place in range(10)]
+
+    def ask(query: int) -> None:
+        body = {"query": [query] * 20, "items": items, "label_token_ids": [1]}
+        assert len(client.post("/v1/score", json=body).json()["scores"]) == 10
+
+    ask(7)
+    assert [[len(score.branches) for score in engine.scores] for engine in engines] == [[5], [5]]
+    for engine in engines:
+        engine.faults.hold = True
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, 8)]
+        try:
+            wait_until(lambda: all(engine.running for engine in engines))
+            asked.append(pool.submit(ask, 9))
+            wait_until(lambda: sum(len(engine.scores) for engine in engines) == 5)
+        finally:
+            for engine in engines:
+                engine.faults.hold = False
+    assert all(each.result() is None for each in asked)
+    assert sorted(len(score.branches) for engine in engines for score in engine.scores) == [5, 5, 5, 5, 10]
+
+
+def test_small_requests_are_whole_unless_a_setting_divides_them(start: Start) -> None:
+    engines = [FakeEngine() for _ in range(2)]
+    client = start(*engines)
+    body = {"query": [7] * 20, "items": [[place % 250] * 30 for place in range(10)], "label_token_ids": [1]}
+    assert client.post("/v1/score", json=body).status_code == 200
+    assert sorted(len(engine.scores) for engine in engines) == [0, 1]
 
 
 def test_queries_keep_to_a_replica(start: Start) -> None:

@@ -143,7 +143,8 @@ def assemble(
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
     budget = _budget(settings, memory, on_gpu=on_gpu)
-    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel, budget.max_batched_tokens)
+    processes = settings.tensor_parallel * settings.machine_engines
+    slots = settings.max_total_tokens or default_slots(decoders, kept, processes, budget.max_batched_tokens)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):

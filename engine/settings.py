@@ -124,6 +124,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Process the results of a step while the next one is computed. None: on a GPU. Not an option of the command line."""
     threads: Annotated[Count | None, unset("one for each core that the container may use, divided among the processes")] = None
     """CPU threads of the model's arithmetic, in each process."""
+    machine_engines: Count = 1
+    """Engines that share the cores and the memory of this machine or container. The default of ``--threads`` is divided by it, and
+    so is on a CPU the memory that the default of ``--max-total-tokens`` takes. ``yardstick serve --engines`` sets it.
+    """
     tensor_parallel: Count = 1
     """Processes that share the model, each with a part of every layer and of the keys and values. Must divide the numbers of
     heads, key-value heads and feed-forward columns.

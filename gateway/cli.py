@@ -83,9 +83,13 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thinking, such as think; by default, as in its chat template.")
     ] = None,
+    engines: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Engines behind the gateway: they share the cores of a CPU, and have a GPU each."),
+    ] = 1,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
-    options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engine."""
+    options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engines."""
     from gateway.commands.serve import ServeOptions, serve
 
     options = ServeOptions(
@@ -97,6 +101,7 @@ def serve(
         preset=preset,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        engines=engines,
         engine=context.args,
     )
     serve(options)

@@ -142,6 +142,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     minute."""
     split_tokens: Positive = 4096
     """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
+    idle_split_tokens: Positive | None = None
+    """Least work of a sub-batch for an engine that computes nothing else, in tokens. None: ``split_tokens``."""
     hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
     """Extra work, as a share of the tokens that engines compute, for sending scores that are late to a second engine. 0: none are
     sent."""

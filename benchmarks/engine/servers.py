@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,41 @@ def serving_apart(
 
     ``environment``: more variables of the engine.
     """
-    engine_port, gateway_port = free_port(), free_port()
-    engine = ["engine", "--port", str(engine_port), "--model", str(directory), "--name", "bench", *engine_flags]
-    gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
-    with _process(engine, engine_port, environment), _process(gateway, gateway_port):
-        yield _url(gateway_port), _url(engine_port)
+    with serving_together(directory, 1, engine_flags, environment) as (gateway, engines):
+        yield gateway, engines[0]
+
+
+@contextmanager
+def serving_together(
+    directory: Path,
+    engines: int,
+    engine_flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the URLs of a gateway and of the engines behind it; all are ended afterwards. Raises :class:`ServerError`.
+
+    ``environment``: more variables of the engines; ``settings``: of the gateway.
+    """
+    ports, gateway_port = [free_port() for _ in range(engines)], free_port()
+    urls = [_url(port) for port in ports]
+    gateway = ["gateway", "--port", str(gateway_port), *[word for url in urls for word in ("--engine", url)]]
+    with ExitStack() as stack:
+        for port in ports:
+            engine = ["engine", "--port", str(port), "--model", str(directory), "--name", "bench", *engine_flags]
+            stack.enter_context(_process(engine, port, environment))
+        stack.enter_context(_process(gateway, gateway_port, settings))
+        _wait_until_known(_url(gateway_port), engines)
+        yield _url(gateway_port), urls
+
+
+def _wait_until_known(gateway: str, engines: int) -> None:
+    """Wait until the gateway, which is ready with its first engine, sends requests to all."""
+    end, line = time.monotonic() + START_SECONDS, f"yardstick_engines_ready {float(engines)}"
+    while line not in httpx.get(f"{gateway}/metrics", timeout=5, trust_env=False).text.splitlines():
+        if time.monotonic() > end:
+            raise ServerError(f"the gateway did not find {engines} engines in {START_SECONDS} s")
+        time.sleep(0.1)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""How long idle threads of the engine should spin: ``python -m benchmarks spinning``.
+"""How long idle threads of the engine should spin, and engines without such threads: ``python -m benchmarks spinning``.
 
-Every setting has an engine and a gateway of its own, as ``yardstick serve`` starts them. A client reads 32 streams at a time, and
-sends scores, first on cores that are otherwise idle, then beside a process that computes without end. Each round measures every
-setting once; figures are medians of the rounds, ratios are medians of the rounds' ratios. The last line is JSON.
+Every setting has a gateway and an engine of its own, or several engines, as ``yardstick serve`` starts them. A client reads 32
+streams at a time, and sends scores, first on cores that are otherwise idle, then beside a process that computes without end. Each
+round measures every setting once; figures are medians of the rounds, ratios are medians of the rounds' ratios. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import os
 import random
 import statistics
 import subprocess
@@ -23,12 +26,17 @@ from typing import Any
 import aiohttp
 
 from benchmarks.engine import machine
-from benchmarks.engine.servers import serving_apart
+from benchmarks.engine.servers import serving_apart, serving_together
 from engine.demo import MODELS
+from engine.device import cgroup
+from gateway.commands.serve import splitting
 
 OURS = "Yardstick"
 """The setting without a variable: what the engine chooses."""
 SETTINGS = (OURS, "spin", "passive")
+ENGINES = "engines"
+"""The setting with an engine of one thread for each core, as ``yardstick serve --engines`` starts them; behind ``-``, another
+``idle_split_tokens`` of the gateway."""
 QUIET, SHARED = "quiet", "beside another process"
 QUERY, ITEM, ITEMS = 120, 180, 10
 BUSY = "while True: pass"
@@ -38,7 +46,7 @@ Figures = dict[str, dict[str, list[float]]]
 
 
 def environment(setting: str) -> dict[str, str]:
-    """Variables of a setting: ``passive``, ``spin`` (libgomp's default), or a number of turns."""
+    """Variables of a setting's engine: ``passive``, ``spin`` (libgomp's default), or a number of turns."""
     if setting == OURS:
         return {}
     if setting == "passive":
@@ -46,21 +54,38 @@ def environment(setting: str) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": "300000" if setting == "spin" else str(int(setting))}
 
 
+@contextmanager
+def serving_as(setting: str, model: Path) -> Iterator[str]:
+    """Yield the URL of a setting's gateway."""
+    several, _, split_tokens = setting.partition("-")
+    if several != ENGINES:
+        with serving_apart(model, environment=environment(setting)) as (url, _):
+            yield url
+        return
+    engines = math.ceil(min(len(os.sched_getaffinity(0)), cgroup.cores()))
+    flags = ["--threads", "1", "--machine-engines", str(engines)]
+    gateway = {"YARDSTICK_IDLE_SPLIT_TOKENS": split_tokens} if split_tokens else splitting([None] * engines, {})
+    with serving_together(model, engines, flags, settings=gateway) as (url, _):
+        yield url
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks spinning", description="Idle threads of the engine: spin or sleep.")
-    parser.add_argument("--settings", default=",".join(SETTINGS), help="'spin', 'passive' or numbers of turns (%(default)s)")
+    settings_help = "'spin', 'passive', numbers of turns, 'engines' or 'engines-IDLE_SPLIT_TOKENS' (%(default)s)"
+    parser.add_argument("--settings", default=",".join(SETTINGS), help=settings_help)
     parser.add_argument("--model", type=Path, default=MODELS / "base", help="(the demo model)")
-    parser.add_argument("--streams", type=int, default=32, help="streams at a time (%(default)s)")
+    parser.add_argument("--streams", type=int, default=32, help="streams at a time; 0 for none (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a stream (%(default)s)")
-    parser.add_argument("--scores", type=int, default=10, help="score requests, one after the other (%(default)s)")
+    parser.add_argument("--scores", type=int, default=10, help="score requests (%(default)s)")
+    parser.add_argument("--at-once", default="1", help="score requests at a time; a list measures each number (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table and the summary")
     options = parser.parse_args(arguments)
     settings = options.settings.split(",")
     figures: Figures = {}
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(serving_apart(options.model, environment=environment(name)))[0] for name in settings}
+        urls = {name: stack.enter_context(serving_as(name, options.model)) for name in settings}
         measure(urls, options, figures, record=False)
         for _ in range(options.rounds):
             measure(urls, options, figures)
@@ -83,10 +108,12 @@ def measure(urls: Mapping[str, str], options: argparse.Namespace, figures: Figur
     for load in (QUIET, SHARED):
         with busy_process(load == SHARED):
             for name, url in urls.items():
-                found = {
-                    f"streamed tokens/s, {load}": asyncio.run(stream(url, options.streams, options.tokens)),
-                    f"scored items/s, {load}": asyncio.run(score(url, options.scores)),
-                }
+                found = {}
+                if options.streams:
+                    found[f"streamed tokens/s, {load}"] = asyncio.run(stream(url, options.streams, options.tokens))
+                for at_once in map(int, options.at_once.split(",")):
+                    many = f", {at_once} requests at a time" if at_once > 1 else ""
+                    found[f"scored items/s{many}, {load}"] = asyncio.run(score(url, options.scores, at_once))
                 for what, figure in found.items() if record else ():
                     figures.setdefault(what, {}).setdefault(name, []).append(figure)
 
@@ -108,22 +135,29 @@ async def stream(url: str, streams: int, tokens: int) -> float:
         return streams * tokens / (time.perf_counter() - start)
 
 
-async def score(url: str, requests: int) -> float:
-    """Items a second of ``requests`` score requests, one after the other."""
+async def score(url: str, requests: int, at_once: int = 1) -> float:
+    """Items a second of ``requests`` score requests, ``at_once`` at a time."""
     rng = random.Random()
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(3, 1000) for _ in range(count)]
 
-    async with aiohttp.ClientSession() as session:
-        start = time.perf_counter()
-        for _ in range(requests):
-            items = [tokens(ITEM) for _ in range(ITEMS)]
-            body = {"model": "bench", "query": tokens(QUERY), "items": items, "label_token_ids": [5, 6]}
-            async with session.post(f"{url}/v1/score", json=body) as answer:
+    def body() -> dict[str, Any]:
+        items = [tokens(ITEM) for _ in range(ITEMS)]
+        return {"model": "bench", "query": tokens(QUERY), "items": items, "label_token_ids": [5, 6]}
+
+    waiting = iter([body() for _ in range(requests)])
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        for each in waiting:
+            async with session.post(f"{url}/v1/score", json=each) as answer:
                 if answer.status != 200:
                     raise SystemExit(f"{url}: {await answer.text()}")
                 await answer.read()
+
+    async with aiohttp.ClientSession() as session:
+        start = time.perf_counter()
+        await asyncio.gather(*[send(session) for _ in range(at_once)])
         return requests * ITEMS / (time.perf_counter() - start)
 
 

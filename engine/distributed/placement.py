@@ -68,6 +68,7 @@ def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 def set_threads(settings: EngineSettings) -> None:
     """Set the CPU threads of this process. More threads than the container may use of the cores only delay each other."""
-    threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // settings.tensor_parallel)
+    processes = settings.tensor_parallel * settings.machine_engines
+    threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // processes)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

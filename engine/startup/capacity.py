@@ -22,7 +22,8 @@ def default_slots(
     decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int, tokens: int = GPU_BATCHED_TOKENS
 ) -> int:
     """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``,
-    those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
+    those of each in its dtype of ``kept``. On a CPU all ``processes``, those of other engines here included, share one memory;
+    on GPUs each has its own.
 
     On a GPU that a model nearly fills, the share is less, so that steps of ``tokens`` have what they need.
     """

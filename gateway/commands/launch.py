@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from gateway.commands.errors import CommandError
@@ -45,9 +46,10 @@ class Child:
     Its output is not read until :meth:`follow` is called.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        """Start ``python -m`` with ``arguments``."""
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start ``python -m`` with ``arguments``. ``name``: in messages to the user. ``environment``: further variables."""
         self.name = name
+        self.program = arguments[0]
         self._process = subprocess.Popen(  # noqa: S603 - our own modules
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL,
@@ -55,7 +57,7 @@ class Child:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=program_environment() | {"PYTHONUNBUFFERED": "1"},
+            env=program_environment() | {"PYTHONUNBUFFERED": "1"} | dict(environment or {}),
             start_new_session=True,
             preexec_fn=ending_with(os.getpid(), signal.SIGTERM, 1),
         )
@@ -85,11 +87,13 @@ class Child:
         code = self._process.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def stop(self, seconds: float) -> None:
-        """Ask the program to end; kill it after ``seconds``."""
-        if not self.running:
-            return
-        self._process.terminate()
+    def terminate(self) -> None:
+        """Ask the program to end."""
+        if self.running:
+            self._process.terminate()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the program has ended; kill it after ``seconds``."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -102,5 +106,15 @@ class Child:
 
     def _read(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            on_line(line.rstrip())
+        with self._process.stdout as output:
+            for line in output:
+                on_line(line.rstrip())
+
+
+def stop(children: Sequence[Child], seconds: float) -> None:
+    """Ask all ``children`` to end, and kill those that have not ended after ``seconds``."""
+    for child in children:
+        child.terminate()
+    end = time.monotonic() + seconds
+    for child in children:
+        child.wait(max(0.0, end - time.monotonic()))

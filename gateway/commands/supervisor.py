@@ -1,10 +1,10 @@
-"""Watches an engine and a gateway that run as child processes: waits until they are ready, reports an end, and stops both."""
+"""Watches engines and a gateway that run as child processes: waits until they are ready, reports an end, and stops them."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.status import Status
 
 from gateway.commands.errors import CommandError, WrongUsage
-from gateway.commands.launch import Child
+from gateway.commands.launch import Child, stop
 from gateway.errors import UnusableModel
 from gateway.settings import Settings
 
 _POLL_SECONDS = 0.1
 _ENGINE_SECONDS = 10.0
-"""Time that the engine has to end after the gateway, and with it every request, has ended."""
+"""Time that the engines have to end after the gateway, and with it every request, has ended."""
 _SPARE_SECONDS = 5.0
 """The gateway ends within its grace period; it is killed if it takes this much longer."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S104 - local addresses of servers that listen on all
@@ -31,28 +31,30 @@ class Stop(Exception):
 
 
 class Supervisor:
-    """Watches the engine and the gateway in front of it."""
+    """Watches the engines and the gateway in front of them."""
 
-    def __init__(self, engine: Child, gateway: Child, settings: Settings) -> None:
+    def __init__(self, engines: Sequence[Child], gateway: Child, settings: Settings) -> None:
         self._settings = settings
         self.url = url_of(_WILDCARDS.get(settings.host, settings.host), settings.port)
-        self._children = {child.name: child for child in (engine, gateway)}
+        self._children = (*engines, gateway)
         self.console = Console(stderr=True, highlight=False, markup=False)
-        self._latest = {child.name: "" for child in (engine, gateway)}
+        self._latest = {child.name: "" for child in self._children}
+        self._progress = ""
+        """The latest line of any engine."""
         self._talkative = False
-        for child in (engine, gateway):
-            child.follow(partial(self._on_line, child.name))
+        for child in self._children:
+            child.follow(partial(self._on_line, child))
 
     def wait_until_ready(self, what: str, *, talkative: bool = True) -> None:
-        """Return when the gateway is ready, which needs the engine. ``what``: the model's name, to print. ``talkative``: print the
-        programs' output from then on.
+        """Return when gateway and engines are ready. ``what``: the model's name, to print. ``talkative``: print the programs'
+        output from then on.
 
         Raises :class:`CommandError` if one of them ends.
         """
         started = time.monotonic()
         self.console.print(f"Loading {what} …", soft_wrap=True)
         with self.console.status("") as status, httpx.Client(trust_env=False) as client:
-            while not _answers(client, f"{self.url}/readyz"):
+            while not (_gateway_is_ready(client, self.url) and all(_is_ready(client, url) for url in self._settings.engines)):
                 self.check_running()
                 self._show_progress(status, time.monotonic() - started)
                 time.sleep(_POLL_SECONDS)
@@ -73,35 +75,38 @@ class Supervisor:
 
     def check_running(self) -> None:
         """Raise :class:`CommandError` if one of the programs has ended."""
-        for child in self._children.values():
+        for child in self._children:
             if not child.running:
                 child.read_to_the_end()
-                raise (WrongUsage if child.refused else CommandError)(f"the {child.name} has ended: {self._why(child)}")
+                name = f"the {child.name}" if child.name == child.program else child.name
+                raise (WrongUsage if child.refused else CommandError)(f"{name} has ended: {self._why(child)}")
 
     def _why(self, child: Child) -> str:
-        line, prefix = self._latest[child.name], f"{child.name}: "
+        line, prefix = self._latest[child.name], f"{child.program}: "
         if line.startswith(prefix):
             return line.removeprefix(prefix)
         return f"{child.ending}; its last line of output: {line}" if line else child.ending
 
     def _show_progress(self, status: Status, seconds: float) -> None:
-        status.update(f"{seconds:.0f} s  {self._latest['engine'][:100]}")
+        status.update(f"{seconds:.0f} s  {self._progress[:100]}")
 
-    def _on_line(self, name: str, line: str) -> None:
+    def _on_line(self, child: Child, line: str) -> None:
         """Store a line of a child, in its reader thread. A line with the program's name is its reason to end, so it is kept."""
-        prefix = f"{name}: "
+        prefix = f"{child.program}: "
         if not line:
             return
-        if line.startswith(prefix) or not self._latest[name].startswith(prefix):
-            self._latest[name] = line
+        if line.startswith(prefix) or not self._latest[child.name].startswith(prefix):
+            self._latest[child.name] = line
+        if child.program == "engine":
+            self._progress = line if child.name == child.program else f"{child.name}: {line}"
         if self._talkative:
-            self.console.print(f"{prefix}{line.removeprefix(prefix)}", soft_wrap=True)
+            self.console.print(f"{child.name}: {line.removeprefix(prefix)}", soft_wrap=True)
 
 
 @contextmanager
-def supervised(engine: Child, gateway: Child, settings: Settings) -> Iterator[Supervisor]:
-    """Follow both programs. In every case end both, the gateway first so that it can finish its responses."""
-    supervisor = Supervisor(engine, gateway, settings)
+def supervised(engines: Sequence[Child], gateway: Child, settings: Settings) -> Iterator[Supervisor]:
+    """Follow all programs. In every case end all, the gateway first so that it can finish its responses."""
+    supervisor = Supervisor(engines, gateway, settings)
     try:
         yield supervisor
     except Stop:
@@ -109,21 +114,21 @@ def supervised(engine: Child, gateway: Child, settings: Settings) -> Iterator[Su
         raise
     finally:
         try:
-            gateway.stop(settings.grace_seconds + _SPARE_SECONDS)
-            engine.stop(_ENGINE_SECONDS)
+            stop([gateway], settings.grace_seconds + _SPARE_SECONDS)
+            stop(engines, _ENGINE_SECONDS)
         finally:  # reached early if a second signal interrupts the wait
-            gateway.kill()
-            engine.kill()
+            for child in (gateway, *engines):
+                child.kill()
 
 
 @contextmanager
 def told_to_stop() -> Iterator[None]:
     """Convert the signals that ask a program to end into :class:`Stop`."""
 
-    def stop(_: int, __: FrameType | None) -> None:
+    def on_signal(_: int, __: FrameType | None) -> None:
         raise Stop
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -131,10 +136,18 @@ def told_to_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _answers(client: httpx.Client, url: str) -> bool:
-    """Return whether the gateway is ready. Raises :class:`CommandError` if waiting cannot help."""
+def _is_ready(client: httpx.Client, engine: str) -> bool:
+    """Return whether an engine is ready."""
     try:
-        response = client.get(url)
+        return client.get(f"{engine}/readyz").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _gateway_is_ready(client: httpx.Client, gateway: str) -> bool:
+    """Return whether the gateway knows a ready engine. Raises :class:`CommandError` if waiting cannot help."""
+    try:
+        response = client.get(f"{gateway}/readyz")
     except httpx.TransportError:
         return False
     if not response.is_success and (error := response.json()["error"])["code"] == UnusableModel.code:

@@ -37,7 +37,7 @@ class Fleet:
         dispatcher = Dispatcher(
             telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
         )
-        fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)
+        fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
         handover = Handover(fan_out, telemetry, seconds=settings.handover_seconds)
         pool = Pool(
             {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines},

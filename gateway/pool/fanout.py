@@ -19,7 +19,7 @@ from gateway.pool.messages import divided_by_images, message_of, without_keeping
 from gateway.pool.pace import size_class
 from gateway.pool.prompts import Prompts, SubBatch
 from gateway.pool.replica import ServedModel
-from gateway.pool.split import split
+from gateway.pool.split import SplitTokens, split
 from gateway.text.prepared import Ids, content_of
 
 SUB_BATCHES_PER_REPLICA = 2
@@ -43,11 +43,13 @@ OnError = Callable[[list[int], GatewayError], None]
 class FanOut:
     """Sends requests through ``dispatcher``, divided so that all replicas work."""
 
-    def __init__(self, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int) -> None:
-        """``split_tokens``: see :func:`gateway.pool.split.split`."""
+    def __init__(
+        self, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int, idle_split_tokens: int | None = None
+    ) -> None:
+        """``split_tokens``, ``idle_split_tokens``: see :class:`SplitTokens`; None means ``split_tokens``."""
         self._dispatcher = dispatcher
         self._telemetry = telemetry
-        self._split_tokens = split_tokens
+        self._split_tokens = SplitTokens(split_tokens, idle_split_tokens or split_tokens)
 
     async def run(
         self,
@@ -82,7 +84,7 @@ class FanOut:
                     on_scored(sub_batch.indices, scored)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
-            sub_batches = await divide_items(model, prompts, branches, self._split_tokens)
+            sub_batches = await divide_items(model, prompts, branches)
         else:
             sub_batches = self._divide_evenly(model, prompts, branches)
         sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
@@ -91,11 +93,13 @@ class FanOut:
 
     def _divide_evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
         """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
+        usable, prefix = model.usable, len(prompts.prefix)
+        lengths = [len(branch) + len(prompts.suffix) for branch in branches]
+        idle = sum(not replica.tokens for replica in usable)
         divided = split(
-            len(prompts.prefix),
-            [len(branch) + len(prompts.suffix) for branch in branches],
-            replicas=len(model.usable),
-            split_tokens=self._split_tokens,
+            prefix,
+            lengths,
+            self._split_tokens.parts(prefix, sum(lengths), replicas=len(usable), idle=idle),
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )

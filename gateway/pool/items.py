@@ -13,8 +13,8 @@ from gateway.process.time_slices import TimeSlice
 from gateway.text.prepared import Ids
 
 
-async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids], split_tokens: int) -> list[SubBatch]:
-    """Divide items by the replicas that keep them. ``split_tokens``: see :func:`gateway.pool.split.split`."""
+async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids]) -> list[SubBatch]:
+    """Divide items by the replicas that keep them."""
     replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
     placement = Placement(replicas, sum(lengths))
     groups: list[list[int]] = [[] for _ in replicas]
@@ -34,8 +34,7 @@ async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids
         for few in split(
             0,
             [lengths[index] for index in group],
-            replicas=1,
-            split_tokens=split_tokens,
+            1,
             max_branches=model.info.limits.max_branches,
             row_length=row,
         )

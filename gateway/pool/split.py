@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -21,21 +21,31 @@ MANY = 1 << 10
 """Number of branches above which they are dealt out in turn instead of with a heap: faster, and almost as even."""
 
 
-def split(
-    prefix: int, lengths: Sequence[int], *, replicas: int, split_tokens: int, max_branches: int, row_length: int = 1
-) -> list[list[int]]:
-    """Return the indices of the branches of each sub-batch. ``lengths`` are in tokens. The number of sub-batches is the smallest
-    that uses ``replicas`` well.
+class SplitTokens(NamedTuple):
+    """Least branch tokens of a sub-batch."""
 
-    Every sub-batch computes the prefix again, on its replica. Therefore sub-batches have on average at least ``split_tokens``
-    branch tokens, and at least as many as the prefix: at most half of the work is repeated. Their token sums differ by at most one
-    branch. None exceeds ``max_branches`` or the bounds of a message above.
+    usual: int
+    idle: int
+    """For a replica that computes nothing else."""
+
+    def parts(self, prefix: int, tokens: int, *, replicas: int, idle: int) -> int:
+        """Return the number of sub-batches for ``tokens`` of branches: the smallest that uses ``replicas`` well, of which ``idle``
+        compute nothing else.
+
+        Every sub-batch computes the prefix again, on its replica. Therefore sub-batches have on average at least as many branch
+        tokens as the prefix has: at most half of the work is repeated.
+        """
+        return max(1, min(replicas, tokens // max(self.usual, prefix)), min(idle, tokens // max(self.idle, prefix)))
+
+
+def split(prefix: int, lengths: Sequence[int], parts: int, *, max_branches: int, row_length: int = 1) -> list[list[int]]:
+    """Return the indices of the branches of each of ``parts`` sub-batches, or of more. ``lengths`` are in tokens; their sums differ
+    by at most one branch. None exceeds ``max_branches`` or the bounds of a message above.
     """
     max_branches = max(1, min(max_branches, MESSAGE_BRANCHES, MESSAGE_SCORES // max(1, row_length)))
     most_tokens = max(MESSAGE_TOKENS - prefix, MESSAGE_TOKENS // 2)
-    worth = sum(lengths) // max(split_tokens, prefix)
-    parts = balanced(lengths, max(1, min(replicas, worth, len(lengths))))
-    return [run for part in parts for few in cut(part, max_branches) for run in bounded(few, lengths, most_tokens)]
+    groups = balanced(lengths, max(1, min(parts, len(lengths))))
+    return [run for group in groups for few in cut(group, max_branches) for run in bounded(few, lengths, most_tokens)]
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:

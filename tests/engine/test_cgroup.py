@@ -80,7 +80,17 @@ def test_this_machine_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "settings", "threads"), [(1.5, {}, 2), (0.2, {}, 1), (1.5, {"threads": 3}, 3), (2, {"tensor_parallel": 2}, 1)]
+    ("cores", "settings", "threads"),
+    [
+        (1.5, {}, 2),
+        (0.2, {}, 1),
+        (1.5, {"threads": 3}, 3),
+        (2, {"tensor_parallel": 2}, 1),
+        (4, {"machine_engines": 2}, 2),
+        (4, {"machine_engines": 2, "tensor_parallel": 2}, 1),
+        (4, {"machine_engines": 8}, 1),
+        (4, {"machine_engines": 2, "threads": 3}, 3),
+    ],
 )
 def test_threads_are_as_many_as_may_run(
     monkeypatch: pytest.MonkeyPatch, cores: float, settings: dict[str, int], threads: int

@@ -26,3 +26,15 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(kept["Yardstick"] > 0 for kept in summary["of quiet"].values())
     assert len(summary["ratios"]) == 2 * len(summary["of quiet"]) == 4
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_engines_of_one_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rounds", "1", "--streams", "0", "--scores", "4", "--at-once", "1,2"]
+    assert spinning.main(["--settings", "engines,engines-4096", *sizes]) == 0
+    ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
+    assert set(ratios) == {
+        f"scored items/s{many}, {load}" for many in ("", ", 2 requests at a time") for load in (spinning.QUIET, spinning.SHARED)
+    }
+    assert all(ratio["engines-4096"] > 0 for ratio in ratios.values())

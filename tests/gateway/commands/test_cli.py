@@ -124,6 +124,10 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
         (["--max-totl-tokens", "9"], ["--max-totl-tokens", "yardstick engine --help"]),
         (["--name", "x"], ["chooses --name itself"]),
         (["--token=t"], ["chooses --token itself"]),
+        (["--machine-engines", "2"], ["chooses --machine-engines itself"]),
+        (["--engines", "0"], ["--engines", "greater than or equal to 1"]),
+        pytest.param(["--engines", "65"], ["--engines", "less than or equal to 64"], marks=pytest.mark.slow),
+        (["--engines", "2", "--health-port", "8101"], ["--health-port names one port", "--engines 2"]),
         (["--port", "0"], ["--port"]),
     ],
 )

@@ -18,7 +18,7 @@ from gateway.errors import NotReady
 from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.health import Health
 from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.split import split
+from gateway.pool.split import SplitTokens, split
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
 from tests.gateway.conftest import Clock, Start, metric
 from tests.processes import wait_until
@@ -124,23 +124,75 @@ def test_none_is_ready() -> None:
     replicas=st.integers(1, 8),
     split_tokens=st.integers(1, 4000),
     most=st.integers(1, 64),
+    idle=st.integers(0, 8),
+    idle_split_tokens=st.integers(1, 4000),
 )
-def test_splits(lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int) -> None:
-    parts = split(prefix, lengths, replicas=replicas, split_tokens=split_tokens, max_branches=most)
+def test_splits(
+    lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int, idle: int, idle_split_tokens: int
+) -> None:
+    idle, idle_split_tokens = min(idle, replicas), min(idle_split_tokens, split_tokens)
+    count = SplitTokens(split_tokens, idle_split_tokens).parts(prefix, sum(lengths), replicas=replicas, idle=idle)
+    parts = split(prefix, lengths, count, max_branches=most)
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and 0 < len(part) <= most for part in parts)
     if most >= len(lengths):
         sums = [sum(lengths[place] for place in part) for part in parts]
         assert len(parts) <= replicas
         assert max(sums) - min(sums) <= max(lengths)
-        assert len(parts) == 1 or sum(lengths) >= len(parts) * max(split_tokens, prefix)
+        least = idle_split_tokens if len(parts) <= idle else split_tokens
+        assert len(parts) == 1 or sum(lengths) >= len(parts) * max(least, prefix)
+
+
+def parts_of(prefix: int, items: int, idle_replicas: int = 4, **tokens: int) -> int:
+    """Parts of a request with items of 180 tokens for four replicas."""
+    return SplitTokens(**({"usual": 4096, "idle": 4096} | tokens)).parts(prefix, 180 * items, replicas=4, idle=idle_replicas)
 
 
 def test_the_standard_request_is_not_split() -> None:
-    options = {"replicas": 4, "split_tokens": 4096, "max_branches": 512}
-    assert len(split(120, [180] * 10, **options)) == 1
-    assert len(split(120, [180] * 500, **options)) == 4
-    assert len(split(30_000, [180] * 500, **options)) == 3, "a long prefix is not computed more often than it is worth"
+    assert parts_of(120, 10) == 1
+    assert parts_of(120, 500) == 4
+    assert parts_of(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
+
+
+def test_idle_replicas_get_smaller_parts() -> None:
+    assert [parts_of(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
+    assert parts_of(1000, 10, idle=512) == 1, "the prefix is more than a half"
+    assert parts_of(120, 500, 1, idle=512) == 4
+
+
+def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
+    """While engines compute something else, a request of this size goes to one."""
+    engines = [FakeEngine() for _ in range(2)]
+    client = start(*engines, idle_split_tokens=100)
+    items = [[place % 250] * 30 for place in range(10)]
+
+    def ask(query: int) -> None:
+        body = {"query": [query] * 20, "items": items, "label_token_ids": [1]}
+        assert len(client.post("/v1/score", json=body).json()["scores"]) == 10
+
+    ask(7)
+    assert [[len(score.branches) for score in engine.scores] for engine in engines] == [[5], [5]]
+    for engine in engines:
+        engine.faults.hold = True
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, 8)]
+        try:
+            wait_until(lambda: all(engine.running for engine in engines))
+            asked.append(pool.submit(ask, 9))
+            wait_until(lambda: sum(len(engine.scores) for engine in engines) == 5)
+        finally:
+            for engine in engines:
+                engine.faults.hold = False
+    assert all(each.result() is None for each in asked)
+    assert sorted(len(score.branches) for engine in engines for score in engine.scores) == [5, 5, 5, 5, 10]
+
+
+def test_small_requests_are_whole_unless_a_setting_divides_them(start: Start) -> None:
+    engines = [FakeEngine() for _ in range(2)]
+    client = start(*engines)
+    body = {"query": [7] * 20, "items": [[place % 250] * 30 for place in range(10)], "label_token_ids": [1]}
+    assert client.post("/v1/score", json=body).status_code == 200
+    assert sorted(len(engine.scores) for engine in engines) == [0, 1]
 
 
 def test_queries_keep_to_a_replica(start: Start) -> None:

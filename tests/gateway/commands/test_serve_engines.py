@@ -1,0 +1,198 @@
+"""``yardstick serve --engines``: several engines behind one gateway. Most tests run real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from engine.options import parse
+from gateway.commands import gpus
+from gateway.commands.errors import WrongUsage
+from gateway.commands.gpus import VISIBLE, gpus_of_engines
+from gateway.commands.launch import Child
+from gateway.commands.serve import ServeOptions, engine_programs, gateway_settings, models_of, splitting
+from tests.checkpoints import make_checkpoint
+from tests.gateway.commands.test_cli_serve import END_SECONDS, Served, start
+from tests.processes import alive, wait_until
+from tests.warm import as_in_production
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+
+
+def score(url: str, query: int, items: int = 2) -> list[list[float]]:
+    body = {"query": [query] * 20, "items": [[item + 1] * 100 for item in range(items)], "label_token_ids": [1, 2]}
+    return httpx.post(f"{url}/v1/score", json=body, timeout=30).raise_for_status().json()["scores"]
+
+
+def engine_urls(served: Served) -> list[str]:
+    """URLs of the engines that the gateway knows."""
+    text = httpx.get(f"{served.url}/metrics").text
+    return sorted(set(re.findall(r'yardstick_engine_requests_in_flight\{engine="(http[^"]+)"', text)))
+
+
+def steps_of(url: str) -> float:
+    """Steps that an engine has computed."""
+    (steps,) = re.findall(r"^yardstick_engine_steps_total (\S+)$", httpx.get(f"{url}/metrics").text, flags=re.M)
+    return float(steps)
+
+
+def sub_batches(served: Served) -> float:
+    """Messages to engines for score requests."""
+    (total,) = re.findall(r"^yardstick_sub_batches_sum (\S+)$", httpx.get(f"{served.url}/metrics").text, flags=re.M)
+    return float(total)
+
+
+def engine_pids(served: Served) -> list[int]:
+    return sorted(pid for pid in served.descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.fixture
+def two_engines(model: Path, tmp_path: Path) -> Iterator[Served]:
+    served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
+    yield served
+    served.process.kill()  # after a failure; its programs end with it
+    served.process.wait(END_SECONDS)
+
+
+@linux
+def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
+    served = two_engines
+    descendants = served.descendants
+    urls = engine_urls(served)
+    assert len(urls) == 2
+    before = [steps_of(url) for url in urls]
+    with ThreadPoolExecutor(8) as threads:
+        scores = list(threads.map(lambda query: score(served.url, query), range(1, 25)))
+    assert all(len(rows) == 2 for rows in scores)
+    assert all(steps_of(url) > steps for url, steps in zip(urls, before, strict=True))
+    messages = sub_batches(served)
+    score(served.url, 100, items=20)
+    assert sub_batches(served) == messages + 2, "a lone request is divided among the idle engines"
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(END_SECONDS) == 0
+    wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
+
+
+@pytest.mark.slow
+@linux
+def test_an_engine_that_ends_is_named_and_ends_the_rest(model: Path, tmp_path: Path) -> None:
+    with as_in_production():
+        served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
+    descendants = served.descendants
+    first, second = engine_pids(served)
+    os.kill(second, signal.SIGKILL)
+    assert served.process.wait(END_SECONDS) == 1
+    assert "engine 2 has ended: killed by SIGKILL" in served.err.read_text().splitlines()[-1]
+    wait_until(lambda: not any(map(alive, {first} | descendants)), END_SECONDS)
+
+
+def test_each_engine_has_a_port_and_a_share_of_the_machine() -> None:
+    options = ServeOptions(model="/m", engines=3, engine=["--lora", "a=/a"])
+    settings = gateway_settings(options, {"YARDSTICK_TRACING_ENDPOINT": "http://127.0.0.1:4318"})
+    programs = engine_programs(options, settings, models_of(options), ["0", "1", "2"])
+    assert [program.name for program in programs] == ["engine 1", "engine 2", "engine 3"]
+    assert [program.variables for program in programs] == [{VISIBLE: "0"}, {VISIBLE: "1"}, {VISIBLE: "2"}]
+    parsed = [parse(program.arguments[1:]) for program in programs]
+    assert [f"http://{server.host}:{server.port}" for _, server in parsed] == list(settings.engines)
+    assert len({*settings.engines}) == 3
+    assert {server.tracing_endpoint for _, server in parsed} == {"http://127.0.0.1:4318"}
+    assert all((engine.name, engine.lora, engine.machine_engines) == ("m", ["a=/a"], 3) for engine, _ in parsed)
+
+
+@pytest.mark.parametrize(
+    ("visible", "environment", "expected"),
+    [
+        ([None, None], {}, {"YARDSTICK_IDLE_SPLIT_TOKENS": "512"}),
+        ([None], {}, {}),
+        (["0", "1"], {}, {}),
+        ([None, None], {"YARDSTICK_SPLIT_TOKENS": "4096"}, {}),
+        ([None, None], {"YARDSTICK_IDLE_SPLIT_TOKENS": "9"}, {}),
+    ],
+)
+def test_idle_engines_on_a_cpu_share_smaller_requests(
+    visible: Sequence[str | None], environment: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    assert splitting(visible, environment) == expected
+
+
+def test_one_engine_is_called_the_engine_and_has_the_machine() -> None:
+    options = ServeOptions(model="/m")
+    ((name, arguments, variables),) = engine_programs(options, gateway_settings(options, {}), models_of(options), [None])
+    assert (name, variables) == ("engine", {})
+    assert parse(arguments[1:])[0].machine_engines == 1
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+    """An environment in which the process that asks torch finds a build with CUDA and four GPUs."""
+    (tmp_path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 4)\n")
+    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
+    return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+
+class Division(NamedTuple):
+    engines: int
+    arguments: Sequence[str]
+    visible: str | None
+    """The variable as the user has set it."""
+    expected: Sequence[str | None]
+
+
+DIVISIONS = {
+    "one": Division(1, [], None, [None]),
+    "one for each": Division(3, [], None, ["0", "1", "2"]),
+    "tensor parallel": Division(2, ["--tensor-parallel=2", "--dtype", "bfloat16"], None, ["0,1", "2,3"]),
+    "names of the user": Division(2, ["--device", "cuda"], "GPU-b, GPU-a,7,MIG-c", ["GPU-b", "GPU-a"]),
+    "on the CPU": Division(8, ["--lora", "a=/a", "--device=cpu"], None, [None] * 8),
+    "a wrong value": Division(2, ["--tensor-parallel", "two"], None, ["0", "1"]),
+    "no value": Division(2, ["--device"], None, ["0", "1"]),
+}
+
+
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_each_engine_has_its_own_gpus(four_gpus: Mapping[str, str], division: Division) -> None:
+    environment = dict(four_gpus) | ({} if division.visible is None else {VISIBLE: division.visible})
+    assert gpus_of_engines(division.engines, division.arguments, environment) == division.expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "arguments", "words"),
+    [
+        (5, [], "--engines 5 needs 5 GPUs, and torch finds 4; lower --engines, or add --device cpu"),
+        (3, ["--tensor-parallel", "2"], "--engines 3 of 2 GPUs each (--tensor-parallel) needs 6 GPUs, and torch finds 4"),
+    ],
+)
+def test_too_few_gpus_are_refused(four_gpus: Mapping[str, str], engines: int, arguments: Sequence[str], words: str) -> None:
+    with pytest.raises(WrongUsage) as caught:
+        gpus_of_engines(engines, arguments, four_gpus)
+    assert str(caught.value).startswith(words)
+
+
+def test_without_gpus_all_engines_share_the_cpu(four_gpus: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0+cpu")
+    assert gpus_of_engines(2, [], four_gpus) == [None, None]
+
+
+def test_the_variables_of_a_child_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shows.py").write_text(f"import os\nprint(os.environ['{VISIBLE}'])\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Child("engine 2", ["shows"], {VISIBLE: "GPU-b"})
+    lines: list[str] = []
+    child.follow(lines.append)
+    child.wait(END_SECONDS)
+    child.read_to_the_end()
+    assert lines == ["GPU-b"]

@@ -13,6 +13,7 @@ import typer
 from gateway.commands import catalogue_options
 from gateway.commands.errors import CommandError
 from gateway.commands.offline import options as offline
+from gateway.process.early_end import end_quietly
 
 app = typer.Typer(
     help="Score lists of items with a language model, and generate text, behind an OpenAI-compatible gateway.",
@@ -86,6 +87,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
     options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engine."""
+    end_quietly()
     from gateway.commands.serve import ServeOptions, serve
 
     options = ServeOptions(
@@ -105,6 +107,7 @@ def serve(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """Run a gateway alone, in front of engines."""
+    end_quietly()
     from gateway.commands.launch import become
 
     become("gateway", context.args)
@@ -113,6 +116,7 @@ def gateway(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Run an engine alone."""
+    end_quietly()
     from gateway.commands.launch import become
 
     become("engine", context.args)

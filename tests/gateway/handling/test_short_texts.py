@@ -10,7 +10,7 @@ import pytest
 
 from gateway.handling import reader
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import gateways, metric
+from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.text.test_metered_template import FILES
 
 USER = {"role": "user", "content": " red shoes"}
@@ -81,3 +81,12 @@ def test_the_event_loop_reads_what_workers_read(
     if name in READ:
         assert answer[0] == 200, answer
         assert any(prompts)
+
+
+def test_a_setting_leaves_all_texts_to_workers(served: tuple[FakeEngine, httpx.Client], start: Start) -> None:
+    engine = FakeEngine(template=FILES["thinking"], says=[5])
+    without = engine, start(engine, cache_entries=0, short_texts=False)
+    for path, body in READ.values():
+        prompts, answer, read = asked(served, path, body)
+        assert read == 1
+        assert asked(without, path, body) == (prompts, answer, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import stat
 import subprocess
@@ -168,6 +169,22 @@ def test_a_name_is_taken_once(yardstick: Yardstick, tmp_path: Path) -> None:
     assert done.stderr.startswith("yardstick: ")
     assert "me already" in done.stderr
     assert file.read_text() == before
+
+
+def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tmp_path: Path) -> None:
+    """Its gateway may run as another user of its group, and find it through a link."""
+    file, link = tmp_path / "keys.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    yardstick("keys", "new", "first", "--file", str(link))
+    file.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(file, 10, 20)
+    before = file.stat()
+    assert yardstick("keys", "new", "second", "--file", str(link)).returncode == 0
+    after = file.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert link.is_symlink()
+    assert len(json.loads(file.read_text())["keys"]) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"keys": 3}'])

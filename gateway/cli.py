@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -39,13 +41,27 @@ class CatalogueAccess(StrEnum):
     READ = "read"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+"""Errors of standard output: its disk is full, or its reader has left."""
+
+
 def main() -> None:
     """Run a subcommand. An error of a subcommand prints one line and exits with code 1, or 2 for wrong usage."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # an error of Python's own flush at the end is no line
     except CommandError as error:
         print(f"yardstick: {error}", file=sys.stderr)
         sys.exit(error.status)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+        if error.errno != errno.EPIPE:
+            print(f"yardstick: cannot write the output: {os.strerror(error.errno).lower()}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _show_version(asked: bool) -> None:

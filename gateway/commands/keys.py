@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ def new(name: str, file: Path, **fields: Any) -> None:
         entry = msgspec.convert({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}, ApiKey)
     except msgspec.ValidationError as error:
         raise CommandError(f"no key was created: {error}") from None
-    text = msgspec.json.format(msgspec.json.encode(KeyFile([*known, entry])), indent=2) + b"\n"
-    replace_file(file.resolve(), text, mode=0o600)
-    print(key)
+    _write(file, [*known, entry])
+    try:
+        print(key, flush=True)
+    except OSError as error:  # nobody will ever know the key
+        _write(file, known)
+        raise CommandError(f"no key was created, because it cannot be shown: {(error.strerror or str(error)).lower()}") from None
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
+
+
+def _write(file: Path, keys: Sequence[ApiKey]) -> None:
+    text = msgspec.json.format(msgspec.json.encode(KeyFile([*keys])), indent=2) + b"\n"
+    replace_file(file.resolve(), text, mode=0o600)
 
 
 def _read(file: Path) -> list[ApiKey]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -13,6 +15,7 @@ import typer
 from gateway.commands import catalogue_options
 from gateway.commands.errors import CommandError
 from gateway.commands.offline import options as offline
+from gateway.process.early_end import end_quietly
 
 app = typer.Typer(
     help="Score lists of items with a language model, and generate text, behind an OpenAI-compatible gateway.",
@@ -38,13 +41,27 @@ class CatalogueAccess(StrEnum):
     READ = "read"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+"""Errors of standard output: its disk is full, or its reader has left."""
+
+
 def main() -> None:
     """Run a subcommand. An error of a subcommand prints one line and exits with code 1, or 2 for wrong usage."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # an error of Python's own flush at the end is no line
     except CommandError as error:
         print(f"yardstick: {error}", file=sys.stderr)
         sys.exit(error.status)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+        if error.errno != errno.EPIPE:
+            print(f"yardstick: cannot write the output: {os.strerror(error.errno).lower()}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _show_version(asked: bool) -> None:
@@ -90,6 +107,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
     options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engines."""
+    end_quietly()
     from gateway.commands.serve import ServeOptions, serve
 
     options = ServeOptions(
@@ -110,6 +128,7 @@ def serve(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """Run a gateway alone, in front of engines."""
+    end_quietly()
     from gateway.commands.launch import become
 
     become("gateway", context.args)
@@ -118,6 +137,7 @@ def gateway(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Run an engine alone."""
+    end_quietly()
     from gateway.commands.launch import become
 
     become("engine", context.args)

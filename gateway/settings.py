@@ -135,18 +135,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_waiting: Count = 256
     """Most requests that wait for a ready engine; more are answered 503 at once."""
     eject_failures: Positive = 3
-    """Consecutive failures, or scores that another engine answered first though it got them later, after which an engine is ejected
-    for a while (never more than half of a model's engines)."""
+    """Failures in a row, or races for a late score lost, after which an engine is ejected (at most half of a model's engines)."""
     eject_seconds: Seconds = 5.0
-    """Length of the first ejection. Then the engine gets one request; each time that request fails, the time doubles, up to a
-    minute."""
+    """Length of the first ejection. Then the engine gets one request, and each failure doubles the time, up to a minute."""
     split_tokens: Positive = 4096
     """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
     idle_split_tokens: Positive | None = None
     """Least work of a sub-batch for an engine that computes nothing else, in tokens. None: ``split_tokens``."""
     hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
-    """Extra work, as a share of the tokens that engines compute, for sending scores that are late to a second engine. 0: none are
-    sent."""
+    """Extra work for sending late scores to a second engine, as a share of the tokens that engines compute. 0: none are sent."""
 
     access_log: Format = "text"
     """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
@@ -185,6 +182,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most requests that wait to be read; more are answered 429."""
     text_queue_bytes: Positive = 256 << 20
     """Most bytes of the bodies of those requests; more are answered 429."""
+    short_texts: bool = True
+    """Whether short chats, responses, completions and scores are read on the event loop. False: these processes read all texts."""
     presets: tuple[str, ...] = ()
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or

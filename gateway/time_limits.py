@@ -19,6 +19,8 @@ HEADER = b"x-yardstick-timeout"
 SDK_HEADERS = b"x-stainless-read-timeout", b"x-stainless-timeout"
 """Headers of OpenAI's SDKs for Python and for JavaScript, in seconds."""
 MAX_SECONDS = 86_400.0
+LEAST_SECONDS = 0.001
+"""Shortest timer: for a shorter time, uvloop returns a handle that does not know when it runs."""
 LATER_SECONDS = 1.0
 """How much later than a client's limit an engine's deadline is, so that the gateway ends the request before the engine fails it."""
 
@@ -81,7 +83,7 @@ class TimeLimits:
 
     def _timer(self, seconds: float) -> asyncio.TimerHandle:
         rest = self._began + seconds - time.perf_counter()
-        return asyncio.get_running_loop().call_later(rest, self._expire, seconds)
+        return asyncio.get_running_loop().call_later(max(LEAST_SECONDS, rest), self._expire, seconds)
 
     def _expire(self, seconds: float) -> None:
         self._expired = seconds

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.__main__ import _listen
-from gateway.__main__ import bind
+from engine.server import _listen
+from gateway.server import bind
 from tests.processes import free_port
 
 

@@ -7,7 +7,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from gateway.catalogues.freeing import Waste
 from gateway.catalogues.order import ChangeOrder
@@ -35,7 +36,7 @@ EXAMINED_AT_ONCE = 2000
 """Items that a page passes over before other requests run, in about a millisecond."""
 
 
-class _Entry(NamedTuple):
+class _Entry(msgspec.Struct, frozen=True, gc=False):  # a full collection of garbage skips it
     record: bytes
     version: int
 
@@ -210,7 +211,8 @@ class MemoryCatalogues:
             catalogue.version += 1
 
     def _drop(self, owner: str, catalogue: _Catalogue, id: str) -> None:
-        record, version = catalogue.items.pop(id)
+        entry = catalogue.items.pop(id)
+        record, version = entry.record, entry.version
         catalogue.order.remove(version)
         catalogue.tokens -= tokens_of(record)
         self._count(owner, catalogue, -_size(id, record))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -20,11 +20,18 @@ from gateway.commands.offline.rows import Row, open_source
 from gateway.commands.offline.sender import Sender, Server
 from gateway.commands.offline.tasks.base import Call, Refusal
 from gateway.errors import ErrorBody
-from gateway.schemas.catalogue import CatalogueItem, RegisteredItems, WarmProgress
+from gateway.schemas.catalogue import CatalogueItem, DeletedCatalogue, RegisteredItems, WarmProgress
 
 MAX_REQUEST_BYTES = 1 << 20
 """Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""
 _AGAIN = "the same command continues it."
+T = TypeVar("T")
+
+
+class _CatalogueState(msgspec.Struct):
+    """What tells the state of a catalogue from other JSON."""
+
+    object: Literal["catalogue"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class _Loading:
             content = await self._ask(sender, Call(f"{_path(self._options.catalogue)}/items", batch.body, "PUT"), batch)
         finally:
             self._places.busy -= 1
-        answer = msgspec.json.decode(content, type=RegisteredItems)
+        answer = _decoded(content, RegisteredItems, self._options.url)
         del self._open[number]
         self.added += answer.added
         self.changed += answer.changed
@@ -194,12 +201,14 @@ def _line(options: Load, row: Row) -> bytes:
 
 def status(access: Access, catalogue: str) -> None:
     """Print a catalogue's state. Raises :class:`CommandError`."""
-    print(msgspec.json.format(_plain(access, "GET", _path(catalogue))).decode())
+    content = _plain(access, "GET", _path(catalogue))
+    _decoded(content, _CatalogueState, access.url)
+    print(msgspec.json.format(content).decode())
 
 
 def delete(access: Access, catalogue: str) -> None:
     """Delete a catalogue. Raises :class:`CommandError`."""
-    _plain(access, "DELETE", _path(catalogue))
+    _decoded(_plain(access, "DELETE", _path(catalogue)), DeletedCatalogue, access.url)
     print(f"{catalogue} is deleted", file=sys.stderr)
 
 
@@ -215,7 +224,7 @@ def warm(access: Access, catalogue: str, pin_seconds: float | None = None, model
                 if not response.is_success:
                     response.read()
                     raise CommandError(_refusal(response))
-                for done in _progress(response):
+                for done in _progress(response, access.url):
                     report.progress(done.items, done.total)
         except httpx.RequestError as error:
             if done is None:
@@ -227,16 +236,16 @@ def warm(access: Access, catalogue: str, pin_seconds: float | None = None, model
     print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before{pinned}", file=sys.stderr)
 
 
-def _progress(response: httpx.Response) -> Iterator[WarmProgress]:
+def _progress(response: httpx.Response, url: str) -> Iterator[WarmProgress]:
     """Yield the events of a warm-up. Raises :class:`CommandError` for an error among them."""
     for line in response.iter_lines():
         event = line.removeprefix("data: ")
         if not event.startswith("{"):
             continue
         if '"error"' in event[:10]:
-            message = msgspec.json.decode(event, type=ErrorBody).error.message
+            message = _decoded(event.encode(), ErrorBody, url).error.message
             raise CommandError(f"the warm-up broke off: {message} {_AGAIN.capitalize()}")
-        yield msgspec.json.decode(event, type=WarmProgress)
+        yield _decoded(event.encode(), WarmProgress, url)
 
 
 def _plain(access: Access, method: str, path: str) -> bytes:
@@ -248,6 +257,14 @@ def _plain(access: Access, method: str, path: str) -> bytes:
     if not response.is_success:
         raise CommandError(_refusal(response))
     return response.content
+
+
+def _decoded(content: bytes, kind: type[T], url: str) -> T:
+    """Decode an answer of a gateway. Raises :class:`CommandError` for one of another server."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except ValueError:  # also of bytes that are not UTF-8
+        raise CommandError(f"{url} did not answer as a Yardstick gateway does; check --url") from None
 
 
 def _unanswered(access: Access, error: httpx.RequestError) -> CommandError:
@@ -269,7 +286,7 @@ def _client(access: Access) -> httpx.Client:
 def _refusal(response: httpx.Response) -> str:
     try:
         return f"the server refused: {msgspec.json.decode(response.content, type=ErrorBody).error.message}"
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         return f"the server refused with HTTP status {response.status_code}"
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gateway.commands.errors import CommandError
+from gateway.commands.replace_file import replace_file
 from gateway.keys import ApiKey, KeyFile, parse_keys
 
 _RANDOM_BYTES = 32
@@ -31,9 +32,18 @@ def new(name: str, file: Path, **fields: Any) -> None:
         entry = msgspec.convert({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}, ApiKey)
     except msgspec.ValidationError as error:
         raise CommandError(f"no key was created: {error}") from None
-    _write(file, KeyFile([*known, entry]))
-    print(key)
+    _write(file, [*known, entry])
+    try:
+        print(key, flush=True)
+    except OSError as error:  # nobody will ever know the key
+        _write(file, known)
+        raise CommandError(f"no key was created, because it cannot be shown: {(error.strerror or str(error)).lower()}") from None
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
+
+
+def _write(file: Path, keys: Sequence[ApiKey]) -> None:
+    text = msgspec.json.format(msgspec.json.encode(KeyFile([*keys])), indent=2) + b"\n"
+    replace_file(file.resolve(), text, mode=0o600)
 
 
 def _read(file: Path) -> list[ApiKey]:
@@ -43,16 +53,3 @@ def _read(file: Path) -> list[ApiKey]:
         return parse_keys(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CommandError(f"{file} is not a file of API keys ({error}); name another one") from None
-
-
-def _write(file: Path, content: KeyFile) -> None:
-    """Replace the file atomically, readable by its owner only."""
-    text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(text)
-        draft.replace(file)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise CommandError(f"cannot write {file}: {(error.strerror or str(error)).lower()}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.commands.errors import CommandError
+from gateway.commands.replace_file import replace_file
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,7 @@ def write(results: Results, format: str, output: Path | None, *, by_first_label:
     if output is None:
         print(text, end="")
         return
-    try:
-        _replace(output, text.encode())
-    except OSError as error:
-        raise CommandError(f"cannot write {output}: {(error.strerror or str(error)).lower()}") from None
-
-
-def _replace(output: Path, content: bytes) -> None:
-    if output.is_symlink() or (output.exists() and not output.is_file()):  # such as /dev/stdout
-        output.write_bytes(content)
-        return
-    draft = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        draft.replace(output)
-    finally:
-        draft.unlink(missing_ok=True)
+    replace_file(output, text.encode())
 
 
 def as_table(results: Results) -> Table:

@@ -88,14 +88,14 @@ def _score(client: httpx.Client, job: ScoreJob, items: list[str]) -> ScoreRespon
         body["model"] = job.model
     try:
         response = client.post("/v1/score", json=body)
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         reason = str(error) or type(error).__name__
         raise CommandError(f"no answer from {job.url} ({reason}); check --url, or start a server with `yardstick serve`") from None
     if not response.is_success:
         raise CommandError(_refusal(response))
     try:
         return msgspec.json.decode(response.content, type=ScoreResponse)
-    except msgspec.DecodeError:
+    except ValueError:  # also of bytes that are not UTF-8
         raise CommandError(f"{job.url} did not answer as a Yardstick gateway does; check --url") from None
 
 

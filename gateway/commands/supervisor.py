@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -71,7 +72,7 @@ class Supervisor:
         """Print that the programs stop, and suppress their further output."""
         self._talkative = False
         seconds = self._settings.grace_seconds
-        self.console.print(f"Stopping; open requests have {seconds:g} s to end. Press Ctrl-C again to end at once.")
+        _say(f"Stopping; open requests have {seconds:g} s to end. Press Ctrl-C again to end at once.")
 
     def check_running(self) -> None:
         """Raise :class:`CommandError` if one of the programs has ended."""
@@ -100,7 +101,13 @@ class Supervisor:
         if child.program == "engine":
             self._progress = line if child.name == child.program else f"{child.name}: {line}"
         if self._talkative:
-            self.console.print(f"{child.name}: {line.removeprefix(prefix)}", soft_wrap=True)
+            _say(f"{child.name}: {line.removeprefix(prefix)}")
+
+
+def _say(line: str) -> None:
+    """Write a line to standard error, unless its disk is full: the programs' output must be read on, or they block."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

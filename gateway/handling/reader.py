@@ -249,11 +249,13 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
     def _read_small(self, served: ServedModel) -> Prepared | None:
         """Read a short text; None if a worker has to, which also decides what is wrong with a request."""
         small = served.tokenizer.small
-        if small is None or not self.endpoint.is_small(self.fields):
+        if small is None:
             return None
         texts = TextSide(small.tokenizer, small.template)
         small.tokenizer.begin()
         try:
+            if not self.endpoint.is_small(self.fields):
+                return None
             prepared = self.endpoint.read(self.fields, self.reader.model(served, texts))
         except (NeedsWorker, InvalidRequest):
             return None

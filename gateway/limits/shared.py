@@ -3,13 +3,15 @@
 The entries of the key with id ``ID`` (all in one slot of a cluster):
 
 =================================  ================================================================================
-``PREFIX:limit:{ID}:requests``     the time at which the allowance is whole, in microseconds since 1970; likewise
-                                   ``tokens`` and ``items``
+``PREFIX:limit:{ID}:requests``     the time at which the allowance is whole, and the time at which this was written, in
+                                   microseconds since 1970; likewise ``tokens`` and ``items``
 ``PREFIX:limit:{ID}:leases``       sorted set: lease ids, scored by expiry time
 =================================  ================================================================================
 
 Each gateway also records locally what its own requests took. While Redis is away, each gateway decides from that record and allows
 each key its whole limit; N gateways together then allow N times the limit.
+
+A clock of Redis that is set back changes no allowance: times that were written later than now are moved back by the difference.
 """
 
 from __future__ import annotations
@@ -37,21 +39,44 @@ MAX_SETTLEMENTS = 10_000
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
+# set(key, whole) writes the time at which an allowance is whole. get(key, found) returns it from the entry of the key; now if there
+# is none. An entry that was written later than now is written again, so that its time passes from now on.
+_TIMES = """
+    local time = redis.call('TIME')
+    local now = time[1] * 1000000 + time[2]
+    local function set(key, whole)
+        redis.call('SET', key, string.format('%.0f %.0f', whole, now), 'PX', math.ceil((whole - now) / 1000) + 1000)
+    end
+    local function get(key, found)
+        local whole, written = string.match(found or '', '^(%d+) (%d+)$')
+        if not whole then
+            return now
+        end
+        local back = tonumber(written) - now
+        if back > 0 then
+            whole = whole - back
+            if whole > now then
+                set(key, whole)
+            end
+        end
+        return math.max(now, tonumber(whole))
+    end
+    """
+
 # KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (limit 0: none), concurrency (-1: none), lease id,
 # lease time. Returns the denial (0: none, else an index in _DENIALS), the wait, and for each rate the time until its allowance is
 # whole; times in microseconds.
 _TAKE = Script(
-    """
+    _TIMES
+    + """
     local MINUTE = 60000000
-    local time = redis.call('TIME')
-    local now = time[1] * 1000000 + time[2]
     local found = redis.call('MGET', KEYS[1], KEYS[2], KEYS[3])
     local denied, wait, whole, ahead = 0, 0, {}, {}
     for i = 1, 3 do
         local limit, cost = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
         ahead[i] = 0
         if limit > 0 then
-            local begin = math.max(now, tonumber(found[i] or 0))
+            local begin = get(KEYS[i], found[i])
             ahead[i] = begin - now
             whole[i] = begin + cost * MINUTE / limit
             local short = whole[i] - now - MINUTE
@@ -63,6 +88,7 @@ _TAKE = Script(
     local places = tonumber(ARGV[7])
     if denied == 0 and places >= 0 then
         redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
+        redis.call('ZREMRANGEBYSCORE', KEYS[4], now + 2 * ARGV[9], '+inf')
         if redis.call('ZCARD', KEYS[4]) >= places then
             denied = 4
         else
@@ -72,7 +98,7 @@ _TAKE = Script(
     end
     if denied == 0 then
         for i, time in pairs(whole) do
-            redis.call('SET', KEYS[i], string.format('%.0f', time), 'PX', math.ceil((time - now) / 1000) + 1000)
+            set(KEYS[i], time)
             ahead[i] = time - now
         end
     end
@@ -82,16 +108,15 @@ _TAKE = Script(
 
 # KEYS: requests, tokens, items, leases. ARGV: a limit (0: none) and the difference from the expected cost for each rate; lease ids.
 _SETTLE = Script(
-    """
+    _TIMES
+    + """
     redis.call('ZREM', KEYS[4], unpack(ARGV, 7))
-    local time = redis.call('TIME')
-    local now = time[1] * 1000000 + time[2]
     for i = 1, 3 do
         local limit, more = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
         if limit > 0 and more ~= 0 then
-            local whole = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0)) + more * 60000000 / limit
+            local whole = get(KEYS[i], redis.call('GET', KEYS[i])) + more * 60000000 / limit
             if whole > now then
-                redis.call('SET', KEYS[i], string.format('%.0f', whole), 'PX', math.ceil((whole - now) / 1000) + 1000)
+                set(KEYS[i], whole)
             else
                 redis.call('DEL', KEYS[i])
             end

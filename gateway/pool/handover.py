@@ -131,10 +131,10 @@ def parts_of(items: list[RecentItem], now: float) -> Iterator[list[RecentItem]]:
     room: dict[tuple[str, str, bool], int] = {}
     for item in items:
         kind = (item.salt, item.adapter, item.pinned_until > now)
-        if kind in parts and room[kind] < len(item.ids):
+        if kind in parts and room[kind] < item.tokens:
             yield parts.pop(kind)
         if kind not in parts:
             parts[kind], room[kind] = [], PART_TOKENS
         parts[kind].append(item)
-        room[kind] -= len(item.ids)
+        room[kind] -= item.tokens
     yield from parts.values()

@@ -75,13 +75,13 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The score from the labels: ``softmax`` is the probability of the first among them; ``difference`` is the logit of the first
     minus that of the second; ``none`` is the first logit, and ``sigmoid`` is the sigmoid of ``scale`` times it. From a head:
     ``softmax`` and ``sigmoid`` give its classes' probabilities, ``none`` its logits."""
-    scale: float = 1.0
+    scale: Annotated[float, msgspec.Meta(gt=-1e6, lt=1e6)] = 1.0
     categories: Categories | None = None
     """Only with the task ``classify`` and labels."""
 
-    max_tokens_per_query: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens_per_query: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     """Longer queries are cut to this many tokens. None: never cut."""
-    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     """Longer documents are cut to this many tokens. None: never cut."""
 
     @property
@@ -107,7 +107,9 @@ def parse_preset(document: bytes) -> Preset:
         raise PresetError(f"it has {len(document)} bytes; at most {MAX_BYTES} are read")
     try:
         preset = msgspec.toml.decode(document, type=Preset)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise PresetError("it is nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
         raise PresetError(str(error)) from None
     for name in ("template", "instructed"):
         _check_pieces(name, getattr(preset, name))

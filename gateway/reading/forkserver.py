@@ -70,19 +70,20 @@ class ForkServer:
             tokenizer = Tokenizer.from_files(files)
             tokenizer.encode("a", parse_special_tokens=False)  # some broken structures fail only when they are used
             preset = _preset(files, tokenizer)
+            sent = msgspec.structs.replace(
+                tokenizer.table, fitted=preset and preset.fitted, template=compile_metered(files.chat_template)
+            )
+            packed = msgspec.msgpack.encode(sent)
         except (TokenizerError, msgspec.DecodeError) as error:
             return Loaded(str(error))
         except PresetError as error:
             return Loaded(f"the preset cannot be used: {error}")
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises bare Exception; one model must not end the text workers of all
             return Loaded(f"tokenizer.json cannot be used: {error}")
         template = ChatTemplate(files.chat_template, files.special_tokens)
         self._texts[order.text] = TextSide(tokenizer, template, preset, tokenizer.grammar_compiler())
-        sent = msgspec.structs.replace(
-            tokenizer.table, fitted=preset and preset.fitted, template=compile_metered(files.chat_template)
-        )
         with open(table, "wb", closefd=False) as file:
-            file.write(msgspec.msgpack.encode(sent))
+            file.write(packed)
         gc.collect()
         gc.freeze()  # prevents collections in workers from copying these pages
         return Loaded()

@@ -77,6 +77,7 @@ RESPONSES = Endpoint(
     bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, **BULK},  # the response repeats the other fields
     read=_read,
     is_light=lambda _: False,
+    is_small=lambda request: request.truncation != "auto" and CHAT.is_small(as_chat(request, [])),
     characters=lambda request, _: _characters(request),
 )
 

@@ -28,6 +28,14 @@ KEPT_GRAMMARS = 1024
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose values have names of the schema's author as keys."""
 _KEYWORDS = re.compile(r'Unimplemented keys: \["([^"\\]+)"')
+_REWORDED = (
+    (re.compile("NoExtensionBias"), "no text matches it, for example because a `$ref` leads only to itself"),
+    (
+        re.compile("Resource '(.*)' is not present in a registry.*"),
+        r"the `$ref` to '\1' leads out of the schema; put that schema into `$defs`",
+    ),
+)
+"""Errors of the library that do not say what is wrong, and the words for them."""
 
 
 class GrammarCompiler:
@@ -76,6 +84,8 @@ class GrammarCompiler:
 def _refusal(problem: str, grammar: str, param: str) -> InvalidRequest:
     """Name the problem, and the place of a keyword of a schema that is not supported."""
     reason = " ".join(problem.replace("<non-verbose/>", "").split()).rstrip(".")
+    for expression, words in _REWORDED:
+        reason = expression.sub(words, reason)
     found = _KEYWORDS.match(problem)
     if found is None or not grammar.startswith("{"):
         return InvalidRequest(f"`{param}` cannot be followed: {reason}.", param=param)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -53,7 +53,7 @@ class Pieces:
         self._added = any_of(added_tokens)
         self._unsafe = _unsafe()
         self._encode = encode
-        self._ids: dict[str, list[int]] = {}
+        self._ids: dict[str, tuple[int, ...]] = {}  # the garbage collector skips tuples of integers, and this dictionary
 
     def encode(self, text: str, *, parses: bool = False) -> list[int] | None:
         """Return the ids of ``text``; None if the library must encode it. ``parses``: added tokens in it are tokens."""
@@ -86,9 +86,9 @@ class Pieces:
             known = self._ids_of(set(pieces))
         return list(chain.from_iterable(map(known.__getitem__, pieces)))
 
-    def _ids_of(self, pieces: set[str]) -> dict[str, list[int]]:
+    def _ids_of(self, pieces: set[str]) -> dict[str, Sequence[int]]:
         """Return the ids of each piece."""
-        known = {piece: ids for piece in pieces if (ids := self._ids.get(piece)) is not None}
+        known: dict[str, Sequence[int]] = {piece: ids for piece in pieces if (ids := self._ids.get(piece)) is not None}
         new = [piece for piece in pieces if piece not in known]
         encoded = dict(zip(new, self._encode(new), strict=True))
         self.keep(encoded)
@@ -99,7 +99,7 @@ class Pieces:
         kept = [piece for piece in encoded if len(piece) <= MAX_PIECE_CHARACTERS][:MAX_PIECES]
         if len(self._ids) + len(kept) > MAX_PIECES:
             self._ids.clear()
-        self._ids |= {piece: encoded[piece] for piece in kept}
+        self._ids |= {piece: tuple(encoded[piece]) for piece in kept}
 
 
 def expression_of(document: dict[str, Any]) -> str | None:

@@ -92,7 +92,9 @@ class Workers:
             except ForksLostError:
                 await asyncio.sleep(2 * RESTART_SECONDS)
                 continue
-            small = await asyncio.to_thread(SmallTexts.of, table, files.chat_template, files.special_tokens)
+            small = None
+            if self._capacity.short_texts:
+                small = await asyncio.to_thread(SmallTexts.of, table, files.chat_template, files.special_tokens)
             if known := self._vocabularies.get(key):  # another replica's load finished first
                 return key, known
             vocabulary = Vocabulary(msgspec.structs.replace(table, small=None, template=None))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from functools import partialmethod
 
-from gateway.__main__ import main
 from gateway.metrics.process import ProcessMetrics
 from gateway.process import watchdog
+from gateway.server import main
 
 STEP_SECONDS, STEPS = 0.0005, 200
 

@@ -246,5 +246,5 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
 
 @pytest.mark.slow
 def test_the_server_imports_no_torch():
-    code = "import sys, engine.serving.app, engine.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.serving.app, engine.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.commands.errors import CommandError, WrongUsage
+from gateway.commands.errors import WrongUsage
+from gateway.commands.replace_file import replace_file
 
 _FIRST_BYTES = 1 << 20
 
@@ -69,13 +70,7 @@ def check_same(found: State, new: State, output: Path) -> None:
 
 def write_state(path: Path, state: State) -> None:
     """Replace the state file atomically. Raises :class:`CommandError`."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(msgspec.json.encode(state) + b"\n")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise CommandError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+    replace_file(path, msgspec.json.encode(state) + b"\n")
 
 
 def _digest(content: bytes) -> str:

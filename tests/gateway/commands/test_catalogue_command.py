@@ -6,6 +6,8 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,34 @@ def load(client: httpx.Client, file: Path, **changes: Any) -> None:
         "start_row": 1,
     }
     command.load(Load(**given | changes))
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b"{}", b'"\xff"', b'{"object": "scoring"}'])
+def test_another_server_is_told_from_a_gateway(file: Path, body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_DELETE = do_POST = answer
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        access = Access(f"http://127.0.0.1:{server.server_port}", None)
+        for run in (command.status, command.delete):
+            with pytest.raises(CommandError, match="did not answer as a Yardstick gateway does"):
+                run(access, "shop")
+        with pytest.raises(CommandError, match="did not answer as a Yardstick gateway does"):
+            load(httpx.Client(base_url=access.url), file)
+        with pytest.raises(CommandError, match=r"did not answer as a Yardstick gateway does|broke off"):
+            command.warm(access, "shop")
+        server.shutdown()
 
 
 def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

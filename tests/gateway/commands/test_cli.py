@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import re
 import resource
 import stat
 import subprocess
@@ -20,9 +23,11 @@ from engine.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.errors import CommandError
-from gateway.commands.launch import become
+from gateway.commands.launch import Child, become
 from gateway.commands.results import Results, write
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
+from gateway.commands.supervisor import Supervisor
+from gateway.settings import Settings
 from tests.processes import free_port
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
@@ -174,6 +179,22 @@ def test_a_name_is_taken_once(yardstick: Yardstick, tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tmp_path: Path) -> None:
+    """Its gateway may run as another user of its group, and find it through a link."""
+    file, link = tmp_path / "keys.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    yardstick("keys", "new", "first", "--file", str(link))
+    file.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(file, 10, 20)
+    before = file.stat()
+    assert yardstick("keys", "new", "second", "--file", str(link)).returncode == 0
+    after = file.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert link.is_symlink()
+    assert len(json.loads(file.read_text())["keys"]) == 2
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"keys": 3}'])
 def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path: Path, content: str) -> None:
     file = tmp_path / "notes.json"
@@ -206,6 +227,34 @@ def test_a_full_disk_keeps_the_keys(yardstick: Yardstick, tmp_path: Path) -> Non
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
     assert file.read_bytes() == before
     assert yardstick("keys", "new", "second", "--file", str(file)).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["presets", "judge"], ["--version"], ["keys", "new", "second", "--file"]])
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"keys":[]}')
+    command = [sys.executable, "-m", "gateway.cli", *command, *[str(file)] * (command[0] == "keys")]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"yardstick: .*no space left on device\n", done.stderr)
+    assert json.loads(file.read_text()) == {"keys": []}, "nobody has seen the key"
+
+
+def test_programs_are_read_on_while_their_lines_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an engine blocks as soon as its pipe is full."""
+    children = Child("engine", ["this"]), Child("gateway", ["this"])
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        supervisor = Supervisor(*children, Settings(engines=("http://127.0.0.1:9",)))
+        supervisor._talkative = True
+        supervisor._on_line("engine", "a line")
+        supervisor.say_stopping()
+    for child in children:
+        child.stop(10)
+        child.read_to_the_end()
+        assert child._process.stdout is not None
+        child._process.stdout.close()
 
 
 def test_a_full_disk_keeps_earlier_results(tmp_path: Path) -> None:

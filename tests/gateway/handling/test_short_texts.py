@@ -10,7 +10,7 @@ import pytest
 
 from gateway.handling import reader
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import gateways, metric
+from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.text.test_metered_template import FILES
 
 USER = {"role": "user", "content": " red shoes"}
@@ -26,6 +26,20 @@ READ = {
         "chat/completions",
         SAYS | {"messages": [USER, {"role": "assistant", "content": "Yes"}], "continue_final_message": True},
     ),
+    "response": ("responses", {"input": " red shoes", "max_output_tokens": 16}),
+    "items of a response": (
+        "responses",
+        {
+            "input": [
+                {"role": "user", "content": "red"},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "blue"}]},
+                {"role": "user", "content": [{"type": "input_text", "text": "shoes"}]},
+            ],
+            "instructions": "Be brief.",
+            "max_output_tokens": 16,
+            "text": {"format": {"type": "text"}},
+        },
+    ),
     "completion": ("completions", {"prompt": "red shoes", "max_tokens": 1}),
     "prompts": ("completions", {"prompt": ["red", "blue table"], "max_tokens": 1, "echo": True}),
     "score": ("score", {"query": "Is it relevant? ", "items": ["red", "blue"], "labels": [" Yes", " No"]}),
@@ -38,6 +52,20 @@ LEFT = {
     "control token": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": "red<|im_end|>"}]}),
     "tools": ("chat/completions", SAYS | {"tools": [TOOL]}),
     "constraint": ("chat/completions", SAYS | {"response_format": {"type": "json_object"}}),
+    "tools of a response": (
+        "responses",
+        {"input": " red", "max_output_tokens": 16, "tools": [{"type": "function", "name": "find", "parameters": {}}]},
+    ),
+    "truncated response": ("responses", {"input": " red shoes", "max_output_tokens": 16, "truncation": "auto"}),
+    "constraints of a response": (
+        "responses",
+        {
+            "input": " red",
+            "max_output_tokens": 16,
+            "text": {"format": {"type": "json_object"}},
+            "response_format": {"type": "json_object"},
+        },
+    ),
     "words": ("completions", {"prompt": "red", "bad_words": ["blue"], "max_tokens": 1}),
     "long": ("completions", {"prompt": "red shoes " * 600, "max_tokens": 1}),
     "too long": ("completions", {"prompt": "a b " * 900, "max_tokens": 2000}),
@@ -65,7 +93,9 @@ def asked(served: tuple[FakeEngine, httpx.Client], path: str, body: dict[str, An
     answer = client.post(f"/v1/{path}", json=body)
     prompts = sorted((list(each.prompt), each.grammar) for each in engine.generates)
     scores = [(list(each.prefix), [list(branch) for branch in each.branches]) for each in engine.scores]
-    kept = {name: value for name, value in answer.json().items() if name not in ("id", "created")}
+    kept = {name: value for name, value in answer.json().items() if name not in ("id", "created", "created_at", "completed_at")}
+    for item in kept.get("output", ()):
+        del item["id"]
     return [prompts, scores], (answer.status_code, kept), int(metric(client, "yardstick_text_small_total") - before)
 
 
@@ -81,3 +111,12 @@ def test_the_event_loop_reads_what_workers_read(
     if name in READ:
         assert answer[0] == 200, answer
         assert any(prompts)
+
+
+def test_a_setting_leaves_all_texts_to_workers(served: tuple[FakeEngine, httpx.Client], start: Start) -> None:
+    engine = FakeEngine(template=FILES["thinking"], says=[5])
+    without = engine, start(engine, cache_entries=0, short_texts=False)
+    for path, body in READ.values():
+        prompts, answer, read = asked(served, path, body)
+        assert read == 1
+        assert asked(without, path, body) == (prompts, answer, 0)

@@ -170,6 +170,34 @@ async def test_a_redis_that_forgets_learns_again(server: RedisServer) -> None:
         assert (await second.take(lease("2", limits=limits))).denied == "concurrency"
 
 
+async def test_a_clock_that_is_set_back_refuses_nobody_for_longer(server: RedisServer) -> None:
+    """Entries as they are found after the clock of Redis was set back by an hour."""
+    limits = Limits((6000, 600_000, None), concurrency=1)
+    async with limiter(server.url) as shared:
+        with server.client() as redis:
+            seconds, microseconds = redis.time()
+            later = seconds * 1_000_000 + microseconds + 3600 * 1_000_000
+            redis.set("test:limit:{a}:requests", f"{later + 59_900_000} {later}")
+            redis.set("test:limit:{a}:tokens", f"{later + 30_000_000} {later}")
+            redis.zadd("test:limit:{a}:leases", {"of a gateway that died": later + 60_000_000})
+            verdict = await shared.take(lease("1", tokens=400_000, limits=limits))
+            assert (verdict.denied, verdict.wait) == ("tokens", pytest.approx(10, abs=1))
+            granted = lease("2", tokens=1000, limits=limits)
+            verdict = await shared.take(granted)
+            assert verdict.denied is None
+            assert [round(level.reset) for level in verdict.levels if level] == [60, 30]
+            assert (await shared.take(lease("3", limits=limits))).denied == "concurrency"
+            await asyncio.sleep(0.1)
+            verdict = await shared.take(lease("4", tokens=400_000, limits=limits))
+            assert verdict.wait < 10
+            redis.set("test:limit:{b}:tokens", f"{later + 30_000_000} {later}")
+            settled = lease("5", owner="b", tokens=1000, limits=limits)
+            settled.shared, settled.charged = True, Cost(1, 0, 0)
+            await shared._settle([settled])
+            verdict = await shared.take(lease("6", owner="b", limits=limits))
+            assert [level.reset for level in verdict.levels if level] == [pytest.approx(0, abs=1), pytest.approx(29.9, abs=1)]
+
+
 @pytest.mark.slow
 async def test_a_cluster_keeps_limits_too() -> None:
     limits = Limits((5, None, None), concurrency=3)

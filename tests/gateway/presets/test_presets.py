@@ -16,6 +16,7 @@ from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes import FakeEngine, library
 from tests.gateway.conftest import Start, metric
+from tests.processes import wait_until
 
 
 def test_the_files_of_the_package_are_valid() -> None:
@@ -79,6 +80,11 @@ BROKEN = {
     ),
     "labels of an embedding": ('name = "a"\ntask = "embed"\ntemplate = ["{document}"]\nlabels = ["a"]', "no `labels`"),
     "too large": ("# " + "a" * 70_000, "bytes"),
+    "too deep": ("a = " + "[" * 2000 + "]" * 2000, "nested too deeply"),
+    "too many digits": ('name = "a"\nmax_tokens_per_doc = ' + "9" * 5000, "5000 digits"),
+    "too large a number": ('name = "a"\ntask = "embed"\nmax_tokens_per_doc = 99999999999999999999', "max_tokens_per_doc"),
+    "no scale": ('name = "a"\ntask = "rerank"\nscale = nan', "scale"),
+    "an endless scale": ('name = "a"\ntask = "rerank"\nscale = inf', "scale"),
 }
 
 
@@ -115,6 +121,18 @@ def test_a_model_whose_preset_does_not_fit_is_not_served(start: Start) -> None:
         answer = client.get("/readyz")
     assert "the label 'No such token' is not one token" in answer.text, answer.text
     assert metric(client, "yardstick_engines_ready") == 0
+
+
+def test_a_broken_preset_of_one_model_ends_no_text_worker_of_others(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    document = (
+        'name = "own"\ntask = "rerank"\ntemplate = ["{query}{document}"]\nlabels = [" Yes"]\nmax_tokens_per_doc = 1' + "0" * 30
+    )
+    client = start(FakeEngine(model="bad", fingerprint="bad", preset=document), FakeEngine(model="good"), wait=False)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    text = {"model": "good", "messages": [{"role": "user", "content": "one that workers read: \U0001f98a"}], "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=text).status_code == 200
+    wait_until(lambda: "max_tokens_per_doc" in caplog.text)
+    assert "fork server" not in caplog.text
 
 
 @pytest.mark.parametrize(

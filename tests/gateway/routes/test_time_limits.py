@@ -48,6 +48,19 @@ def test_a_request_ends_at_its_limit(
     assert slow.left, "the engine was told"
 
 
+@pytest.mark.parametrize(("headers", "fields"), [({OURS: "0.0001"}, {}), ({SDK: "1e-9"}, {}), ({}, {"timeout": 1e-320})])
+def test_a_limit_that_passes_at_once_is_no_fault(
+    slow: FakeEngine, client: httpx.Client, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
+    for path, body in (
+        ("completions", TEXT),
+        ("score", SCORE),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = client.post(f"/v1/{path}", json=body | fields, headers={"cache-control": "no-store"} | headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
 def events(client: httpx.Client, headers: dict[str, str], **fields: Any) -> list[dict[str, Any]]:
     with client.stream("POST", "/v1/completions", json=TEXT | {"stream": True} | fields, headers=headers) as answer:
         assert answer.status_code == 200

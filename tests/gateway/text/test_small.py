@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from engine.wire import TokenizerFiles
 from gateway.text import small as module
-from gateway.text.alternatives import any_of
+from gateway.text.alternatives import MOST_NESTED, any_of
 from gateway.text.bounds import NeedsWorker
 from gateway.text.merges import Merges, merge_table
 from gateway.text.prompts import tokenise_pairs
 from gateway.text.small import SmallTokenizer
 from gateway.text.special import Marked
+from gateway.text.spelling import TokenizerError
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import CORPUS, CUTTABLE, byte_level, from_library, sentencepiece
 from tests.gateway.text.test_cuts import TEXT
@@ -143,6 +145,17 @@ def test_merges_are_those_of_the_library(whole: bool) -> None:
 def test_one_expression_finds_the_longest_text(texts: list[str], text: str) -> None:
     longest_first = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
     assert any_of(texts).findall(text) == re.findall(longest_first, text)
+
+
+def test_added_tokens_that_begin_with_each_other_are_bounded() -> None:
+    texts = ["a" * length for length in range(1, MOST_NESTED + 1)]
+    assert any_of(texts).findall("a" * (2 * MOST_NESTED - 1)) == texts[:-3:-1]
+    document = json.loads(byte_level().to_str())
+    for id, length in enumerate(range(1, 1001), max(document["model"]["vocab"].values()) + 10):
+        added = {"id": id, "content": "<|" + "a" * length, "special": True}
+        document["added_tokens"].append(added | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False))
+    with pytest.raises(TokenizerError, match=f"more than {MOST_NESTED} added tokens begin with each other"):
+        Tokenizer.from_files(TokenizerFiles(json.dumps(document).encode(), None, {}))
 
 
 @pytest.mark.parametrize(

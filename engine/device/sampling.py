@@ -34,6 +34,7 @@ from engine.device.logit_edits import EDITS, Change, Floats, Integers, SamplingR
 from engine.device.sampling_rows import SamplingRows, noise_key, noise_keys
 from engine.structured.bits import Bits
 from kernels.keep_thresholds import keep_thresholds, scale
+from kernels.row_argmax import row_argmax
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import gumbel, seeded_draw
 from kernels.token_bits import exclude_
@@ -133,7 +134,7 @@ def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Ten
         return _draw_apart(logits if in_place else logits.clone(), batch)
     logits = edited(logits, batch, in_place=in_place)
     if batch.greedy:
-        return logits.argmax(-1)
+        return row_argmax(logits)
     thresholds = None
     if batch.filtered:
         thresholds = keep_thresholds(logits, batch.temperatures, batch.top_k, batch.top_p, batch.floors)

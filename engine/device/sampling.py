@@ -45,6 +45,7 @@ __all__ = [
     "SamplingRows",
     "TokenLogprobs",
     "draw",
+    "draw_rows",
     "edited",
     "gumbel",
     "noise_key",
@@ -124,6 +125,13 @@ def _few(held: Sequence[tuple[int, Bits]]) -> dict[int, Tensor]:
     return found
 
 
+def draw_rows(logits: Tensor, rows: SamplingRows, *, in_place: bool = False) -> Tensor:
+    """:func:`prepare` and :func:`draw` in one. Rows that only take the largest logit need no parameters on the device."""
+    if not rows.special and not (rows.table["temperature"] > 0).any():
+        return row_argmax(logits)
+    return draw(logits, prepare(rows, logits.device), in_place=in_place)
+
+
 def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
     """The next token of every row, [rows] int64, on the device of ``logits``.
 
@@ -181,8 +189,8 @@ def _draw_among(logits: Tensor, ids: Tensor, temperature: Tensor, key: Tensor) -
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """:func:`prepare` and :func:`draw` in one."""
-    return draw(logits, prepare(SamplingRows(rows), logits.device))
+    """:func:`draw_rows` of these rows; ``logits`` stay as they are."""
+    return draw_rows(logits, SamplingRows(rows))
 
 
 class TokenLogprobs(NamedTuple):

@@ -19,7 +19,7 @@ def row_argmax(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu" or size <= BLOCK:
         return rows.argmax(-1)
     whole = size - size % BLOCK
-    peaks = rows[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)  # [rows, blocks]
+    peaks = rows[:, :whole].view(len(rows), whole // BLOCK, BLOCK).amax(-1)  # [rows, blocks]
     if whole < size:
         peaks = torch.cat([peaks, rows[:, whole:].amax(-1, keepdim=True)], 1)
     places = peaks.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK)

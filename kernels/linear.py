@@ -33,7 +33,7 @@ PROBED = 8, 512, 1024
 """Rows, columns and output columns of the product that :func:`library` measures: on each processor in docs/benchmarks, one
 library is at least 1.6 times as fast here, and on a loaded machine 1.18 times."""
 PROBES = 100
-"""Times that each library multiplies. With 20 the slower one won once in 23 starts at a load of 10, with 100 never in 10."""
+"""Times that each library multiplies. With 20 the slower one won in 2 of 17 starts at a load of 10, with 100 in none of 10."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ rows makes a product of 128 rows half as fast, the one for 256 rows loses with n
 PROBED = 8, 512, 1024
 """Rows, columns and output columns of the product that :func:`library` measures: on each processor in docs/benchmarks, one
 library is at least 1.6 times as fast here, and on a loaded machine 1.18 times."""
-PROBES = 20
+PROBES = 100
+"""Times that each library multiplies. With 20 the slower one won in 2 of 17 starts at a load of 10, with 100 in none of 10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
 def library() -> str:
     """The library that multiplies float32 matrices on this CPU: the only one that torch has, or the faster one.
 
-    It is measured once in a process, in 20 ms of its CPU time. The libraries differ in rounding only, as processors and numbers of
+    It is measured once in a process, in 50 ms of its CPU time. The libraries differ in rounding only, as processors and numbers of
     rows do, so the choice is not part of a model's fingerprint.
     """
     has_onednn, has_mkl = torch.backends.mkldnn.is_available(), torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]

@@ -5,6 +5,8 @@ Source of the formula: Zhang and Sennrich 2019, "Root Mean Square Layer Normaliz
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,19 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return (x * norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
+    scale = torch.addcmul(_scalar(eps, norms), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight).to(x.dtype)
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    """``value`` in the dtype and on the device of ``like``. Operations convert a number of Python to a tensor in every call."""
+    return _scalars(value, like.dtype, like.device)
+
+
+@functools.cache
+@torch.inference_mode(mode=False)
+def _scalars(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.keep_thresholds import scale
+from kernels.row_argmax import row_argmax
 from kernels.row_chunks import row_chunks
 from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
@@ -71,7 +72,7 @@ def seeded_draw_reference(logits: Tensor, temperatures: Tensor, keys: Tensor, th
     if len(drawn) < len(logits):
         kept = None if thresholds is None else thresholds[drawn]
         some = seeded_draw_reference(logits[drawn], temperatures[drawn], keys[drawn], kept)
-        return logits.argmax(-1).index_copy_(0, drawn, some)
+        return row_argmax(logits).index_copy_(0, drawn, some)
     vocab = logits.shape[-1]
     ids, places = torch.arange(vocab, device=logits.device), torch.arange(len(logits), device=logits.device)
     out = torch.empty_like(keys)
@@ -79,7 +80,7 @@ def seeded_draw_reference(logits: Tensor, temperatures: Tensor, keys: Tensor, th
         scaled = scale(part, temperatures[rows])
         if thresholds is not None:
             scaled.masked_fill_(scaled < thresholds[rows].unsqueeze(1), float("-inf"))
-        out[rows] = scaled.add_(gumbel(keys[rows], ids)).argmax(-1)
+        out[rows] = row_argmax(scaled.add_(gumbel(keys[rows], ids)))
     return out
 
 

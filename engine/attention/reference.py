@@ -157,6 +157,9 @@ class ReferenceAttention(AttentionBackend):
                 read[:, -longest:] = new.index_select(0, queries).view(pieces, longest, kv_heads, head_dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = group.mask if len(group.mask) == 1 else group.mask[some]
+        if longest == 1:  # a decoding step: nothing to fold, one tile
+            out[:, 0] = _attention(q[:, 0], keys, values, mask, self.specs[layer])
+            return
         folded = q.transpose(1, 2).reshape(pieces, kv_heads, -1, head_dim)
         for begin, end, width in group.tiles:
             rows = slice(begin * fold, end * fold)

@@ -34,6 +34,7 @@ from engine.device.logit_edits import EDITS, Change, Floats, Integers, SamplingR
 from engine.device.sampling_rows import SamplingRows, noise_key, noise_keys
 from engine.structured.bits import Bits
 from kernels.keep_thresholds import keep_thresholds, scale
+from kernels.row_argmax import row_argmax
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import gumbel, seeded_draw
 from kernels.token_bits import exclude_
@@ -44,6 +45,7 @@ __all__ = [
     "SamplingRows",
     "TokenLogprobs",
     "draw",
+    "draw_rows",
     "edited",
     "gumbel",
     "noise_key",
@@ -123,6 +125,13 @@ def _few(held: Sequence[tuple[int, Bits]]) -> dict[int, Tensor]:
     return found
 
 
+def draw_rows(logits: Tensor, rows: SamplingRows, *, in_place: bool = False) -> Tensor:
+    """:func:`prepare` and :func:`draw` in one. Rows that only take the largest logit need no parameters on the device."""
+    if not rows.special and not (rows.table["temperature"] > 0).any():
+        return row_argmax(logits)
+    return draw(logits, prepare(rows, logits.device), in_place=in_place)
+
+
 def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
     """The next token of every row, [rows] int64, on the device of ``logits``.
 
@@ -133,7 +142,7 @@ def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Ten
         return _draw_apart(logits if in_place else logits.clone(), batch)
     logits = edited(logits, batch, in_place=in_place)
     if batch.greedy:
-        return logits.argmax(-1)
+        return row_argmax(logits)
     thresholds = None
     if batch.filtered:
         thresholds = keep_thresholds(logits, batch.temperatures, batch.top_k, batch.top_p, batch.floors)
@@ -180,8 +189,8 @@ def _draw_among(logits: Tensor, ids: Tensor, temperature: Tensor, key: Tensor) -
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """:func:`prepare` and :func:`draw` in one."""
-    return draw(logits, prepare(SamplingRows(rows), logits.device))
+    """:func:`draw_rows` of these rows; ``logits`` stay as they are."""
+    return draw_rows(logits, SamplingRows(rows))
 
 
 class TokenLogprobs(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.device.logit_edits import changes_logits
-from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
+from engine.device.sampling import SamplingRow, draw_rows, token_logprobs
 from engine.device.sampling_rows import SamplingRows, pack
 from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY, Ints
@@ -65,7 +65,7 @@ class DrawReadout(Readout):
             return
         logits = step.logits[self]
         reported = logits.index_select(0, self._reported_copy.tensor) if self._reported else None
-        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device), in_place=True)
+        self.tokens = draw_rows(logits, self._sampling_rows, in_place=True)
         self._token_copy = download.add(self.tokens)
         if reported is not None:
             self._counts = [message.logprobs or 0 for message in self._reported.values()]

@@ -176,6 +176,19 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert greedy([1.0, 3.0, 3.0, 2.0]) == 1
 
 
+def test_greedy_rows_take_the_same_token_beside_drawn_ones() -> None:
+    """Rows that are all greedy need no parameters, and a large vocabulary is searched in blocks."""
+    logits = torch.randint(100, (4, 5000)).float()
+    logits[1, [1023, 1024, 4999]] = 200.0
+    greedy, drawn = [row(temperature=0)] * 4, [row(temperature=0)] * 3 + [row(temperature=1)]
+    kept = logits.clone()
+    assert sample(logits, greedy).tolist() == logits.argmax(-1).tolist()
+    assert sample(logits, drawn)[:3].tolist() == logits.argmax(-1)[:3].tolist()
+    biased = sample(logits, [*greedy[:3], row(temperature=0, logit_bias={7: 1000.0})])
+    assert biased.tolist() == [*logits.argmax(-1)[:3].tolist(), 7]
+    assert torch.equal(logits, kept)
+
+
 def test_greedy_and_drawn_rows_mix() -> None:
     logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, -math.inf], [9.0, 0.0, 0.0]])
     tokens = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)])

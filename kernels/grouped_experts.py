@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linear
-from kernels.quantize import FP8, scaled_linear
+from kernels.quantize import FP8, scaled_linear_reference
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 ROW_BLOCKS = 16, 64
@@ -84,7 +84,7 @@ def grouped_scaled_linear_reference(
     out = x[1].new_full((experts.numel(), weight[0].shape[1]), float("nan"), dtype=dtype)
     for expert, pairs in _pairs_by_expert(experts, len(weight[0])):
         rows = pairs if by_pair else pairs // experts.shape[1]
-        out[pairs] = scaled_linear(x[0][rows], x[1][rows], weight[0][expert], weight[1][expert], dtype=dtype)
+        out[pairs] = scaled_linear_reference(x[0][rows], x[1][rows], weight[0][expert], weight[1][expert], dtype=dtype)
     return out
 
 

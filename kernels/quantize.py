@@ -83,8 +83,7 @@ def scaled_linear(
     Raises ValueError for what a GPU's product does not take.
     """
     if not x.is_cuda:
-        product = linear(x.float(), weight.float()) * x_scales * weight_scales.t()
-        return (product if bias is None else product + bias).to(dtype)
+        return scaled_linear_reference(x, x_scales, weight, weight_scales, bias, dtype)
     if dtype != torch.bfloat16:
         raise ValueError(f"a GPU's FP8 product with a scale a row is bfloat16, and {dtype} is asked for")
     if any(side % SIDE for side in weight.shape):
@@ -94,10 +93,24 @@ def scaled_linear(
     )
 
 
+def scaled_linear_reference(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """:func:`scaled_linear` in plain PyTorch, summed in float32, with any sides and in any dtype on a GPU too."""
+    product = linear(x.float(), weight.float()) * x_scales * weight_scales.t()
+    return (product if bias is None else product + bias).to(dtype)
+
+
 @jit()
 def row_codes(rows: tl.tensor) -> tl.tensor:
     """Part of kernels. rows: [rows, size] float32. -> the numbers to be rounded to codes, [rows, size]; scales, [rows]."""
-    scales = tl.maximum(tl.max(tl.abs(rows), axis=1), _MIN_PEAK) / _MAX_CODE
+    # Triton's "/" may be two units in the last place off; scales are those of the reference, bit for bit.
+    scales = tl.div_rn(tl.maximum(tl.max(tl.abs(rows), axis=1), _MIN_PEAK), _MAX_CODE)
     codes = rows / scales[:, None]
     # Rounding can make the quotient of the peak larger than the largest code.
     return tl.minimum(tl.maximum(codes, -_MAX_CODE), _MAX_CODE), scales

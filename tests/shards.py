@@ -16,11 +16,14 @@ from pathlib import Path
 
 from tests.gpu_session import BEGUN, ENDED
 
-PROCESSES = 12
+PROCESSES = 16
+"""As many as the reference host has cores."""
 TESTS = Path(__file__).parent
+BACKENDS = TESTS / "engine/attention/test_backends.py"
+BACKEND_PARTS = {"FlashInfer": "flashinfer", "long layouts": "long_layouts", "other": "not flashinfer and not long_layouts"}
+"""Expressions for ``-k`` by name. Together these tests take longer than a run may; those of FlashInfer compile the least."""
 WHOLE = (
     *sorted((TESTS / "kernels").glob("test_*.py")),
-    TESTS / "engine/attention/test_backends.py",
     TESTS / "engine/test_graphs.py",
     TESTS / "engine/lenvm/test_pass_graphs.py",
 )
@@ -44,26 +47,33 @@ PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.gpu_session")
 """All that tests there need. A GPU host has others, some for older releases of pytest, and their warnings would be errors."""
 MOST_PROCESSES = 5
 """Most processes that run the tests of one shard, one after the other."""
-TEST_SECONDS = 100
+TEST_SECONDS = 130
 """Time of one test, its compilations included. A longer one ends its process."""
 
 
 def main() -> int:
     """Run all; each test's line is printed as it ends, with the name of its process. Returns how many processes failed."""
-    shards = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}  # the longest first
-    shards["others marked gpu"] = ["-m", "gpu", *map(str, others())]
-    shards |= {path.stem: ["-m", "gpu or not slow", str(path)] for path in WHOLE}
+    chosen = shards()
     with ThreadPoolExecutor(PROCESSES) as pool:
-        ended = dict(zip(shards, pool.map(run, shards, shards.values()), strict=True))
+        ended = dict(zip(chosen, pool.map(run, chosen, chosen.values()), strict=True))
     failed = [name for name, code in ended.items() if code not in (0, NOTHING_TO_RUN)]
     print(f"{len(ended) - len(failed)} of {len(ended)} passed; failed: {', '.join(failed) or 'none'}", flush=True)
     return len(failed)
 
 
+def shards() -> dict[str, list[str]]:
+    """Arguments of pytest by name, the longest first."""
+    quick = ["-m", "gpu or not slow"]
+    found = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}
+    found |= {f"attention, {name}": [*quick, "-k", only, str(BACKENDS)] for name, only in BACKEND_PARTS.items()}
+    found["others marked gpu"] = ["-m", "gpu", *map(str, others())]
+    return found | {path.stem: [*quick, str(path)] for path in WHOLE}
+
+
 def others() -> list[Path]:
     """Files with tests marked ``gpu`` that have no process of their own."""
     found = (path for path in sorted(TESTS.rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8"))
-    return [path for path in found if path not in (*WHOLE, ENGINES)]
+    return [path for path in found if path not in (*WHOLE, ENGINES, BACKENDS)]
 
 
 def run(name: str, arguments: list[str]) -> int:

@@ -54,6 +54,24 @@ def test_every_file_with_gpu_tests_is_run() -> None:
     assert hasattr(test_gpu_engines, ENGINE_TEST)
 
 
+def test_flashinfer_is_tested_from_the_beginning() -> None:
+    """A GPU host's time may end before the last shards."""
+    first = list(shards.shards())[: shards.PROCESSES]
+    assert {"attention, FlashInfer", "attention, long layouts", "others marked gpu"} < set(first)
+    assert set(shards.others()).isdisjoint({shards.BACKENDS, shards.ENGINES, *WHOLE})
+
+
+@pytest.mark.slow
+def test_each_test_of_backends_is_in_one_shard() -> None:
+    def collected(*only: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *only, str(shards.BACKENDS)]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return [line for line in said.splitlines() if "::" in line]
+
+    parts = [test for only in shards.BACKEND_PARTS.values() for test in collected("-k", only)]
+    assert sorted(parts) == sorted(collected())
+
+
 BROKEN = """
 import os, time, pytest, torch
 

@@ -13,6 +13,9 @@ import torch
 
 PACKAGES = ("transformers", "triton", "flashinfer-python")
 """Packages whose versions are recorded if they are installed."""
+COMMIT = "BENCH_COMMIT"
+"""Variable that names the commit of a copy of the files without their repository."""
+UNKNOWN = "unknown"
 
 
 def describe() -> dict[str, str | int | float]:
@@ -24,7 +27,7 @@ def describe() -> dict[str, str | int | float]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": known if (known := commit()) != UNKNOWN else os.environ.get(COMMIT, UNKNOWN),
     }
     for package in PACKAGES:
         try:
@@ -41,16 +44,16 @@ def commit(checkout: Path = Path(__file__).parent) -> str:
 
 def _gpu() -> dict[str, str | int | float]:
     driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda or "unknown"}
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda or UNKNOWN}
 
 
 def _said(*command: str) -> str:
     """Return the output of a program, or ``unknown`` if it is missing or fails."""
     program = shutil.which(command[0])
     if program is None:
-        return "unknown"
+        return UNKNOWN
     result = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False)  # noqa: S603
-    return result.stdout.strip() if result.returncode == 0 else "unknown"
+    return result.stdout.strip() if result.returncode == 0 else UNKNOWN
 
 
 def _processor() -> str:

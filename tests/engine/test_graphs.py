@@ -182,7 +182,7 @@ def test_steps_differ_without_the_specs(decoder: Decoder) -> None:
     specs = decoder.config.attention_specs
     whole, dropped = (ReferenceAttention(cache(decoder), decoder.config.num_heads, given) for given in (specs, []))
     segments = next(mixed_steps())
-    tokens, positions = inputs(segments, 0, torch.device("cpu"))
+    tokens, positions = inputs(segments, 0, decoder.embed.weight.device)
     with torch.inference_mode():
         found = [decoder(tokens, positions, backend.plan(segments)) for backend in (whole, dropped)]
     assert (found[0] - found[1]).abs().max() > 1e-2

@@ -107,6 +107,7 @@ def test_kernels_compile_for_hopper() -> None:
     found = compiled_within_limits(*ELEMENTWISE, *PRODUCTS, SMALL_PRODUCT)
     for (kernel,), launch in zip(found, ELEMENTWISE, strict=False):
         assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernel["ptx"]), f"no loads of 16 bytes: {launch}"
+        assert "quantize" not in launch or "div.rn.f32" in kernel["ptx"], f"scales are not those of the reference: {launch}"
     *wide, _, small = (kernels[0]["ptx"] for kernels in found[len(ELEMENTWISE) :])
     assert all("wgmma.mma_async" in ptx for ptx in wide)
     assert "mma.sync" in small

@@ -81,6 +81,22 @@ def test_products_in_fp8(shape: tuple[int, int, int, int, int], by_pair: bool, d
         assert operation(*operands, experts, torch.bfloat16, by_pair=by_pair).dtype == torch.bfloat16
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_fp8_reference_is_the_same_on_a_gpu() -> None:
+    """In float32 and with sides of any length, neither of which a GPU's own product takes."""
+    x, weight, experts = inputs(9, 8, 3, 70, 50, torch.device("cpu"))
+    operands = quantized(x), quantized(weight)
+    expected = grouped_scaled_linear_reference(*operands, experts, torch.float32)
+    codes, scales = ([part.as_subclass(OnGpu) for part in pair] for pair in zip(*operands, strict=True))
+    found = grouped_scaled_linear_reference((codes[0], scales[0]), (codes[1], scales[1]), experts, torch.float32)
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)
+
+
 @pytest.mark.parametrize("rows", [9, 300])
 def test_experts_elsewhere_are_left_out(rows: int, device: torch.device) -> None:
     """Rows of the others are as if these were not there; their own are not defined."""

@@ -211,7 +211,7 @@ def test_tables_of_fixed_size_change_nothing(device: torch.device, monkeypatch: 
     expected = paged_attention_triton(q, keys, values, layout)
     for queries in (33, 50):
         room = Room.of(queries, group=2, kv_heads=1, rows=block_rows(32, q.dtype))
-        packed = room.pack(layout.to(torch.device("cpu")), 1499)
+        packed = room.pack(layout_of(shapes, q.cpu(), keys.cpu()), 1499)
         assert packed is not None
         padded = room.within(packed.to(device))
         assert (padded.out_cache_loc[33:] == 1499).all()

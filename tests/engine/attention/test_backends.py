@@ -98,12 +98,13 @@ def compare(
     layers: int = LAYERS,
     turned: bool = False,
     specs: Sequence[AttentionSpec] = (),
+    exact: torch.dtype | None = None,
 ) -> None:
-    """The reference computes on the CPU in the same dtype, but on a GPU, for what would take too long otherwise, in float64."""
+    """The reference computes in ``exact``: on a CPU in the same dtype unless given, on a GPU in float64."""
     generator = np.random.default_rng(seed)
     tolerance = TOLERANCE[dtype] * (2 if turned else 1)  # queries and keys are rounded, too
     slots, heads = 4 * longest + 600, group * kv_heads
-    exact = torch.float64 if device.type == "cuda" else dtype
+    exact = exact or (torch.float64 if device.type == "cuda" else dtype)
     backend, reference = (
         kind(KVCache(layers=layers, slots=slots, kv_heads=kv_heads, head_dim=head_dim, dtype=kept, device=device), heads, specs)
         for kind, kept in ((make, dtype), (ReferenceAttention, exact))
@@ -111,7 +112,8 @@ def compare(
     for segments in steps(generator, slots, longest):
         tokens = sum(len(one.tokens) for one in segments)
         given = [random_heads(tokens, heads, kv_heads, head_dim, dtype, turned=turned) for _ in range(layers)]
-        found, expected = attended(backend, segments, given), attended(reference, segments, given)
+        wide = [replace(each, qkv=each.qkv.to(exact)) for each in given]
+        found, expected = attended(backend, segments, given), attended(reference, segments, wide)
         torch.testing.assert_close(found, expected.to(dtype), atol=tolerance, rtol=tolerance)
     if turned:
         torch.testing.assert_close(backend.kv.keys, reference.kv.keys.to(dtype), atol=tolerance, rtol=tolerance)
@@ -137,6 +139,12 @@ def test_triton_with_specs(device: torch.device) -> None:
 
 def test_triton_normalises_and_rotates(device: torch.device) -> None:
     compare(TritonAttention, device, 3, 20, 2, 64, torch.float32, turned=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_reference_in_double_precision(turned: bool) -> None:
+    """As it computes on a GPU."""
+    compare(ReferenceAttention, CPU, 5, 20, 2, 32, torch.bfloat16, turned=turned, exact=torch.float64)
 
 
 @pytest.mark.slow

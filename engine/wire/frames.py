@@ -41,8 +41,8 @@ class FrameReader:
 
     def feed(self, chunk: bytes) -> list[Reply]:
         """Return the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
-        if not self._buffer and len(chunk) > _LENGTH.size and len(chunk) == _LENGTH.size + _LENGTH.unpack_from(chunk)[0]:
-            return [_reply.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
+        if not self._buffer and 0 < int.from_bytes(chunk[:4], "little") == len(chunk) - 4:
+            return [_reply.decode(chunk[4:])]  # one message, as nearly always
         replies: list[Reply] = []
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:

@@ -39,6 +39,9 @@ class DirectWriter(Protocol):
     def send(self, piece: Piece) -> None:
         """Send ``piece``."""
 
+    def send_text(self, index: int, text: str, completion_tokens: int) -> None:
+        """Send a piece that has nothing but text."""
+
 
 class Generation:
     """One prompt being generated: the engine request, its ``n`` sequences and its token counts."""
@@ -154,7 +157,12 @@ class Generation:
         """Send the piece of ``delta`` at once, or return False."""
         if delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or not direct.is_open():
             return False
-        piece = self.sequences[delta.index].push(delta)
+        sequence = self.sequences[delta.index]
+        if (text := sequence.push_text(delta)) is not None:
+            if text:
+                direct.send_text(sequence.index, text, sequence.completion_tokens)
+            return True
+        piece = sequence.push(delta)
         if piece.text or piece.tokens or piece.token_ids:
             direct.send(piece)
         return True

@@ -97,6 +97,8 @@ class Sequence:
         self._options = options
         self._simple = not (options.stops or options.format or options.token_ids)
         """Whether a delta in the middle of the sequence is its text, which is certain, and log-probabilities."""
+        self._plain = self._simple and not options.logprobs
+        """Whether it is its text alone."""
         shown = options.format.shown if options.format else ()
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=shown)
         self.reader = AnswerReader(options.format) if options.format else None
@@ -121,7 +123,7 @@ class Sequence:
             self.draft_tokens += delta.draft_tokens
             self.accepted_draft_tokens += delta.accepted_draft_tokens
         if self._simple and delta.finish is None and self.finish is None:
-            if not self._options.logprobs:
+            if self._plain:
                 self.completion_tokens = self._received = self._received + len(delta.tokens)
                 return Piece(self.index, self._detokenizer.push(delta.tokens), completion_tokens=self._received)
             if len(delta.tokens) == 1:
@@ -149,6 +151,14 @@ class Sequence:
         calls = 0 if self.reader is None else self.reader.calls
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
         return Piece(self.index, text, emitted, self.finish, self.completion_tokens, parts, calls, counted)
+
+    def push_text(self, delta: wire.Delta) -> str | None:
+        """Process a delta that is text alone, and return the text. Return None, and change nothing, if it takes :meth:`push`."""
+        received = self._received
+        if not self._plain or delta.offset != received or delta.finish or self.finish or delta.draft_tokens:
+            return None
+        self.completion_tokens = self._received = received + len(delta.tokens)
+        return self._detokenizer.push(delta.tokens)
 
     def _push_one(self, delta: wire.Delta) -> Piece:
         """Do what :meth:`push` does, for one token with log-probabilities whose text is certain."""

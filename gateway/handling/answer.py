@@ -34,12 +34,17 @@ class Answer(ABC):
         if has_more or usage is not None or not piece.text or not self.text_only:
             chunk = self.chunk(piece, usage)
             return None if chunk is None else sse(chunk)
-        around = self._around.get(piece.index) or self._around.setdefault(piece.index, self._encode_around(piece.index))
-        before, middle, after = around
+        before, middle, after = self._around.get(piece.index) or self._encode_around(piece.index)
         logprobs = self.logprobs(piece.tokens) if after else None
         if logprobs is None:
             return before + _encoder.encode(piece.text) + middle
         return b"%b%b%b%b%b" % (before, _encoder.encode(piece.text), middle, _encoder.encode(logprobs), after)
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """Return :meth:`event` of a piece that is text alone. Only while :attr:`text_only`, and without log-probabilities."""
+        before, after, logprobs = self._around.get(index) or self._encode_around(index)
+        assert not logprobs
+        return before + _encoder.encode(text) + after
 
     @cached_property
     def _around(self) -> dict[int, tuple[bytes, bytes, bytes]]:
@@ -51,11 +56,13 @@ class Answer(ABC):
         chunk = self.chunk(Piece(index, mark), None)
         assert chunk is not None
         before, after = sse(chunk).split(b'"%b"' % mark.encode())
-        if (logprobs := self.logprobs([])) is None:
-            return before, after, b""
-        middle, empty, after = after.partition(_encoder.encode(logprobs))
-        assert empty, "log-probabilities follow the text"
-        return before, middle, after
+        around = before, after, b""
+        if (logprobs := self.logprobs([])) is not None:
+            middle, empty, after = after.partition(_encoder.encode(logprobs))
+            assert empty, "log-probabilities follow the text"
+            around = before, middle, after
+        self._around[index] = around
+        return around
 
     @abstractmethod
     def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage, prompts: list[PromptOutput]) -> msgspec.Struct:

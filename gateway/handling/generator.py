@@ -182,6 +182,13 @@ class _DirectWriter(DirectWriter):
             if (event := self._answer.event(part, usage)) is not None:
                 writer.write(event, now=True)
 
+    def send_text(self, index: int, text: str, completion_tokens: int) -> None:
+        writer = self._handle.writer
+        if self._usage is not None or not self._answer.text_only or writer is None:
+            self.send(Piece(index, text, completion_tokens=completion_tokens))
+        else:
+            writer.write(self._answer.text_event(index, text), now=True)
+
 
 def system_fingerprint(model: ServedModel) -> str:
     """Return the engine's fingerprint in the format of OpenAI's ``system_fingerprint``."""

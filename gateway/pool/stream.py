@@ -165,14 +165,15 @@ class EngineStream(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Decode messages, or keep the reason of a refusal."""
-        if self.status == 200 and self._whole is not None:
+        if self.status != 200:
+            if len(self.refusal) < MAX_REFUSAL:
+                self.refusal += body
+        elif self._whole is None:
+            self._replies += self._reader.feed(body)
+        else:
             self._whole += body
             if len(self._whole) > wire.MAX_FRAME:
                 self._fail(unreadable())
-        elif self.status == 200:
-            self._replies += self._reader.feed(body)
-        elif len(self.refusal) < MAX_REFUSAL:
-            self.refusal += body
 
     def on_message_complete(self) -> None:
         """End the answer."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -80,26 +80,32 @@ class Pieces:
         pieces: list[str] = self._findall(text)
         if len("".join(pieces)) != len(text):
             return None
-        try:
-            return list(chain.from_iterable(map(self._ids.__getitem__, pieces)))
-        except KeyError:
-            known = self._ids_of(set(pieces))
+        known = self._ids
+        if new := [piece for piece in pieces if piece not in known]:
+            new = list(set(new))
+            encoded = dict(zip(new, map(tuple, self._encode(new)), strict=True))
+            known |= encoded
+            ids = list(chain.from_iterable(map(known.__getitem__, pieces)))
+            self._forget(encoded)
+            return ids
         return list(chain.from_iterable(map(known.__getitem__, pieces)))
-
-    def _ids_of(self, pieces: set[str]) -> dict[str, Sequence[int]]:
-        """Return the ids of each piece."""
-        known: dict[str, Sequence[int]] = {piece: ids for piece in pieces if (ids := self._ids.get(piece)) is not None}
-        new = [piece for piece in pieces if piece not in known]
-        encoded = dict(zip(new, self._encode(new), strict=True))
-        self.keep(encoded)
-        return known | encoded
 
     def keep(self, encoded: dict[str, list[int]]) -> None:
         """Keep the ids of short pieces."""
-        kept = [piece for piece in encoded if len(piece) <= MAX_PIECE_CHARACTERS][:MAX_PIECES]
-        if len(self._ids) + len(kept) > MAX_PIECES:
+        known = {piece: tuple(ids) for piece, ids in encoded.items()}
+        self._ids |= known
+        self._forget(known)
+
+    def _forget(self, encoded: dict[str, tuple[int, ...]]) -> None:
+        """Forget the long ones of pieces that were just added, and the earlier pieces if there are too many."""
+        for piece in encoded:
+            if len(piece) > MAX_PIECE_CHARACTERS:
+                del self._ids[piece]
+        if len(self._ids) > MAX_PIECES:
+            latest = [piece for piece in encoded if piece in self._ids][:MAX_PIECES]
+            kept = {piece: encoded[piece] for piece in latest}
             self._ids.clear()
-        self._ids |= {piece: tuple(encoded[piece]) for piece in kept}
+            self._ids |= kept
 
 
 def expression_of(document: dict[str, Any]) -> str | None:

@@ -28,7 +28,7 @@ MAX_CHARACTERS = 6 << 10
 """Most characters that are encoded for one request, which takes at most some 1 ms."""
 TEXT_CHARACTERS = 64
 """Characters that take as long as a text takes besides its own."""
-MAX_PIECE_CHARACTERS = 32
+MAX_PIECE_CHARACTERS = 96
 MAX_NEW_CHARACTERS = 256
 """Longest piece, and most characters of all pieces of a request, that are encoded because their ids are not known."""
 

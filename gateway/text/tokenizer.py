@@ -75,7 +75,7 @@ class Tokenizer(Vocabulary):
         dividing = self._added if all(map(divides, added)) else None
         if expression:
             self._pieces = Pieces(expression, contents, self._by_library, dividing)
-            merges = merge_table(document, self.token_bytes)
+            merges = merge_table(document, self.token_bytes, self._by_library)
             small = SmallTable(merges, expression, added, *self.affixes, self.characters_per_token)
             self.table = msgspec.structs.replace(self.table, small=small)
 

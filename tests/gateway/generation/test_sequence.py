@@ -92,3 +92,16 @@ def test_an_unfinished_character_is_told_at_the_end() -> None:
     half = ids("🦊")[:2]
     assert sequence.push(wire.Delta("x", 0, half)).text == ""
     assert sequence.push(wire.Delta("x", 2, [], finish="length")).text == "\ufffd"
+
+
+@given(st.text(max_size=20), st.lists(st.integers(1, 5), max_size=5), st.sampled_from([(), ("e",)]), st.booleans())
+def test_text_alone_is_that_of_a_piece(text: str, cuts: list[int], stops: tuple[str, ...], logprobs: bool) -> None:
+    plain, other = (Sequence(0, TOKENIZER, [], TextOptions(stops=stops, logprobs=logprobs)) for _ in range(2))
+    for delta in deltas(ids(text), cuts, "length"):
+        piece = other.push(delta)
+        if (found := plain.push_text(delta)) is None:
+            assert stops or logprobs or delta.finish
+            assert plain.push(delta) == piece
+        else:
+            assert Piece(0, found, completion_tokens=plain.completion_tokens) == piece
+    assert plain.push_text(wire.Delta("x", 99, [5])) is None

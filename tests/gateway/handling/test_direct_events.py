@@ -22,6 +22,7 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.routes.completions import CompletionAnswer
 from gateway.schemas.chat import ChatChunk, ChatRequest
 from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.usage import Usage
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes import ids, library
 
@@ -31,7 +32,9 @@ SAID = ids(' the "quick" 🦊 fox')
 class Stream:
     """One chat, from the function that takes its deltas to the bytes that are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, continuous: bool) -> None:
+        """``continuous``: events have token counts."""
+        self.continuous = continuous
         self.written = bytearray()
         self.flow = SimpleNamespace(write_paused=False)
         tokenizer = Tokenizer.from_files(wire.TokenizerFiles(library().to_str().encode(), None, {}))
@@ -40,7 +43,8 @@ class Stream:
         answer = ChatAnswer(model, ChatRequest(messages=[]), None, gamma=None)
         self.handle = StreamHandle()
         self.handle.writer = _EventWriter(None, 60, self._cycle())  # type: ignore[arg-type]
-        self.direct = _DirectWriter(answer, lambda _, __: None, self.handle)
+        usage = (lambda _, tokens: Usage(1, 1 + tokens, tokens)) if continuous else None
+        self.direct = _DirectWriter(answer, usage, self.handle)
         self.direct.opened = True
         self.generation = Generation(model, request, TextOptions(), most_expected=10)
         relay = Relay(Dispatcher(Telemetry(), wait_seconds=1, max_waiting=1), model, request)
@@ -56,19 +60,22 @@ class Stream:
         return cycle
 
     @property
-    def text(self) -> str:
+    def chunks(self) -> list[ChatChunk]:
         lines = [line for line in bytes(self.written).split(b"\r\n") if line.startswith(b"data: ")]
-        chunks = [msgspec.json.decode(line.removeprefix(b"data: "), type=ChatChunk) for line in lines]
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return [msgspec.json.decode(line.removeprefix(b"data: "), type=ChatChunk) for line in lines]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in self.chunks)
 
     def close(self) -> None:
         assert self.handle.writer is not None
         self.handle.writer.stop()
 
 
-@pytest.fixture
-async def stream() -> Any:
-    stream = Stream()
+@pytest.fixture(params=[False, True])
+async def stream(request: pytest.FixtureRequest) -> Any:
+    stream = Stream(continuous=request.param)
     yield stream
     stream.close()
 
@@ -77,6 +84,8 @@ async def test_the_text_is_that_of_the_tokens(stream: Stream) -> None:
     assert all(stream.take(wire.Delta("x", place, [token])) for place, token in enumerate(SAID))
     assert stream.text == library().decode(SAID)
     assert stream.generation.completion_tokens == len(SAID)
+    counts = [chunk.usage and chunk.usage.completion_tokens for chunk in stream.chunks]
+    assert (counts[0], counts[-1]) == ((1, len(SAID)) if stream.continuous else (None, None))
 
 
 async def test_a_client_that_reads_slowly_changes_nothing_of_the_sequence(stream: Stream) -> None:
@@ -139,3 +148,5 @@ async def test_an_event_is_its_encoded_chunk(stream: Stream, endpoint: str, logp
     for text in (' the "quick"\n', "🦊", ""):
         piece = Piece(0, text, tokens if logprobs is not None else [])
         assert answer.event(piece, None) == sse(answer.chunk(piece, None))  # type: ignore[arg-type]
+        if text and logprobs is None:
+            assert answer.text_event(0, text) == answer.event(piece, None)

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from engine.wire import TokenizerFiles
+from gateway.text import merges as merges_module
 from gateway.text import small as module
 from gateway.text.alternatives import MOST_NESTED, any_of
 from gateway.text.bounds import NeedsWorker
@@ -93,7 +94,7 @@ def test_prefix_and_branches_are_those_of_workers(name: str, query: str, items: 
     "call",
     [
         lambda small: small.encode("e\u0301"),
-        lambda small: small.encode("a" * 40),
+        lambda small: small.encode("a" * (module.MAX_PIECE_CHARACTERS + 1)),
         lambda small: small.encode(" ".join(f"wo{chr(97 + place)}{chr(97 + place)}denoodwoden" for place in range(26))),
         lambda small: small.encode("a " * module.MAX_CHARACTERS),
         lambda small: [small.encode("a") for _ in range(1000)],
@@ -122,23 +123,70 @@ def test_tokenisers_of_another_kind_are_left_to_workers() -> None:
         assert from_library(library).table.small is None
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_merges_are_those_of_the_library(whole: bool) -> None:
+def test_a_line_of_a_table_is_read() -> None:
+    text = f"a table:\n+{'-' * 40}+{'-' * 50}+"
+    assert small_of(byte_level()).encode(text) == from_library(byte_level()).encode(text)
+
+
+@cache
+def with_merges(whole: bool, shuffled: int) -> tuple[Library, Tokenizer, Merges]:
+    """A tokeniser with tokens that no merges make. ``whole``: a piece that is a token is not divided. ``shuffled``: seed of another
+    order of the merges; 0: theirs."""
     document = json.loads(byte_level().to_str())
-    document["model"]["ignore_merges"] = whole
-    # A token that no merge makes: it occurs only as a whole piece.
-    document["model"]["vocab"]["zebra"] = max(document["model"]["vocab"].values()) + 50
+    model = document["model"]
+    model["ignore_merges"] = whole
+    if shuffled:
+        random.Random(shuffled).shuffle(model["merges"])
+    last = max(model["vocab"].values())
+    model["vocab"] |= {"zebra": last + 50, "redred": last + 51, "<think>": last + 52}
     library = Library.from_str(json.dumps(document))
     tokenizer = Tokenizer(library)
-    merges = Merges(merge_table(document, tokenizer.token_bytes), tokenizer.token_bytes)
+    return library, tokenizer, Merges(merge_table(document, tokenizer.token_bytes, tokenizer._by_library), tokenizer.token_bytes)
+
+
+def check(library: Library, merges: Merges, piece: str) -> None:
+    """Check the ids of a text that is one piece."""
+    if len(library.pre_tokenizer.pre_tokenize_str(piece)) == 1:
+        assert merges.encode(piece.encode()) == library.encode(piece, add_special_tokens=False).ids, piece
+
+
+@pytest.mark.parametrize("shuffled", [0, 1, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_merges_are_those_of_the_library(whole: bool, shuffled: int) -> None:
+    library, tokenizer, merges = with_merges(whole, shuffled)
     drawn = random.Random(1)
+    spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
     pieces = {piece for line in CORPUS for piece in re.findall(r" ?\w+", line)} | {"zebra", " zebra", "zebras", "é"}
     pieces |= {"".join(drawn.choices("woden rustabliq", k=drawn.randint(1, 12))) for _ in range(300)}
+    added = set(tokenizer._added)
+    pieces |= {spelling.decode("utf-8", "ignore") for spelling in spelled} - added
     for piece in sorted(pieces):
-        before = library.pre_tokenizer.pre_tokenize_str(piece)
-        if len(before) == 1:
-            assert merges.encode(piece.encode()) == library.encode(piece, add_special_tokens=False).ids, piece
+        check(library, merges, piece)
     assert (len(merges.encode(b"zebra")) == 1) == whole
+    words = [id for id, spelling in enumerate(spelled) if spelling and merges._word(spelling) == id]
+    assert 200 < len(words) <= len(spelled) - (0 if whole else 3)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(whole=st.booleans(), shuffled=st.integers(0, 2), seed=st.integers(0, 1 << 30), tokens=st.integers(1, 4))
+def test_merges_of_joined_tokens_are_those_of_the_library(whole: bool, shuffled: int, seed: int, tokens: int) -> None:
+    library, tokenizer, merges = with_merges(whole, shuffled)
+    drawn = random.Random(seed)
+    for _ in range(20):
+        ids = [drawn.randrange(tokenizer.vocab_size) for _ in range(tokens)]
+        piece = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "ignore")
+        if not any(token in piece for token in tokenizer._added):
+            check(library, merges, piece)
+
+
+def test_kept_pairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merges_module, "MAX_PAIRS", 20)
+    library, tokenizer, _ = with_merges(whole=False, shuffled=0)
+    merges = Merges(tokenizer.table.small.merges, tokenizer.token_bytes)  # type: ignore[union-attr]
+    for piece in (f" {left}{right}" for left in ("wood", "red", "shoe") for right in ("enness", "unning", "table", "lights")):
+        check(library, merges, piece)
+        assert len(merges._pairs) <= 20
+    assert merges._pairs
 
 
 @given(texts=st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=8), text=st.text("ab<|", max_size=30))

@@ -2,7 +2,7 @@
 
 Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
 the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32 and
-int8. The others get the full prompts as one batch. Figures are medians of the rounds; ratios are medians of the rounds' ratios to
+int8, or in the formats that are named. The others get the full prompts as one batch. Figures are medians of the rounds; ratios are medians of the rounds' ratios to
 the engine in float32. The last line is JSON.
 """
 
@@ -22,6 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.engine import machine
+from benchmarks.engine.against_process import FORMATS as NUMBER_FORMATS
 from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers, seconds
 from benchmarks.engine.line_process import LineProcess, ProcessEnded
 from benchmarks.engine.records import Records
@@ -35,6 +36,9 @@ from kernels.int8 import instructions
 RUNTIMES = {"openvino": "peer_process.py", "onnxruntime": "peer_process.py", "llamacpp": "peer_llamacpp.py"}
 """The file that each runtime's Python runs."""
 FORMATS = ("float32", "int8")
+"""Of :data:`benchmarks.engine.against_process.FORMATS`, those that are measured unless others are named."""
+BFLOAT16_RUNTIMES = ("openvino",)
+"""Runtimes that compute in bfloat16 on a CPU."""
 BASE = "Yardstick, float32"
 SLOTS = 16_384
 TOLERANCE = 1e-3
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{runtime}", type=Path, metavar="PYTHON", help="the Python of its environment (left out)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
     parser.add_argument("--model", help="a model directory, instead of random weights")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
+    parser.add_argument("--formats", default=",".join(FORMATS), help=f"of {', '.join(NUMBER_FORMATS)}, float32 first (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
@@ -119,16 +123,20 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
     """The engine in every format that this machine supports, and the runtimes that are named; why others are left out."""
     scorers: dict[str, Scorer] = {}
     for form in options.formats.split(","):
-        if form == "int8" and instructions() is None:
-            left_out["int8"] = "the processor has no instructions for it"
+        dtype_name, quantize = NUMBER_FORMATS[form]
+        dtype = getattr(torch, dtype_name)
+        if quantize == "int8" and instructions() is None:
+            left_out[form] = "the processor has no instructions for it"
             continue
-        quantize = format_of(None if form == "float32" else form, torch.device("cpu"), torch.float32)
-        scorers[f"Yardstick, {form}"] = Engine(load_model(checkpoint, quantize=quantize), "float32", slots=SLOTS)
+        decoder = load_model(checkpoint, dtype, format_of(quantize, torch.device("cpu"), dtype))
+        scorers[f"Yardstick, {form}"] = Engine(decoder, dtype_name, slots=SLOTS)
         for runtime in RUNTIMES:
             name, python = f"{runtime}, {form}", getattr(options, runtime)
             try:
                 if python is None:
                     raise PeerError(f"--{runtime} names no Python")
+                if dtype_name == "bfloat16" and runtime not in BFLOAT16_RUNTIMES:
+                    raise PeerError("it has no bfloat16 on a CPU")
                 peer = Peer(runtime, python, checkpoint, form)
             except (PeerError, OSError) as error:
                 left_out[name] = str(error)

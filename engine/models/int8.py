@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.models import conversion
 from engine.models.conversion import PROJECTIONS, ConvertedLinear
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
 from engine.models.errors import ModelError
 from engine.models.experts import refuse_experts
-from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
+from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,16 @@ class Int8Linear(ConvertedLinear):
 def convert(layer: DecoderLayer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
     conversion.convert(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
+    if isinstance(layer.mlp, MLP):
+        layer.mlp.compute = _compute_mlp
+
+
+def _compute_mlp(mlp: MLP, x: Rows) -> Tensor:
+    """[tokens, hidden] -> [tokens, hidden]; what is between the projections in one operation, unless adapters change them."""
+    gate_up, down = mlp.gate_up_proj, mlp.down_proj
+    if not (isinstance(x, Tensor) and isinstance(gate_up, Int8Linear) and isinstance(down, Int8Linear)):
+        return mlp.whole(x)
+    return int8_gated(x, gate_up, down, gelu=mlp.gelu)
 
 
 fill = conversion.fill
@@ -47,7 +57,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raises :class:`ModelError` where the device cannot multiply 8-bit integers."""
     if device.type != "cpu":
         raise ModelError("--quantize int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there, or --device cpu.")
-    if dtype != torch.float32:
+    if dtype not in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         raise ModelError(f"--quantize int8 needs float32 around its products, and --dtype is {name}; leave one of the two out.")
     found = instructions()

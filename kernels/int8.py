@@ -6,7 +6,6 @@ depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,7 +118,7 @@ def _scaled_product(codes: Tensor, scales: Tensor, weight: PackedWeight, bias: T
 
 
 def _gated(product: Tensor, scales: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
-    """``silu(gate) · up`` in float32. product, overwritten: gate ‖ up, [rows, 2 · size], in units of the scales, as is the result."""
+    """``silu(gate) · up`` in float32 and in units of the scales, as gate ‖ up are: product, [rows, 2 · size], which it overwrites."""
     gate, up = product.chunk(2, 1)
     gate = gate.float().mul_(scales)
     if bias is not None:

@@ -1,7 +1,7 @@
 """Scores prompts with another runtime. The runtime's own Python runs this file (see :mod:`benchmarks.engine.peers`), not ours.
 
-Arguments: runtime, checkpoint, format (``float32`` or ``int8``; OpenVINO also ``bfloat16`` or ``bfloat16-int8``), threads. The checkpoint is exported with the runtime's own tools
-and prepared in the format; then ``{"ready": VERSION}`` is printed. Each line of standard input has prompts of equal length, and two
+Arguments: runtime, checkpoint, format (``float32`` or ``int8``; OpenVINO also ``bfloat16`` or ``bfloat16-int8``), threads. The
+checkpoint is exported with the runtime's own tools and prepared in the format; then ``{"ready": VERSION}`` is printed. Each line of standard input has prompts of equal length, and two
 labels; each answer is a line with the labels' log-probabilities after each prompt and the seconds that this took.
 """
 

@@ -1,7 +1,8 @@
 """Products of matrices in 8-bit integers on a CPU. Each row of activations and each output channel of weights has a scale.
 
-``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``. Sums of products of codes are exact, so that a row's result does not
-depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products saturate at 16 bits.
+``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``, in bfloat16 rounded to it. Sums of products of codes are exact, so that
+a row's result does not depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products
+saturate at 16 bits.
 """
 
 from __future__ import annotations
@@ -98,11 +99,14 @@ def _empty_codes(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1), dtype=dtype)
 
 
-def _fill_codes(rows: Tensor, codes: Tensor, scales: Tensor, units: Tensor | float = 1.0) -> None:
-    """Quantise ``rows``, [rows, size] float32 in ``units``. Scales rounded to bfloat16 make codes of up to 127.25, still 127."""
-    peaks = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).mul_(units).clamp_(min=MIN_PEAK)
-    scales.copy_(peaks.mul_(1 / MAX_CODE))
-    codes.copy_((rows * (units / scales.float())).add_(ROUNDING).view(torch.int32))  # 1 to 255
+def _fill_codes(rows: Tensor, codes: Tensor, scales: Tensor, units: Tensor | None = None) -> None:
+    """Quantise ``rows``, [rows, size] float32, in ``units``, [rows, 1]."""
+    peaks = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).clamp_(min=MIN_PEAK)
+    inverse = MAX_CODE / peaks
+    scales.copy_((peaks if units is None else peaks.mul_(units)).mul_(1 / MAX_CODE))
+    if scales.dtype != torch.float32:  # a rounded scale makes codes of up to 127.25, which are still 127
+        inverse = (1.0 if units is None else units.float()) / scales.float()
+    codes.copy_((rows * inverse).add_(ROUNDING).view(torch.int32))  # 1 to 255
 
 
 def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -118,7 +122,8 @@ def _scaled_product(codes: Tensor, scales: Tensor, weight: PackedWeight, bias: T
 
 
 def _gated(product: Tensor, scales: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
-    """``silu(gate) · up`` in float32 and in units of the scales, as gate ‖ up are: product, [rows, 2 · size], which it overwrites."""
+    """``silu(gate) · up``, [rows, size] float32. ``product``, gate ‖ up, and the result are in units of the scales; a product in
+    float32 is overwritten."""
     gate, up = product.chunk(2, 1)
     gate = gate.float().mul_(scales)
     if bias is not None:

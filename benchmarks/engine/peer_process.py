@@ -1,8 +1,9 @@
 """Scores prompts with another runtime. The runtime's own Python runs this file (see :mod:`benchmarks.engine.peers`), not ours.
 
 Arguments: runtime, checkpoint, format (``float32`` or ``int8``; OpenVINO also ``bfloat16`` or ``bfloat16-int8``), threads. The
-checkpoint is exported with the runtime's own tools and prepared in the format; then ``{"ready": VERSION}`` is printed. Each line of standard input has prompts of equal length, and two
-labels; each answer is a line with the labels' log-probabilities after each prompt and the seconds that this took.
+checkpoint is exported with the runtime's own tools and prepared in the format; then ``{"ready": VERSION}`` is printed. Each line of
+standard input has prompts of equal length, and two labels; each answer is a line with the labels' log-probabilities after each
+prompt and the seconds that this took, of the clock and of CPU time.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ def main(runtime: str, checkpoint: str, form: str, threads: str) -> None:
     print(json.dumps({"ready": version}), file=answers, flush=True)
     for line in sys.stdin:
         prompts, labels = json.loads(line)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         found = torch.from_numpy(np.asarray(run(np.array(prompts)))).float()
         logits = found.reshape(len(prompts), -1)  # NNCF puts an axis before
         rows = logits.log_softmax(-1)[:, labels].tolist()
-        print(json.dumps({"rows": rows, "seconds": time.perf_counter() - start}), file=answers, flush=True)
+        spent = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        print(json.dumps({"rows": rows, **spent}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.engine import machine
 from benchmarks.engine.against_process import FORMATS as NUMBER_FORMATS
-from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers, seconds
+from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
 from benchmarks.engine.line_process import LineProcess, ProcessEnded
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
@@ -45,6 +46,13 @@ TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32."""
 
 
+class Spent(NamedTuple):
+    """Time of a request, in seconds."""
+
+    wall: float
+    cpu: float
+
+
 class PeerError(RuntimeError):
     """A runtime cannot be started."""
 
@@ -56,8 +64,8 @@ class Peer:
         file = Path(__file__).with_name(RUNTIMES[runtime])
         chosen = [runtime] if file.name == "peer_process.py" else []
         self._process = LineProcess([str(python), str(file), *chosen, str(checkpoint), form, str(torch.get_num_threads())])
-        self.taken = 0.0
-        """Seconds of the last request, without its way here."""
+        self.spent = Spent(0.0, 0.0)
+        """Of the last request, without its way here."""
         try:
             self.version: str = self._process.read()["ready"]
         except ProcessEnded as error:
@@ -68,7 +76,7 @@ class Peer:
         """Score all prompts of a request as one batch."""
         assert isinstance(message.readout, wire.Labels)
         answer = self._process.ask([[message.prefix + branch for branch in message.branches], message.readout.tokens])
-        self.taken = answer["seconds"]
+        self.spent = Spent(answer["seconds"], answer["cpu"])
         return answer["rows"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -103,15 +111,17 @@ def main(arguments: Sequence[str]) -> int:
         differences = {name: float(np.abs(found - rows[BASE]).max()) for name, found in rows.items()}
         wrong = [name for name, difference in differences.items() if name.endswith("float32") and difference > TOLERANCE]
         assert not wrong, f"these scores differ from the engine's: {wrong}"
-        taken: dict[str, list[float]] = {name: [] for name in scorers}
+        taken: dict[str, list[Spent]] = {name: [] for name in scorers}
         for place in records.progress(range(options.rounds), "rounds"):
             message = workload.request(f"r{place}", rng, measured.config.vocab_size)
             for name, scorer in scorers.items():
-                took = seconds(lambda scorer=scorer, message=message: scorer.score(message))  # type: ignore[misc]
-                taken[name].append(scorer.taken if isinstance(scorer, Peer) else took)
-                records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1]})
-    summary |= {"items_per_s": {name: workload.items / statistics.median(times) for name, times in taken.items()}}
-    summary |= {"ratios": {name: ratios(times, taken[BASE]) for name, times in taken.items()}, "largest_difference": differences}
+                taken[name].append(spent(scorer, message))
+                records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1].wall, "cpu": taken[name][-1].cpu})
+    wall, cpu = ({name: [each[clock] for each in times] for name, times in taken.items()} for clock in range(2))
+    summary |= {"items_per_s": {name: workload.items / statistics.median(times) for name, times in wall.items()}}
+    summary |= {"ratios": {name: ratios(times, wall[BASE]) for name, times in wall.items()}}
+    summary |= {"items_per_cpu_s": {name: workload.items / statistics.median(times) for name, times in cpu.items()}}
+    summary |= {"cpu_ratios": {name: ratios(times, cpu[BASE]) for name, times in cpu.items()}, "largest_difference": differences}
     show(summary, records)
     if options.out is not None:
         records.write(options.out, summary)
@@ -147,6 +157,13 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
     return scorers
 
 
+def spent(scorer: Scorer, message: wire.Score) -> Spent:
+    """Score a request."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    scorer.score(message)
+    return scorer.spent if isinstance(scorer, Peer) else Spent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
 def ratios(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Throughput relative to the base, paired by round."""
     found = [other / own for own, other in zip(times, base, strict=True)]
@@ -155,11 +172,17 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 def show(summary: Mapping[str, Any], records: Records) -> None:
     """Print the table."""
-    table = Table("120/180/10", "items/s", f"× {BASE}", "max Δ", title="Scoring on a CPU")
+    columns = "items/s", f"× {BASE}", "items per CPU second", f"× {BASE}", "max Δ"
+    table = Table("120/180/10", *columns, title="Scoring on a CPU")
     for name, rate in summary["items_per_s"].items():
-        ratio = summary["ratios"][name]
-        spread = f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"
-        table.add_row(name, f"{rate:.1f}", spread, f"{summary['largest_difference'][name]:.1e}")
+        cpu_rate, difference = summary["items_per_cpu_s"][name], summary["largest_difference"][name]
+        wall, cpu = (spread(summary[clock][name]) for clock in ("ratios", "cpu_ratios"))
+        table.add_row(name, f"{rate:.1f}", wall, f"{cpu_rate:.1f}", cpu, f"{difference:.1e}")
     records.console.print(table)
     for name, reason in summary["left_out"].items():
         records.console.print(f"left out: {name}: {reason}")
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    """A median with the least and the largest."""
+    return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"

@@ -1,8 +1,8 @@
 """A decoder whose layers multiply in 8-bit integers on a CPU: a scale for each output channel of the weights and for each token of
 their input (:mod:`kernels.int8`).
 
-Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in float32. Where several
-processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.fp8`).
+Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in the model's dtype, float32 or
+bfloat16. Where several processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.fp8`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
 from engine.models.errors import ModelError
 from engine.models.experts import refuse_experts
 from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
+from kernels.linear import BFLOAT16_INSTRUCTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +58,23 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raises :class:`ModelError` where the device cannot multiply 8-bit integers."""
     if device.type != "cpu":
         raise ModelError("--quantize int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there, or --device cpu.")
+    name = str(dtype).removeprefix("torch.")
     if dtype not in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        raise ModelError(f"--quantize int8 needs float32 around its products, and --dtype is {name}; leave one of the two out.")
+        raise ModelError(
+            f"--quantize int8 needs float32 or bfloat16 around its products, and --dtype is {name}; leave one of the two out."
+        )
     found = instructions()
     if found is None:
         raise ModelError(
             f"--quantize int8 needs a processor with one of {', '.join(INSTRUCTIONS)}, and this one has none; leave --quantize out."
         )
-    logger.info("the layers' matrix products are computed in int8, with %s", found)
+    capabilities = torch.cpu.get_capabilities()
+    if dtype == torch.bfloat16 and not any(capabilities.get(needed) for needed in BFLOAT16_INSTRUCTIONS):
+        raise ModelError(
+            f"--quantize int8 with --dtype bfloat16 needs a processor with one of {', '.join(BFLOAT16_INSTRUCTIONS)}, and this one"
+            " has none; use --dtype float32."
+        )
+    logger.info("the layers' matrix products are computed in int8, with %s, and the rest in %s", found, name)
 
 
 def check_shapes(decoder: Decoder) -> None:

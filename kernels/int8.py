@@ -66,8 +66,9 @@ def pack(weight: Tensor) -> PackedWeight:
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [rows, size] float32 or bfloat16 -> codes, [rows, size] uint8, and scales, [rows, 1] of x's dtype."""
-    codes, scales = _empty_codes(*x.shape, x.dtype)
-    for span in cached_spans(x, 2 * x.shape[1]):
+    rows, size = x.shape
+    codes, scales = _empty_codes(rows, size, x.dtype)
+    for span in cached_spans(x, 2 * size):
         _fill_codes(x[span].float(), codes[span], scales[span])
     return codes, scales
 

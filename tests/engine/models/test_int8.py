@@ -16,7 +16,7 @@ from engine.build import build_loop
 from engine.models import int8
 from engine.models.config import load_config
 from engine.models.conversion import PROJECTIONS
-from engine.models.decoder import MLP, Decoder
+from engine.models.decoder import MLP, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import fingerprint, load_model
@@ -61,6 +61,8 @@ def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
     """Each is given the same input as its own: through several layers, a code that rounds to the other side changes many others."""
     decoder, plain = load_model(model, quantize="int8"), load_model(model)
     for layer in decoder.layers:
+        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer.mlp, MLP)
         layer.mlp.compute = None
     checked = 0
 

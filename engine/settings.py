@@ -79,7 +79,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
     """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
-    on a CPU. See Quantisation below.
+    on a CPU, in float32 or bfloat16. See Quantisation below.
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that

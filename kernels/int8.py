@@ -1,17 +1,20 @@
 """Products of matrices in 8-bit integers on a CPU. Each row of activations and each output channel of weights has a scale.
 
-``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``. Sums of products of codes are exact, so that a row's result does not
-depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products saturate at 16 bits.
+``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``, in bfloat16 rounded to it. Sums of products of codes are exact, so that
+a row's result does not depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products
+saturate at 16 bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.quantize import MIN_PEAK
+from kernels.row_chunks import cached_spans
 
 MAX_CODE = 127.0
 ZERO = 128
@@ -32,6 +35,13 @@ def instructions() -> str | None:
     """The first of :data:`INSTRUCTIONS` that this processor has; None without any."""
     found = torch.cpu.get_capabilities()
     return next((name for name in INSTRUCTIONS if found.get(name)), None)
+
+
+class Projection(Protocol):
+    """A linear layer."""
+
+    weight: PackedWeight
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +65,70 @@ def pack(weight: Tensor) -> PackedWeight:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [rows, size] float32 -> codes, [rows, size] uint8, and scales, [rows, 1] float32."""
-    peaks = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).clamp_(min=MIN_PEAK)
-    codes = (x * (MAX_CODE / peaks)).add_(ROUNDING).view(torch.int32).to(torch.uint8)  # 1 to 255
-    return codes, peaks.mul_(1 / MAX_CODE)
+    """x: [rows, size] float32 or bfloat16 -> codes, [rows, size] uint8, and scales, [rows, 1] of x's dtype."""
+    rows, size = x.shape
+    codes, scales = _empty_codes(rows, size, x.dtype)
+    for span in cached_spans(x, 2 * size):
+        _fill_codes(x[span].float(), codes[span], scales[span])
+    return codes, scales
 
 
 def int8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias`` in 8-bit codes. x: [rows, in] float32; bias: [out] float32. -> [rows, out] float32."""
+    """``x · weightᵀ + bias`` in 8-bit codes. x: [rows, in] float32 or bfloat16; bias: [out] of x's dtype. -> [rows, out], the same.
+
+    In bfloat16 the product is rounded without the scales of the rows, and again with them.
+    """
+    return _scaled_product(*quantize_rows(x), weight, bias)
+
+
+def int8_gated(x: Tensor, gate_up: Projection, down: Projection, *, gelu: bool = False) -> Tensor:
+    """A gated feed-forward layer, ``down(gate(gate_up(x)))``. A few rows at a time are gated, in float32, and quantised.
+
+    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``gelu``: use GELU, approximated by tanh, in place of SiLU.
+    """
     codes, scales = quantize_rows(x)
-    product: Tensor = torch.ops.onednn.qlinear_pointwise(
-        codes, 1.0, ZERO, weight.codes, weight.scales, weight.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    product = _product(codes, gate_up.weight, x.dtype)  # [rows, 2 · size], in units of the scales
+    size = product.shape[1] // 2
+    inner, inner_scales = _empty_codes(len(x), size, x.dtype)
+    for span in cached_spans(product, 3 * size):
+        gated = _gated(product[span], scales[span], gate_up.bias, gelu=gelu)
+        _fill_codes(gated, inner[span], inner_scales[span], scales[span])
+    return _scaled_product(inner, inner_scales, down.weight, down.bias)
+
+
+def _empty_codes(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1), dtype=dtype)
+
+
+def _fill_codes(rows: Tensor, codes: Tensor, scales: Tensor, units: Tensor | None = None) -> None:
+    """Quantise ``rows``, [rows, size] float32, in ``units``, [rows, 1]."""
+    peaks = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).clamp_(min=MIN_PEAK)
+    inverse = MAX_CODE / peaks
+    scales.copy_((peaks if units is None else peaks.mul_(units)).mul_(1 / MAX_CODE))
+    if scales.dtype != torch.float32:  # a rounded scale makes codes of up to 127.25, which are still 127
+        inverse = (1.0 if units is None else units.float()) / scales.float()
+    codes.copy_((rows * inverse).add_(ROUNDING).view(torch.int32))  # 1 to 255
+
+
+def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The product of rows of codes, in units of their scales. -> [rows, out] of ``dtype``."""
+    return torch.ops.onednn.qlinear_pointwise(  # type: ignore[no-any-return]
+        codes, 1.0, ZERO, weight.codes, weight.scales, weight.zeros, None, 1.0, 0, dtype, "none", [], ""
     )
-    product.mul_(scales)
+
+
+def _scaled_product(codes: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    product = _product(codes, weight, scales.dtype).mul_(scales)
     return product if bias is None else product.add_(bias)
+
+
+def _gated(product: Tensor, scales: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
+    """``silu(gate) · up``, [rows, size] float32. ``product``, gate ‖ up, and the result are in units of the scales; a product in
+    float32 is overwritten."""
+    gate, up = product.chunk(2, 1)
+    gate = gate.float().mul_(scales)
+    if bias is not None:
+        own, other = bias.float().chunk(2)
+        gate, up = gate.add_(own), up + other / scales.float()
+    gate = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate, inplace=True)
+    return gate.mul_(up)

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 ONEDNN, MKL = "oneDNN", "MKL"
 
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+"""Any of these multiplies bfloat16."""
+
 PACKED_ROWS = 256
 """Rows of the input that a packed weight is laid out for; products of other numbers of rows take it as well. MKL's layout for 8
 rows makes a product of 128 rows half as fast, the one for 256 rows loses with no number of rows."""

@@ -12,6 +12,7 @@ from kernels import kv_codes
 from kernels.quantize import FP8, MAX_CODE
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import rope
+from kernels.row_chunks import cached_spans
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
@@ -59,14 +60,14 @@ def qk_norm_rope_write_reference(
     slots: Tensor,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """:func:`qk_norm_rope_write` in plain PyTorch."""
+    """:func:`qk_norm_rope_write` in plain PyTorch, rounded once."""
     kv_heads = keys.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
     qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+    weights = None
     if q_weight is not None and k_weight is not None:
         weights = torch.cat([q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)])
-        qk = rms_norm_reference(qk, weights, eps)
-    q, k = torch.split(rope(qk, cos, sin), [heads, kv_heads], dim=1)
+    q, k = torch.split(_ready(qk, weights, eps, cos, sin), [heads, kv_heads], dim=1)
     if scales is None:
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
@@ -74,6 +75,17 @@ def qk_norm_rope_write_reference(
     kv_codes.write(keys, slots, kv_codes.encode(k, scales[0]))
     kv_codes.write(values, slots, kv_codes.encode(v, scales[1]))
     return q * scales[0].repeat_interleave(q.shape[1] // kv_heads)[:, None].to(q.dtype)
+
+
+def _ready(qk: Tensor, weights: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries and keys, [tokens, heads + kv_heads, head_dim], normalised and rotated; weights: [heads + kv_heads, head_dim]."""
+    if qk.dtype == torch.float32 or qk.is_cuda:
+        return rope(qk if weights is None else rms_norm_reference(qk, weights, eps), cos, sin)
+    out = torch.empty_like(qk, memory_format=torch.contiguous_format)
+    for span in cached_spans(qk, 3 * qk.shape[1:].numel()):
+        wide = qk[span].float()
+        out[span] = rope(wide if weights is None else rms_norm_reference(wide, weights, eps), cos[span], sin[span])
+    return out
 
 
 def qk_norm_rope_write_triton(

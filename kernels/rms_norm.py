@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import FP8, quantize_rows_reference, row_codes
+from kernels.row_chunks import cached_spans
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
 
 TILE = 2048
@@ -24,17 +25,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """:func:`rms_norm` in plain PyTorch. weight: [size], or [heads, size] with one for each head.
+    """:func:`rms_norm` in plain PyTorch, rounded once on a CPU. weight: [size], or [heads, size] with one for each head.
 
-    On a CPU, 0.28 ms for [1920, 512] in float32; PyTorch's own takes 0.37.
+    On a CPU, 0.28 ms for [1920, 512] in float32; PyTorch's own takes 0.37. In bfloat16 that takes six passes in other dtypes.
     """
     plain = weight.dim() == 1 and weight.dtype == x.dtype
-    if plain and (x.is_cuda or x.dtype != torch.float32 or needs_gradient(x, weight)):
+    if plain and (x.is_cuda or needs_gradient(x, weight)):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(_scalar(eps, norms), norms, norms, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).mul_(weight).to(x.dtype)
+    return (wide * scale).mul_(weight).to(x.dtype)
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
@@ -65,9 +66,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """:func:`add_rms_norm` in plain PyTorch."""
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+    """:func:`add_rms_norm` in plain PyTorch. The sum is rounded to x's dtype before it is normalised."""
+    if x.is_cuda or x.dtype == torch.float32 or needs_gradient(x, residual, weight):
+        total = x + residual
+        return rms_norm_reference(total, weight, eps), total
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    for span in cached_spans(x, 4 * x.shape[-1]):
+        torch.add(x[span], residual[span], out=total[span])
+        normed[span] = rms_norm_reference(total[span], weight, eps)
+    return normed, total
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

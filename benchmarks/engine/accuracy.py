@@ -57,6 +57,7 @@ FORMATS: Formats = (
     Format("float32", "fp8"),
     Format("bfloat16", "fp8"),
     Format("float32", "int8"),
+    Format("bfloat16", "int8"),
     Format("float32", kv_dtype="fp8"),
     Format("bfloat16", kv_dtype="fp8"),
     Format("bfloat16", "fp8", "fp8"),

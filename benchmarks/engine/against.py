@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.engine import machine
-from benchmarks.engine.against_process import WORKLOADS
+from benchmarks.engine.against_process import FORMATS, WORKLOADS
 from benchmarks.engine.line_process import LineProcess
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
@@ -31,8 +31,8 @@ from engine.serving.environment import with_defaults
 HERE = Path(__file__).resolve().parents[2]
 OURS, THEIRS = "here", "there"
 CLOCKS = ("wall", "cpu")
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 1.0}
-"""Largest difference of a log-probability from float32, with random weights, by the number format of the other engine."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 1.0, "bfloat16-int8": 1.0}
+"""Largest difference of a log-probability from float32, with random weights, by number format."""
 
 Times = dict[str, dict[str, list[float]]]
 """Checkout, clock, and seconds of each round."""
@@ -52,24 +52,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
     parser.add_argument("--model", help="a model directory, instead of random weights")
-    parser.add_argument("--format", choices=TOLERANCES, default="float32", help="number format of the other engine (%(default)s)")
+    parser.add_argument("--format", choices=FORMATS, default="float32", help="number format of the other engine (%(default)s)")
+    parser.add_argument("--here", choices=FORMATS, default="float32", help="number format of this engine (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
+    tolerance = TOLERANCES[options.here] + TOLERANCES[options.format]
     records, times = Records(), {}
     with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
         model = measured.directory.resolve()
-        checkouts = {OURS: start(HERE, model), THEIRS: start(options.checkout.resolve(), model, options.format)}
+        checkouts = {OURS: start(HERE, model, options.here), THEIRS: start(options.checkout.resolve(), model, options.format)}
         for checkout in checkouts.values():
             stack.callback(checkout.close)
         for checkout in checkouts.values():
             checkout.read()
         for name in options.workloads.split(","):
-            times[name] = measure(checkouts, name, options.rounds, records, TOLERANCES[options.format])
+            times[name] = measure(checkouts, name, options.rounds, records, tolerance)
     summary = {
         "bench": "against",
         "machine": machine.describe(),
         "there": machine.commit(options.checkout),
+        "format_here": options.here,
         "format_there": options.format,
         "model": options.model or options.shape,
         "rounds": options.rounds,
@@ -116,7 +119,7 @@ def summary_of(times: Times) -> dict[str, dict[str, float]]:
 
 def show(summary: Mapping[str, Any], records: Records) -> None:
     """Print the table."""
-    title = f"Beside commit {summary['there']}, which computes in {summary['format_there']}"
+    title = f"{summary['format_here']}, beside commit {summary['there']} in {summary['format_there']}"
     table = Table("workload", "clock", "ms here", "ms there", "there / here", title=title)
     for name, clocks in summary["workloads"].items():
         for clock, found in clocks.items():

@@ -20,6 +20,13 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
 
+FORMATS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "bfloat16-int8": ("bfloat16", "int8"),
+}
+"""Number formats: dtype, and format of the layers' matrix products."""
 SLOTS = 16_384
 QUERY, ITEM, ITEMS = 120, 180, 10
 PROMPT, OUTPUT = 16, 32
@@ -62,7 +69,7 @@ def main(model: str, threads: str, form: str) -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    dtype, quantize = ("float32", form) if form == "int8" else (form, None)
+    dtype, quantize = FORMATS[form]
     settings = EngineSettings(
         model=model, name="bench", dtype=dtype, quantize=quantize, threads=int(threads), max_total_tokens=SLOTS
     )

@@ -94,7 +94,8 @@ def length(arguments: Sequence[str]) -> int:
 def accuracy(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
     parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
-    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and --dtype with this quantisation (all formats)")
+    parser.add_argument("--dtype", choices=DTYPES[:2], help="the dtype of that format (float32)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="the same for keys and values")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     add_output(parser)
@@ -103,8 +104,8 @@ def accuracy(arguments: Sequence[str]) -> int:
     from benchmarks.engine.accuracy import QUICK, Format, Sizes, run
     from benchmarks.engine.store import Store
 
-    chosen = Format("float32", parsed.quantize, parsed.kv_dtype or "auto")
-    formats = [Format("float32"), chosen] if parsed.quantize or parsed.kv_dtype else None
+    chosen = Format(parsed.dtype or "float32", parsed.quantize, parsed.kv_dtype or "auto")
+    formats = [Format("float32"), chosen] if parsed.dtype or parsed.quantize or parsed.kv_dtype else None
     run(QUICK if parsed.quick else Sizes(), Store(parsed.out, resume=parsed.resume, limit=parsed.limit), formats)
     return 0
 

@@ -143,11 +143,11 @@ def main(checkpoint: str, form: str, threads: str) -> None:
     rows: list[list[float]] = []
     for line in sys.stdin:
         prompts, labels = json.loads(line)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         complete(runtime, prompts, 0)
-        taken = time.perf_counter() - start
+        spent = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
         rows = rows or [label_logprobs(complete(runtime, [prompt], vocabulary)[0], labels) for prompt in prompts]
-        print(json.dumps({"rows": rows, "seconds": taken}), file=answers, flush=True)
+        print(json.dumps({"rows": rows, **spent}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

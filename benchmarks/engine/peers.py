@@ -1,9 +1,9 @@
 """Scoring on a CPU beside other runtimes: ``python -m benchmarks peers --openvino PYTHON --llamacpp PYTHON``.
 
 Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
-the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32 and
-int8. The others get the full prompts as one batch. Figures are medians of the rounds; ratios are medians of the rounds' ratios to
-the engine in float32. The last line is JSON.
+the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32
+and int8, or in the formats that are named. The others get the full prompts as one batch. Figures are medians of the rounds; ratios
+are medians of the rounds' ratios to the engine in float32. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.table import Table
 
 from benchmarks.engine import machine
-from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers, seconds
+from benchmarks.engine.against_process import FORMATS as NUMBER_FORMATS
+from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
 from benchmarks.engine.line_process import LineProcess, ProcessEnded
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
@@ -35,10 +37,20 @@ from kernels.int8 import instructions
 RUNTIMES = {"openvino": "peer_process.py", "onnxruntime": "peer_process.py", "llamacpp": "peer_llamacpp.py"}
 """The file that each runtime's Python runs."""
 FORMATS = ("float32", "int8")
+"""Of :data:`benchmarks.engine.against_process.FORMATS`, those that are measured unless others are named."""
+BFLOAT16_RUNTIMES = ("openvino",)
+"""Runtimes that compute in bfloat16 on a CPU."""
 BASE = "Yardstick, float32"
 SLOTS = 16_384
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32."""
+
+
+class Spent(NamedTuple):
+    """Time of a request, in seconds."""
+
+    wall: float
+    cpu: float
 
 
 class PeerError(RuntimeError):
@@ -52,8 +64,8 @@ class Peer:
         file = Path(__file__).with_name(RUNTIMES[runtime])
         chosen = [runtime] if file.name == "peer_process.py" else []
         self._process = LineProcess([str(python), str(file), *chosen, str(checkpoint), form, str(torch.get_num_threads())])
-        self.taken = 0.0
-        """Seconds of the last request, without its way here."""
+        self.spent = Spent(0.0, 0.0)
+        """Of the last request, without its way here."""
         try:
             self.version: str = self._process.read()["ready"]
         except ProcessEnded as error:
@@ -64,7 +76,7 @@ class Peer:
         """Score all prompts of a request as one batch."""
         assert isinstance(message.readout, wire.Labels)
         answer = self._process.ask([[message.prefix + branch for branch in message.branches], message.readout.tokens])
-        self.taken = answer["seconds"]
+        self.spent = Spent(answer["seconds"], answer["cpu"])
         return answer["rows"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -79,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{runtime}", type=Path, metavar="PYTHON", help="the Python of its environment (left out)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
     parser.add_argument("--model", help="a model directory, instead of random weights")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
+    parser.add_argument("--formats", default=",".join(FORMATS), help=f"of {', '.join(NUMBER_FORMATS)}, float32 first (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
@@ -99,15 +111,17 @@ def main(arguments: Sequence[str]) -> int:
         differences = {name: float(np.abs(found - rows[BASE]).max()) for name, found in rows.items()}
         wrong = [name for name, difference in differences.items() if name.endswith("float32") and difference > TOLERANCE]
         assert not wrong, f"these scores differ from the engine's: {wrong}"
-        taken: dict[str, list[float]] = {name: [] for name in scorers}
+        taken: dict[str, list[Spent]] = {name: [] for name in scorers}
         for place in records.progress(range(options.rounds), "rounds"):
             message = workload.request(f"r{place}", rng, measured.config.vocab_size)
             for name, scorer in scorers.items():
-                took = seconds(lambda scorer=scorer, message=message: scorer.score(message))  # type: ignore[misc]
-                taken[name].append(scorer.taken if isinstance(scorer, Peer) else took)
-                records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1]})
-    summary |= {"items_per_s": {name: workload.items / statistics.median(times) for name, times in taken.items()}}
-    summary |= {"ratios": {name: ratios(times, taken[BASE]) for name, times in taken.items()}, "largest_difference": differences}
+                taken[name].append(spent(scorer, message))
+                records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1].wall, "cpu": taken[name][-1].cpu})
+    wall, cpu = ({name: [each[clock] for each in times] for name, times in taken.items()} for clock in range(2))
+    summary |= {"items_per_s": {name: workload.items / statistics.median(times) for name, times in wall.items()}}
+    summary |= {"ratios": {name: ratios(times, wall[BASE]) for name, times in wall.items()}}
+    summary |= {"items_per_cpu_s": {name: workload.items / statistics.median(times) for name, times in cpu.items()}}
+    summary |= {"cpu_ratios": {name: ratios(times, cpu[BASE]) for name, times in cpu.items()}, "largest_difference": differences}
     show(summary, records)
     if options.out is not None:
         records.write(options.out, summary)
@@ -119,16 +133,20 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
     """The engine in every format that this machine supports, and the runtimes that are named; why others are left out."""
     scorers: dict[str, Scorer] = {}
     for form in options.formats.split(","):
-        if form == "int8" and instructions() is None:
-            left_out["int8"] = "the processor has no instructions for it"
+        dtype_name, quantize = NUMBER_FORMATS[form]
+        dtype = getattr(torch, dtype_name)
+        if quantize == "int8" and instructions() is None:
+            left_out[form] = "the processor has no instructions for it"
             continue
-        quantize = format_of(None if form == "float32" else form, torch.device("cpu"), torch.float32)
-        scorers[f"Yardstick, {form}"] = Engine(load_model(checkpoint, quantize=quantize), "float32", slots=SLOTS)
+        decoder = load_model(checkpoint, dtype, format_of(quantize, torch.device("cpu"), dtype))
+        scorers[f"Yardstick, {form}"] = Engine(decoder, dtype_name, slots=SLOTS)
         for runtime in RUNTIMES:
             name, python = f"{runtime}, {form}", getattr(options, runtime)
             try:
                 if python is None:
                     raise PeerError(f"--{runtime} names no Python")
+                if dtype_name == "bfloat16" and runtime not in BFLOAT16_RUNTIMES:
+                    raise PeerError("it has no bfloat16 on a CPU")
                 peer = Peer(runtime, python, checkpoint, form)
             except (PeerError, OSError) as error:
                 left_out[name] = str(error)
@@ -139,6 +157,13 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
     return scorers
 
 
+def spent(scorer: Scorer, message: wire.Score) -> Spent:
+    """Score a request."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    scorer.score(message)
+    return scorer.spent if isinstance(scorer, Peer) else Spent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
 def ratios(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Throughput relative to the base, paired by round."""
     found = [other / own for own, other in zip(times, base, strict=True)]
@@ -147,11 +172,17 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 def show(summary: Mapping[str, Any], records: Records) -> None:
     """Print the table."""
-    table = Table("120/180/10", "items/s", f"× {BASE}", "max Δ", title="Scoring on a CPU")
+    columns = "items/s", f"× {BASE}", "items per CPU second", f"× {BASE}", "max Δ"
+    table = Table("120/180/10", *columns, title="Scoring on a CPU")
     for name, rate in summary["items_per_s"].items():
-        ratio = summary["ratios"][name]
-        spread = f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"
-        table.add_row(name, f"{rate:.1f}", spread, f"{summary['largest_difference'][name]:.1e}")
+        cpu_rate, difference = summary["items_per_cpu_s"][name], summary["largest_difference"][name]
+        wall, cpu = (spread(summary[clock][name]) for clock in ("ratios", "cpu_ratios"))
+        table.add_row(name, f"{rate:.1f}", wall, f"{cpu_rate:.1f}", cpu, f"{difference:.1e}")
     records.console.print(table)
     for name, reason in summary["left_out"].items():
         records.console.print(f"left out: {name}: {reason}")
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    """A median with the least and the largest."""
+    return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"

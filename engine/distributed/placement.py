@@ -10,11 +10,9 @@ import torch
 from engine.device import cgroup
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
+from kernels.linear import BFLOAT16_INSTRUCTIONS
 
 logger = logging.getLogger(__name__)
-
-BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-"""Any of these multiplies bfloat16."""
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:

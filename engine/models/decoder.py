@@ -120,6 +120,8 @@ class MLP(nn.Module):
 
     gate: Callable[[Tensor], Rows]
     """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
+    compute: Callable[[MLP, Rows], Tensor] | None = None
+    """Computes it in another order than :meth:`whole`; None where there is none."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, size: int | None = None) -> None:
         """``size``: intermediate size; None for that of the model."""
@@ -132,6 +134,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Rows) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
+        return self.whole(x) if self.compute is None else self.compute(self, x)
+
+    def whole(self, x: Rows) -> Tensor:
+        """:meth:`forward`, all rows at once."""
         return self.down_proj(self.gate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 

@@ -43,8 +43,11 @@ def pack_head(decoder: Decoder, form: str | None) -> None:
     With 8 rows, a product takes two thirds of the time. The plain weight stays, because embeddings, and logits of single tokens,
     are rows of it, and because it is the faster one with one or two rows (``modules.PLAIN_ROWS``). oneDNN multiplies the copy
     wherever torch has oneDNN: a head exceeds the caches, and with few rows oneDNN reads such a copy faster (docs/benchmarks).
+    A head in bfloat16 is packed where plain layers are.
     """
-    if form in ("packed", "int8") and decoder.config.lm_head:
+    weight = decoder.embed.weight
+    gains = form == "packed" or (form == "int8" and (weight.dtype == torch.float32 or packed.suits(weight.device, weight.dtype)))
+    if gains and decoder.config.lm_head:
         has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         decoder.packed_head = pack(decoder.head_weight.detach(), ONEDNN if has_onednn else None)
 

@@ -29,14 +29,15 @@ def test_scores_that_differ_are_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+@pytest.mark.parametrize(("form", "here"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, here: str) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
-    arguments = ["--model", str(model), "--rounds", "2", "--workloads", "score,decode 8", "--format", form]
+    arguments = ["--model", str(model), "--rounds", "2", "--workloads", "score,decode 8", "--format", form, "--here", here]
     arguments += ["--out", str(tmp_path / "out")]
     assert against.main([str(against.HERE), *arguments]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["there"], summary["format_there"]) == (summary["machine"]["commit"], form)
+    assert summary["format_here"] == here
     assert all(clock["ratio"] > 0 for workload in summary["workloads"].values() for clock in workload.values())
     assert summary["workloads"].keys() == {"score", "decode 8"}
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary

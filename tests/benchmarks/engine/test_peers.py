@@ -33,3 +33,19 @@ def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFi
     assert peers.main(["--model", str(model), "--rounds", "1"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 1e-4 < summary["largest_difference"]["Yardstick, int8"] < 1
+    assert (
+        summary["cpu_ratios"].keys()
+        == summary["ratios"].keys()
+        == {f"Yardstick, {form}" for form in peers.FORMATS} | {"transformers, float32"}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+def test_a_runtime_without_bfloat16_is_left_out_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    formats = ["--formats", "float32,bfloat16-int8"]
+    assert peers.main(["--model", str(model), "--rounds", "1", *formats, "--llamacpp", sys.executable]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["left_out"]["llamacpp, bfloat16-int8"] == "it has no bfloat16 on a CPU"
+    assert 1e-4 < summary["largest_difference"]["Yardstick, bfloat16-int8"] < 1

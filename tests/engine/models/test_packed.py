@@ -14,7 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import load_model
 from engine.models.modules import PLAIN_ROWS
-from engine.models.quantization import format_of
+from engine.models.quantization import format_of, pack_head
 from kernels.label_logprobs import label_logprobs
 from kernels.linear import MKL, ONEDNN, PackedWeight
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
@@ -83,6 +83,15 @@ def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPat
     assert format_of(None, torch.device("cuda", 0), torch.float32) is None
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert format_of(None, CPU, torch.float32) is None
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+def test_a_head_in_bfloat16_is_packed_where_plain_layers_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = load_model(model, torch.bfloat16)
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx, "avx512_bf16": True})
+        pack_head(decoder, "int8")
+        assert isinstance(decoder.packed_head, PackedWeight) == amx
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")

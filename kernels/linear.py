@@ -39,6 +39,12 @@ PROBES = 100
 """Times that each library multiplies. With 20 the slower one won in 2 of 17 starts at a load of 10, with 100 in none of 10."""
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 by itself; others emulate it."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in BFLOAT16_INSTRUCTIONS)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A float32 or bfloat16 weight on a CPU in a library's own layout."""

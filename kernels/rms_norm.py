@@ -39,14 +39,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """``value`` in the dtype and on the device of ``like``. Operations convert a number of Python to a tensor in every call."""
-    return _scalars(value, like.dtype, like.device)
+    """``value`` in the dtype and on the device of ``like``. An operation on a CPU converts a number of Python in every call."""
+    return _cpu_scalar(value, like.dtype) if like.device.type == "cpu" else like.new_full((), value)
 
 
 @functools.cache
 @torch.inference_mode(mode=False)
-def _scalars(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+def _cpu_scalar(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

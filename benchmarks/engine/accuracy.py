@@ -39,6 +39,7 @@ from examples.demo_models.evaluate import auc, spearman, values_and_truths
 from examples.demo_models.lenvm import Text, write_texts
 from examples.demo_models.text import load_tokenizer
 from kernels.int8 import instructions
+from kernels.linear import multiplies_bfloat16
 
 
 class Format(NamedTuple):
@@ -187,7 +188,8 @@ def _engine(model: Subject) -> Engine:
 def supported(form: Format) -> bool:
     """Whether this machine computes in a format."""
     if form.quantize == "int8":
-        return not torch.cuda.is_available() and instructions() is not None
+        on_cpu = not torch.cuda.is_available() and instructions() is not None
+        return on_cpu and (form.dtype == "float32" or multiplies_bfloat16())
     return form.quantize is None or not torch.cuda.is_available() or form.dtype == "bfloat16"
 
 

@@ -10,7 +10,7 @@ import torch
 from engine.device import cgroup
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
-from kernels.linear import BFLOAT16_INSTRUCTIONS
+from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,7 @@ def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Log a warning where the processor emulates bfloat16."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return
-    found = torch.cpu.get_capabilities()
-    if found.get("architecture") == "x86_64" and not any(found.get(name) for name in BFLOAT16_INSTRUCTIONS):
+    if torch.cpu.get_capabilities().get("architecture") == "x86_64" and not multiplies_bfloat16():
         logger.warning(
             "--dtype bfloat16 is several times slower than float32 on this processor, which lacks %s; use --dtype float32",
             " and ".join(BFLOAT16_INSTRUCTIONS),

@@ -18,7 +18,7 @@ from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
 from engine.models.errors import ModelError
 from engine.models.experts import refuse_experts
 from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
-from kernels.linear import BFLOAT16_INSTRUCTIONS
+from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise ModelError(
             f"--quantize int8 needs a processor with one of {', '.join(INSTRUCTIONS)}, and this one has none; leave --quantize out."
         )
-    capabilities = torch.cpu.get_capabilities()
-    if dtype == torch.bfloat16 and not any(capabilities.get(needed) for needed in BFLOAT16_INSTRUCTIONS):
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
         raise ModelError(
             f"--quantize int8 with --dtype bfloat16 needs a processor with one of {', '.join(BFLOAT16_INSTRUCTIONS)}, and this one"
             " has none; use --dtype float32."

@@ -12,7 +12,6 @@ from engine.build import build_loop
 from engine.device import sampling
 from engine.device.transfer import Download, Upload
 from engine.lenvm import guided_draws
-from engine.readouts import draws
 from engine.runner.runner import Runner
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -32,8 +31,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
             for name in ("candidates", "length_tilt"):
                 patch.setattr(guided_draws, name, watch.kernel(getattr(guided_draws, name)))
-            for module in (draws, guided_draws):
-                patch.setattr(module, "prepare", watch.kernel(sampling.prepare))  # on the host's own numbers
+            prepare = watch.kernel(sampling.prepare)  # on the host's own numbers
+            for module in (sampling, guided_draws):
+                patch.setattr(module, "prepare", prepare)
             return launch(self, batch)
 
     monkeypatch.setattr(Runner, "launch", watched_launch)

@@ -115,7 +115,7 @@ def test_formats_survive_kills_at_random_moments(base, seed, tmp_path, monkeypat
         assert now[0] <= end
         if not store.left_out:
             break
-    names = ["float32", "bfloat16", "float32, FP8", "bfloat16, FP8", "float32, INT8"]
+    names = ["float32", "bfloat16", "float32, FP8", "bfloat16, FP8", "float32, INT8", "bfloat16, INT8"]
     more = ["float32, KV in FP8", "bfloat16, KV in FP8", "bfloat16, FP8, KV in FP8"]
     assert [list(costs) for costs in found] == [[*names, *more], names]
     keys = [json.loads(line)["key"] for line in (tmp_path / FILE).read_text().splitlines()]

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.engine import peers
 from kernels.int8 import instructions
+from kernels.linear import multiplies_bfloat16
 from tests.checkpoints import make_checkpoint
 
 
@@ -41,7 +42,7 @@ def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+@pytest.mark.skipif(instructions() is None or not multiplies_bfloat16(), reason="the processor has no such products")
 def test_a_runtime_without_bfloat16_is_left_out_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
     formats = ["--formats", "float32,bfloat16-int8"]

@@ -23,14 +23,13 @@ from engine.models.loader import fingerprint, load_model
 from engine.models.modules import Linear
 from engine.settings import EngineSettings
 from kernels.int8 import instructions, quantize_rows
-from kernels.linear import BFLOAT16_INSTRUCTIONS
+from kernels.linear import multiplies_bfloat16
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal, causal_of
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 CPU = torch.device("cpu")
-multiplies_bfloat16 = any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
-bfloat16 = pytest.mark.skipif(not multiplies_bfloat16, reason="the processor does not multiply bfloat16")
+bfloat16 = pytest.mark.skipif(not multiplies_bfloat16(), reason="the processor does not multiply bfloat16")
 able = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
 
 

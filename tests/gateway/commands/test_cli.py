@@ -23,7 +23,7 @@ from engine.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.errors import CommandError
-from gateway.commands.launch import Child, become
+from gateway.commands.launch import Child, become, stop
 from gateway.commands.results import Results, write
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
 from gateway.commands.supervisor import Supervisor
@@ -246,15 +246,13 @@ def test_programs_are_read_on_while_their_lines_cannot_be_written(monkeypatch: p
     children = Child("engine", ["this"]), Child("gateway", ["this"])
     with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
         monkeypatch.setattr(sys, "stderr", full)
-        supervisor = Supervisor(*children, Settings(engines=("http://127.0.0.1:9",)))
+        supervisor = Supervisor(children[:1], children[1], Settings(engines=("http://127.0.0.1:9",)))
         supervisor._talkative = True
-        supervisor._on_line("engine", "a line")
+        supervisor._on_line(children[0], "a line")
         supervisor.say_stopping()
+    stop(children, 10)
     for child in children:
-        child.stop(10)
         child.read_to_the_end()
-        assert child._process.stdout is not None
-        child._process.stdout.close()
 
 
 def test_a_full_disk_keeps_earlier_results(tmp_path: Path) -> None:

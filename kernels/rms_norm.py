@@ -39,7 +39,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """``value`` in the dtype and on the device of ``like``. An operation on a CPU converts a number of Python in every call."""
+    """``value`` in the dtype and on the device of ``like``. CPU operations convert a number of Python in every call."""
     return _cpu_scalar(value, like.dtype) if like.device.type == "cpu" else like.new_full((), value)
 
 

@@ -37,7 +37,7 @@ from kernels.int8 import instructions
 RUNTIMES = {"openvino": "peer_process.py", "onnxruntime": "peer_process.py", "llamacpp": "peer_llamacpp.py"}
 """The file that each runtime's Python runs."""
 FORMATS = ("float32", "int8")
-"""Of :data:`benchmarks.engine.against_process.FORMATS`, those that are measured unless others are named."""
+"""Formats that are measured unless others are named (:data:`benchmarks.engine.against_process.FORMATS` has all)."""
 BFLOAT16_RUNTIMES = ("openvino",)
 """Runtimes that compute in bfloat16 on a CPU."""
 BASE = "Yardstick, float32"
@@ -65,7 +65,7 @@ class Peer:
         chosen = [runtime] if file.name == "peer_process.py" else []
         self._process = LineProcess([str(python), str(file), *chosen, str(checkpoint), form, str(torch.get_num_threads())])
         self.spent = Spent(0.0, 0.0)
-        """Of the last request, without its way here."""
+        """Time of the last request in the runtime's process."""
         try:
             self.version: str = self._process.read()["ready"]
         except ProcessEnded as error:

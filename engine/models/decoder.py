@@ -121,7 +121,7 @@ class MLP(nn.Module):
     gate: Callable[[Tensor], Rows]
     """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
     compute: Callable[[MLP, Rows], Tensor] | None = None
-    """Computes it in another order than :meth:`whole`; None where there is none."""
+    """Takes the place of :meth:`whole` where a number format has a faster order of operations; otherwise None."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, size: int | None = None) -> None:
         """``size``: intermediate size; None for that of the model."""

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _CatalogueState(msgspec.Struct):
-    """What tells the state of a catalogue from other JSON."""
+    """A field that the state of a catalogue has, and the JSON of another server has not."""
 
     object: Literal["catalogue"]
 

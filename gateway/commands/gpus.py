@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from gateway.commands.errors import WrongUsage
+from gateway.commands.errors import CommandError, WrongUsage
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _COUNT = "import torch; print(torch.cuda.device_count())"
@@ -18,7 +18,8 @@ _COUNT_SECONDS = 120.0
 def gpus_of_engines(engines: int, arguments: Sequence[str], environment: Mapping[str, str]) -> list[str | None]:
     """Return :data:`VISIBLE` for each engine; None where an engine may see all GPUs, because it is alone or computes on a CPU.
 
-    ``arguments``: options of the engines. Raises :class:`WrongUsage` if there are too few GPUs.
+    ``arguments``: options of the engines. Raises :class:`WrongUsage` if there are too few GPUs, and :class:`CommandError` if they
+    cannot be counted.
     """
     device, processes = _placement(arguments)
     found = [] if engines == 1 or device == "cpu" else _found(environment)
@@ -46,12 +47,16 @@ def _placement(arguments: Sequence[str]) -> tuple[str | None, int]:
 
 def _found(environment: Mapping[str, str]) -> list[str]:
     """Return the GPUs that torch finds, as :data:`VISIBLE` names them. A process of its own asks, because importing torch takes
-    seconds and hundreds of megabytes; builds without CUDA find none."""
+    seconds and hundreds of megabytes; builds without CUDA find none. Raises :class:`CommandError`."""
     if version("torch").endswith("+cpu"):
         return []
-    asked = subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, "-c", _COUNT], env=environment, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=False
-    )
+    command = [sys.executable, "-c", _COUNT]
+    try:
+        asked = subprocess.run(  # noqa: S603 - our own program
+            command, env=environment, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"torch did not count the GPUs in {_COUNT_SECONDS:g} s; check the driver, or add --device cpu") from None
     count = int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
     listed = environment.get(VISIBLE)
     names = [str(number) for number in range(count)] if listed is None else [name.strip() for name in listed.split(",")]

@@ -35,7 +35,7 @@ def new(name: str, file: Path, **fields: Any) -> None:
     _write(file, [*known, entry])
     try:
         print(key, flush=True)
-    except OSError as error:  # nobody will ever know the key
+    except OSError as error:  # the key was not shown, so nobody can use it
         _write(file, known)
         raise CommandError(f"no key was created, because it cannot be shown: {(error.strerror or str(error)).lower()}") from None
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)

@@ -26,8 +26,9 @@ def replace_file(file: Path, content: bytes, *, mode: int = 0o666) -> None:
 def _replace(file: Path, content: bytes, mode: int) -> None:
     before = file.stat() if file.exists() else None
     draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)  # left by a killed process, or a link that somebody else made: neither is written to
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode if before is None else 0o600), "wb") as stream:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode if before is None else 0o600), "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())  # before the rename, or a crash of the machine may leave an empty file

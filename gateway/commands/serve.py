@@ -30,9 +30,8 @@ _OF_ONE = ("--health-port",)
 """Options of which several engines cannot have the same value."""
 _IDLE_SPLIT = "IDLE_SPLIT_TOKENS"
 _CPU_SPLIT_TOKENS = 512
-"""Least item tokens of a sub-batch for an idle engine on a CPU. One core computes as many in 30 ms with the demo model, where a
-message takes 4 ms. With two engines, standard requests of 10 items were two sub-batches one at a time, and 1.01 to 1.05 with two to
-eight at a time, so that a loaded server repeats hardly any work."""
+"""Least item tokens of a sub-batch for an idle engine on a CPU. With two engines of the demo model, lone requests of 10 items are
+scored 1.15 times as fast as with 4096 (docs/benchmarks, "Engines of one thread")."""
 _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
 
@@ -126,7 +125,7 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
 
 
 class Program(NamedTuple):
-    """What a :class:`Child` runs."""
+    """A program to start, as :class:`Child` takes it."""
 
     name: str
     arguments: list[str]

@@ -1,4 +1,4 @@
-"""What a signal does before a server can serve."""
+"""Handles signals until a server sets its own handlers."""
 
 from __future__ import annotations
 

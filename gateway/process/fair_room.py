@@ -32,7 +32,7 @@ class FairRoom:
         self._held: dict[str, int] = {}
 
     def most(self, tenant: str | None, weight: float = 1.0) -> int:
-        """Return the most units that :meth:`take` gives ``tenant``: those that it gives while nobody holds any."""
+        """Return the most units that one :meth:`take` can give ``tenant``: its units when no tenant holds any."""
         share = 1.0 if tenant is None else self._alpha * min(weight, MAX_WEIGHT)
         return int(min(share, 1.0) * self.capacity)
 

@@ -153,8 +153,8 @@ class Merges:
 
 
 class _Pairs(dict[tuple[int, int], int]):
-    """What each pair of tokens becomes: the rank of the merge times 2**32 plus the token, so that the least one merges first.
-    Finding a pair in the tables takes several times as long, so pairs are kept here."""
+    """For each pair of tokens: the rank of its merge times 2**32, plus the token that it becomes. The pair with the least value
+    merges first. Finding a pair in the tables takes several times as long, so pairs are kept here."""
 
     def __init__(self, table: MergeTable) -> None:
         self._pairs = array("Q", table.pairs)

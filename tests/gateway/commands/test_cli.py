@@ -24,6 +24,7 @@ from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.errors import CommandError
 from gateway.commands.launch import Child, become, stop
+from gateway.commands.replace_file import replace_file
 from gateway.commands.results import Results, write
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
 from gateway.commands.supervisor import Supervisor
@@ -229,6 +230,17 @@ def test_a_full_disk_keeps_the_keys(yardstick: Yardstick, tmp_path: Path) -> Non
     assert yardstick("keys", "new", "second", "--file", str(file)).returncode == 0
 
 
+def test_a_link_in_the_place_of_the_draft_is_not_followed(tmp_path: Path) -> None:
+    """Where others may write to the directory, one of them could make it."""
+    file, other = tmp_path / "keys.json", tmp_path / "other"
+    other.write_text("unchanged")
+    (tmp_path / f".keys.json.{os.getpid()}").symlink_to(other)
+    replace_file(file, b"{}", mode=0o600)
+    assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (b"{}", 0o600)
+    assert other.read_text() == "unchanged"
+    assert not file.is_symlink()
+
+
 @pytest.mark.parametrize("command", [["presets", "judge"], ["--version"], ["keys", "new", "second", "--file"]])
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, command: list[str]) -> None:
     file = tmp_path / "keys.json"
@@ -238,7 +250,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, command: list
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"yardstick: .*no space left on device\n", done.stderr)
-    assert json.loads(file.read_text()) == {"keys": []}, "nobody has seen the key"
+    assert json.loads(file.read_text()) == {"keys": []}, "a key that was not shown is not kept"
 
 
 def test_programs_are_read_on_while_their_lines_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 
 from engine.options import parse
 from gateway.commands import gpus
-from gateway.commands.errors import WrongUsage
+from gateway.commands.errors import CommandError, WrongUsage
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
 from gateway.commands.launch import Child
 from gateway.commands.serve import ServeOptions, engine_programs, gateway_settings, models_of, splitting
@@ -75,10 +76,15 @@ def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
     urls = engine_urls(served)
     assert len(urls) == 2
     before = [steps_of(url) for url in urls]
-    with ThreadPoolExecutor(8) as threads:
-        scores = list(threads.map(lambda query: score(served.url, query), range(1, 25)))
-    assert all(len(rows) == 2 for rows in scores)
-    assert all(steps_of(url) > steps for url, steps in zip(urls, before, strict=True))
+    queries = count(1)
+
+    def both_compute() -> bool:
+        with ThreadPoolExecutor(8) as threads:
+            scores = list(threads.map(lambda query: score(served.url, query), islice(queries, 24)))
+        assert all(len(rows) == 2 for rows in scores)
+        return all(steps_of(url) > steps for url, steps in zip(urls, before, strict=True))
+
+    wait_until(both_compute, 20)  # the gateway may learn only a second after the start that an engine is ready
     messages = sub_batches(served)
     score(served.url, 100, items=20)
     assert sub_batches(served) == messages + 2, "a lone request is divided among the idle engines"
@@ -196,3 +202,12 @@ def test_the_variables_of_a_child_reach_it(tmp_path: Path, monkeypatch: pytest.M
     child.wait(END_SECONDS)
     child.read_to_the_end()
     assert lines == ["GPU-b"]
+
+
+def test_gpus_that_cannot_be_counted_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may hang."""
+    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(gpus, "_COUNT", "import time; time.sleep(60)")
+    monkeypatch.setattr(gpus, "_COUNT_SECONDS", 0.1)
+    with pytest.raises(CommandError, match="check the driver, or add --device cpu"):
+        gpus_of_engines(2, [], os.environ)

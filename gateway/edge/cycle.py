@@ -67,12 +67,20 @@ class Cycle(RequestResponseCycle):
         reads too slowly."""
         return bool(self.response_started and self.chunked_encoding) and not (self.flow.write_paused or self.disconnected)
 
-    def write(self, data: bytes, *, now: bool = False) -> None:
-        """Write a part of the body without the layers between ``send`` and the connection. Only while :attr:`writable`. ``now``:
-        not together with what else this event loop iteration writes."""
-        if data and self.scope["method"] != "HEAD":  # an empty chunk would end the body
-            write = self.transport.write_now if now else self.transport.write
-            write(b"%x\r\n%b\r\n" % (len(data), data))
+    def write(self, data: bytes) -> None:
+        """Write a part of the body without the layers between ``send`` and the connection. Only while :attr:`writable`."""
+        if data:  # an empty chunk would end the body
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def write_now(self, data: bytes) -> None:
+        """Do what :meth:`write` does, at once, unless earlier writes wait: it then follows them. For messages of a stream, of which
+        an event loop iteration rarely has two; uvloop joins those."""
+        part = b"%x\r\n%b\r\n" % (len(data), data)
+        transport = self.transport
+        if transport.gathered:
+            transport.write(part)
+        elif not (inner := transport.inner).is_closing():
+            inner.write(part)
 
     def receive(self) -> Coroutine[Any, Any, Any]:
         """The ASGI ``receive``. Raises :class:`InvalidRequest` if the body is not valid HTTP, and :class:`RequestTimeout`."""

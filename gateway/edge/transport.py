@@ -18,7 +18,8 @@ class GatheringTransport:
         self._loop = loop
         self._on_close = on_close
         self._parts: list[bytes] = []
-        self._gathered = 0
+        self.gathered = 0
+        """Bytes that wait to be passed on."""
         self._held = False
         self._paused = False
 
@@ -27,17 +28,9 @@ class GatheringTransport:
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(data)
-        self._gathered += len(data)
-        if self._gathered > GATHER_BYTES:  # lets the transport apply backpressure within this iteration
+        self.gathered += len(data)
+        if self.gathered > GATHER_BYTES:  # lets the transport apply backpressure within this iteration
             self._flush()
-
-    def write_now(self, data: bytes) -> None:
-        """Pass ``data`` on at once, unless earlier writes wait: it then follows them. For messages of a stream, of which an
-        iteration rarely has two; uvloop joins those."""
-        if self._parts:
-            self.write(data)
-        elif not self.inner.is_closing():
-            self.inner.write(data)
 
     def close(self) -> None:
         """Pass all earlier writes on, then call ``on_close``."""
@@ -71,7 +64,7 @@ class GatheringTransport:
                 self.inner.resume_reading()
 
     def _flush(self) -> None:
-        parts, self._parts, self._gathered = self._parts, [], 0
+        parts, self._parts, self.gathered = self._parts, [], 0
         if parts and not self.inner.is_closing():
             self.inner.write(b"".join(parts))
 

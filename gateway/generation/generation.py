@@ -39,8 +39,11 @@ class DirectWriter(Protocol):
     def send(self, piece: Piece) -> None:
         """Send ``piece``."""
 
-    def send_text(self, index: int, text: str, completion_tokens: int) -> None:
-        """Send a piece that has nothing but text."""
+    text_only: bool
+    """Whether :meth:`send_quoted` can be called."""
+
+    def send_quoted(self, index: int, text: bytes) -> None:
+        """Send a piece that has nothing but text. ``text``: a JSON string."""
 
 
 class Generation:
@@ -158,9 +161,9 @@ class Generation:
         if delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or not direct.is_open():
             return False
         sequence = self.sequences[delta.index]
-        if (text := sequence.push_text(delta)) is not None:
+        if direct.text_only and (text := sequence.push_quoted(delta)) is not None:
             if text:
-                direct.send_text(sequence.index, text, sequence.completion_tokens)
+                direct.send_quoted(sequence.index, text)
             return True
         piece = sequence.push(delta)
         if piece.text or piece.tokens or piece.token_ids:

@@ -40,11 +40,12 @@ class Answer(ABC):
             return before + _encoder.encode(piece.text) + middle
         return b"%b%b%b%b%b" % (before, _encoder.encode(piece.text), middle, _encoder.encode(logprobs), after)
 
-    def text_event(self, index: int, text: str) -> bytes:
-        """Return :meth:`event` of a piece that is text alone. Only while :attr:`text_only`, and without log-probabilities."""
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Return :meth:`event` of a piece that is text alone: what stands before the text, a JSON string, and after it. Only while
+        :attr:`text_only`, and without log-probabilities."""
         before, after, logprobs = self._around.get(index) or self._encode_around(index)
         assert not logprobs
-        return before + _encoder.encode(text) + after
+        return before, after
 
     @cached_property
     def _around(self) -> dict[int, tuple[bytes, bytes, bytes]]:

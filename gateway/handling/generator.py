@@ -167,6 +167,8 @@ class _DirectWriter(DirectWriter):
         self._answer = answer
         self._usage = usage
         self._handle = handle
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self.text_only = usage is None and answer.text_only
         self.opened = False
         """Whether the events that introduce the choices have been made."""
 
@@ -180,14 +182,14 @@ class _DirectWriter(DirectWriter):
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                writer.write(event, now=True)
+                writer.write_now(event)
 
-    def send_text(self, index: int, text: str, completion_tokens: int) -> None:
+    def send_quoted(self, index: int, text: bytes) -> None:
         writer = self._handle.writer
-        if self._usage is not None or not self._answer.text_only or writer is None:
-            self.send(Piece(index, text, completion_tokens=completion_tokens))
-        else:
-            writer.write(self._answer.text_event(index, text), now=True)
+        assert writer is not None
+        if (around := self._around.get(index)) is None:
+            around = self._around[index] = self._answer.around_text(index)
+        writer.write_now(around[0] + text + around[1])
 
 
 def system_fingerprint(model: ServedModel) -> str:

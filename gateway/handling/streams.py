@@ -208,10 +208,16 @@ class _EventWriter:
         """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
         return self.cycle is not None and self.cycle.writable
 
-    def write(self, event: bytes, *, now: bool = False) -> None:
-        """Pass bytes of the body to the connection. Only while :attr:`writable`. ``now``: see :meth:`Cycle.write`."""
+    def write(self, event: bytes) -> None:
+        """Pass bytes of the body to the connection. Only while :attr:`writable`."""
         assert self.cycle is not None
-        self.cycle.write(event, now=now)
+        self.cycle.write(event)
+        self._sent = self._loop.time()
+
+    def write_now(self, event: bytes) -> None:
+        """Do what :meth:`write` does, without waiting for what else this event loop iteration writes."""
+        assert self.cycle is not None
+        self.cycle.write_now(event)
         self._sent = self._loop.time()
 
     async def send(self, event: bytes) -> None:

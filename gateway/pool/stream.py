@@ -140,8 +140,17 @@ class EngineStream(asyncio.Protocol):
         except (httptools.HttpParserError, msgspec.DecodeError):
             self._fail(unreadable())
             return
-        if self._on_delta is not None and len(self._replies) == 1 and self._handled(self._on_delta):
-            return
+        if self._on_delta is not None and len(replies := self._replies) == 1:
+            delta = replies[0]
+            if isinstance(delta, wire.Delta) and not (self._complete or self._paused or self._backlog or self._error):
+                try:  # without waking the reader, which would cost more than the rest of the work
+                    if self._on_delta(delta):
+                        replies.clear()
+                        return
+                except Exception as error:  # the reader raises it
+                    replies.clear()
+                    self._fail(error)
+                    return
         self._unread += len(data)
         if self._paused or self._backlog or self._unread > MAX_UNREAD:
             self._regulate()
@@ -190,19 +199,6 @@ class EngineStream(asyncio.Protocol):
             self._backlog = memoryview(b"")
         elif self._backlog:
             self._loop.call_soon(self._feed_slice)
-
-    def _handled(self, on_delta: OnDelta) -> bool:
-        """Process the delta that has just arrived without waking the reader, which would cost more than the rest of the work."""
-        delta = self._replies[0]
-        if self._complete or self._paused or self._backlog or self._error is not None or not isinstance(delta, wire.Delta):
-            return False
-        try:
-            if not on_delta(delta):
-                return False
-        except Exception as error:  # the reader raises it
-            self._fail(error)
-        self._replies, self._unread = [], 0
-        return True
 
     def _regulate(self) -> None:
         """Pause or resume reading."""

@@ -37,15 +37,17 @@ class Detokenizer:
         self._unfinished = context[used:]
         """The bytes of an incomplete character."""
         self._strip_space = tokenizer.strips_leading_space and not context
+        self.clean = not (self._unfinished or self._strip_space)
+        """Whether the next token's text depends on its bytes alone."""
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` complete; "" while a character is incomplete."""
         data = b"".join(map(self._spelling, ids))
-        if self._unfinished or self._strip_space:
+        if not self.clean:
             return self._decode(data, final=False)
         text, used = codecs.utf_8_decode(data, "replace", False)
         if used < len(data):
-            self._unfinished = data[used:]
+            self._unfinished, self.clean = data[used:], False
         return text
 
     def finish(self) -> str:
@@ -59,7 +61,8 @@ class Detokenizer:
         self._unfinished = data[used:]
         if self._strip_space and text:
             self._strip_space = False
-            return text.removeprefix(" ")
+            text = text.removeprefix(" ")
+        self.clean = not (self._unfinished or self._strip_space)
         return text
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:

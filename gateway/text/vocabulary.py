@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_ENCODED = 1 << 15
-"""Most tokens whose log-probabilities are kept as JSON; by estimate they take 8 MB."""
+"""Most tokens whose log-probabilities, and whose texts, are kept as JSON; by estimate they take 8 MB and 5 MB."""
 
 
 class VocabularyTable(msgspec.Struct, frozen=True):
@@ -66,6 +66,7 @@ class Vocabulary:
         self._without: dict[frozenset[int], Mapping[int, bytes]] = {}
         """Bytes of the tokens by id, by the special tokens among them that have bytes."""
         self._shown = self._hiding(frozenset())
+        self._quoted = {skip: self._quoting(self.spellings(skip_special_tokens=skip)) for skip in (False, True)}
         self.texts: Mapping[int, str] = _Table(self.vocab_size, self._text, {})
         """The result of :meth:`token_text` for every id."""
         self.encoded: Mapping[int, tuple[bytes, bytes]] = _Table(self.vocab_size, self._around_logprob, {}, most=MOST_ENCODED)
@@ -82,6 +83,11 @@ class Vocabulary:
         if not skip_special_tokens:
             return self._spellings
         return self._hiding(frozenset(shown)) if shown else self._shown
+
+    def quoted(self, *, skip_special_tokens: bool) -> Mapping[int, bytes | None]:
+        """Return a mapping from every id to the JSON string of the text that it adds: empty if it adds none, and None if its bytes
+        are no complete characters."""
+        return self._quoted[skip_special_tokens]
 
     def has_token(self, id: int) -> bool:
         """Return True for vocabulary and added tokens, False for the padding of the model's head."""
@@ -101,6 +107,15 @@ class Vocabulary:
             hidden = dict.fromkeys(self.special_ids - shown, b"")
             self._without[shown] = _Table(self.vocab_size, self._spellings.__getitem__, hidden)
         return self._without[shown]
+
+    def _quoting(self, spellings: Mapping[int, bytes]) -> Mapping[int, bytes | None]:
+        def quote(id: int) -> bytes | None:
+            try:
+                return msgspec.json.encode(spelling.decode()) if (spelling := spellings[id]) else b""
+            except UnicodeDecodeError:
+                return None
+
+        return _Table(self.vocab_size, quote, {}, most=MOST_ENCODED)
 
     def _spelling(self, id: int) -> bytes:
         if not 0 <= id < self.vocab_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,9 +100,18 @@ def test_text_alone_is_that_of_a_piece(text: str, cuts: list[int], stops: tuple[
     plain, other = (Sequence(0, TOKENIZER, [], TextOptions(stops=stops, logprobs=logprobs)) for _ in range(2))
     for delta in deltas(ids(text), cuts, "length"):
         piece = other.push(delta)
-        if (found := plain.push_text(delta)) is None:
-            assert stops or logprobs or delta.finish
+        if (found := plain.push_quoted(delta)) is None:
+            assert stops or logprobs or delta.finish or len(delta.tokens) != 1 or not library().decode(delta.tokens).isascii()
             assert plain.push(delta) == piece
         else:
-            assert Piece(0, found, completion_tokens=plain.completion_tokens) == piece
-    assert plain.push_text(wire.Delta("x", 99, [5])) is None
+            said = msgspec.json.decode(found) if found else ""
+            assert Piece(0, said, completion_tokens=plain.completion_tokens) == piece
+    assert plain.push_quoted(wire.Delta("x", 99, [5])) is None
+
+
+def test_special_tokens_are_quoted_where_they_are_shown() -> None:
+    (special, *_) = TOKENIZER.special_ids
+    shown, hidden = (Sequence(0, TOKENIZER, [], TextOptions(skip_special_tokens=skip)) for skip in (False, True))
+    delta = wire.Delta("x", 0, [special])
+    assert hidden.push_quoted(delta) == b""
+    assert msgspec.json.decode(shown.push_quoted(delta) or b"null") == TOKENIZER.token_text(special)

@@ -56,7 +56,7 @@ class Stream:
         cycle.disconnected = False
         cycle.flow = self.flow  # type: ignore[assignment]
         cycle.scope = {"method": "POST"}  # type: ignore[typeddict-item]
-        cycle.transport = SimpleNamespace(write=self.written.extend, write_now=self.written.extend)  # type: ignore[assignment]
+        cycle.transport = SimpleNamespace(gathered=0, inner=SimpleNamespace(write=self.written.extend, is_closing=lambda: False))  # type: ignore[assignment]
         return cycle
 
     @property
@@ -149,4 +149,5 @@ async def test_an_event_is_its_encoded_chunk(stream: Stream, endpoint: str, logp
         piece = Piece(0, text, tokens if logprobs is not None else [])
         assert answer.event(piece, None) == sse(answer.chunk(piece, None))  # type: ignore[arg-type]
         if text and logprobs is None:
-            assert answer.text_event(0, text) == answer.event(piece, None)
+            before, after = answer.around_text(0)
+            assert before + msgspec.json.encode(text) + after == answer.event(piece, None)

@@ -46,7 +46,7 @@ def requested_model(
         if found is None:
             raise _for_key(connection, error, asked) from None
     else:
-        ready = model.ready or not falls_back
+        ready = model.has_ready or not falls_back
         found = None if ready else pool.fallback(model.name, lambda name: _may_use(connection, pool, name))
     if found is not None:
         context.headers.append((b"x-yardstick-fallback", quote(found.name).encode()))

@@ -51,7 +51,7 @@ class AdapterModel(ServedModel):
     @property
     def gone(self) -> bool:
         """Whether the adapter is unloaded: the base has a ready replica, no replica has the adapter, and none should."""
-        return not self.replicas and bool(self.parent.ready) and not self.awaited()
+        return not self.replicas and self.parent.has_ready and not self.awaited()
 
     def named(self, name: str) -> AdapterModel:
         """Return this adapter under ``name``, which its answers will show. All state is shared."""
@@ -91,13 +91,13 @@ class AdapterModel(ServedModel):
         self.parent.waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                while not self.ready and not self.gone:
+                while not self.has_ready and not self.gone:
                     await self._news.wait()
         except TimeoutError:
             return False
         finally:
             self.parent.waiting -= 1
-        return bool(self.ready)
+        return self.has_ready
 
     def _absent(self) -> GatewayError:
         if any(other.adapter.name == self.adapter.name and other.replicas for other in self.parent.adapters.values()):

@@ -114,7 +114,11 @@ class AdapterDirectory:
         bases = [served for served in self._served() if not base or served.name == self._names.real(base)]
         if any(self.awaited(Reference(served.name, short)) for served in bases):
             return True
-        return bool(base and bases) and wire.ADAPTER_NAME.fullmatch(short) is not None and not any(served.ready for served in bases)
+        return (
+            bool(base and bases)
+            and wire.ADAPTER_NAME.fullmatch(short) is not None
+            and not any(served.has_ready for served in bases)
+        )
 
     def reference(self, name: str) -> Reference | None:
         """Return the adapter that ``name`` means; None if it means none, or is ambiguous, or is the name of a model."""

@@ -164,9 +164,10 @@ class Dispatcher:
         The first attempt goes to a replica that terminates if there is no other: a request that was tokenised for a version of the
         model when its last replicas began to terminate would wait in vain for others, because another version replaces them.
         """
-        replica = None if model.ready or attempts.number else model.leaving
+        ready = model.has_ready
+        replica = None if ready or attempts.number else model.leaving
         if replica is None:
-            if not model.ready:
+            if not ready:
                 await self._wait(model, attempts, caller)
             replica = model.choose(tokens, affinity, attempts.replicas, preferred)
         attempts.replicas.append(replica)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine import wire
 from gateway.pool.replica import Replica
+from gateway.pool.weights import weight
 from gateway.text.image_ids import ImageIds
 from gateway.text.prepared import Ids, PlacedIds
 
@@ -15,10 +16,6 @@ SLACK_TOKENS = 1 << 14
 """A replica may have this multiple of the mean load, and this many tokens more, before items go elsewhere. Items move late, because
 an item that moves has to be computed again, and takes room in a second cache. An item that is longer than the slack has its own
 length instead, so the replica with the least load is always within the bound."""
-
-_MASK = (1 << 64) - 1
-_MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-"""Constants of SplitMix64, https://doi.org/10.1145/2714064.2660195."""
 
 
 def item_digests(items: Iterable[Ids], salt: str, adapter: str = "") -> Iterator[int]:
@@ -53,7 +50,7 @@ class Placement:
         if len(self._seeds) == 1:
             return 0
         pairs, most = zip(self._seeds, self._loads, strict=True), self._bound + max(0, SLACK_TOKENS - tokens)
-        weights = [_mixed(digest ^ seed) if load <= most else -1 for seed, load in pairs]
+        weights = [weight(digest, seed) if load <= most else -1 for seed, load in pairs]
         chosen = weights.index(max(weights))
         self._loads[chosen] += tokens
         return chosen
@@ -66,10 +63,3 @@ def assign(replicas: Sequence[Replica], digests: Sequence[int], tokens: Sequence
     for place, (digest, count) in enumerate(zip(digests, tokens, strict=True)):
         groups[placement.choose(digest, count)].append(place)
     return groups
-
-
-def _mixed(number: int) -> int:
-    """Return ``number`` (64 bits) with its bits spread evenly."""
-    number = number * _MULTIPLIERS[0] & _MASK
-    number = (number ^ number >> 31) * _MULTIPLIERS[1] & _MASK
-    return number ^ number >> 29

@@ -113,7 +113,8 @@ class Pool:
             name = next(iter(names), None)
         real = None if name is None else self.names.real(name)
         if real in names:
-            return max((m for m in self._served.values() if m.name == real), key=lambda m: (len(m.ready), len(m.replicas)))
+            versions = [served for served in self._served.values() if served.name == real]
+            return versions[0] if len(versions) == 1 else max(versions, key=lambda m: (len(m.ready), len(m.replicas)))
         if real is not None and (adapter := self.adapters.find(real)) is not None:
             return adapter
         if not names or self._starting(real) or self.adapters.may_appear(real):
@@ -130,7 +131,7 @@ class Pool:
         for other in self.names.fallbacks_of(model):
             with suppress(ModelNotFound, NotReady):
                 found = self.model(other)
-                if found.ready and may_use(other):
+                if found.has_ready and may_use(other):
                     self._telemetry.fell_back(model, other)
                     self._telemetry.engines.without_engine(model)
                     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
+import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from gateway.pool.health import Health
 from gateway.pool.hedging import Hedges
 from gateway.pool.pace import Pace
 from gateway.pool.recent_items import RecentItems
+from gateway.pool.weights import weight
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
 
@@ -115,14 +116,6 @@ class Replica:
         """A number of 64 bits that is equal for this pod in every gateway."""
         return int.from_bytes(hashlib.blake2b(self.client.url.encode(), digest_size=8).digest(), "little")
 
-    def weight(self, affinity: bytes) -> bytes:
-        """Preference of requests with ``affinity`` for this replica; they prefer the replica with the largest weight.
-
-        Rendezvous hashing, Thaler and Ravishankar, https://doi.org/10.1109/90.663936: adding or removing a replica moves only the
-        requests that prefer it.
-        """
-        return hashlib.blake2b(self.client.url.encode(), key=affinity, digest_size=8).digest()
-
 
 @dataclass(eq=False)
 class ServedModel:
@@ -179,7 +172,15 @@ class ServedModel:
     @property
     def ready(self) -> list[Replica]:
         """Replicas that take requests."""
-        return [replica for replica in self.replicas if replica.takes_work]
+        return [replica for replica in self.replicas if replica.ready and not replica.draining]
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        for replica in self.replicas:  # noqa: SIM110 - a generator costs more than the rest where the first one is ready
+            if replica.ready and not replica.draining:
+                return True
+        return False
 
     @property
     def leaving(self) -> Replica | None:
@@ -208,7 +209,9 @@ class ServedModel:
         bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals. If it is busy, a replica that
         was ejected because it is slow may relieve it.
         """
-        candidates = [replica for replica in self.usable if replica not in tried]
+        candidates = self.usable
+        if tried:
+            candidates = [replica for replica in candidates if replica not in tried]
         if not candidates:
             candidates = [replica for replica in self.ready if replica not in tried]
         if not candidates:
@@ -230,9 +233,11 @@ class ServedModel:
         if len(candidates) == 1:
             return candidates[0]
         if affinity is not None:
-            bound = AFFINITY_BOUND * sum(replica.tokens for replica in candidates) / len(candidates) + tokens
-            return max((r for r in candidates if r.tokens <= bound), key=lambda replica: replica.weight(affinity))
-        return min(candidates, key=lambda replica: (replica.tokens, os.urandom(4)))
+            bound = AFFINITY_BOUND * sum([replica.tokens for replica in candidates]) / len(candidates) + tokens
+            digest = int.from_bytes(hashlib.blake2b(affinity, digest_size=8).digest(), "little")
+            return max([r for r in candidates if r.tokens <= bound], key=lambda replica: weight(digest, replica.seed))
+        least = min([replica.tokens for replica in candidates])
+        return random.choice([replica for replica in candidates if replica.tokens == least])
 
     def refused(self) -> None:
         """Note that a replica had no room for a request: for a while there are no hedges, and slow replicas are in use."""
@@ -252,7 +257,7 @@ class ServedModel:
         self.waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                while not self.ready:
+                while not self.has_ready:
                     await self._news.wait()
         except TimeoutError:
             return False

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -44,6 +45,8 @@ INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
 SMALL_BYTES = 4 << 10
 """Largest body whose texts the event loop reads. It takes some 0.05 ms, and at most 2 ms with a hostile template and text."""
+SMALL_TOKENS = 1 << 14
+"""Most tokens of the prompts of a short text. An instruction before each of many documents would have more."""
 PART_BYTES = 1 << 16
 """Bytes of a stored conversation that are sent to a worker at a time."""
 LARGE_ANSWER = 1 << 18
@@ -172,7 +175,11 @@ class Reader:
 
     def model(self, served: ServedModel, texts: TextSide) -> Model:
         """Return the model that the event loop reads a short text for."""
-        return Model(served.facts, served.tokenizer, self.bounds, texts, self.formats.get(served.base.name, Formats()))
+        return Model(served.facts, served.tokenizer, self._small_bounds, texts, self.formats.get(served.base.name, Formats()))
+
+    @cached_property
+    def _small_bounds(self) -> Bounds:
+        return msgspec.structs.replace(self.bounds, max_request_tokens=min(self.bounds.max_request_tokens, SMALL_TOKENS))
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
@@ -251,8 +258,8 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
         small = served.tokenizer.small
         if small is None:
             return None
-        texts = TextSide(small.tokenizer, small.template)
-        small.tokenizer.begin()
+        texts = TextSide(small.tokenizer, small.template, small.preset)
+        small.begin()
         try:
             if not self.endpoint.is_small(self.fields):
                 return None

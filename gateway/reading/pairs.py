@@ -182,6 +182,7 @@ class Pairs:
         preset, tokenizer = self.preset.preset, self.model.texts.tokenizer
         rows: list[list[int]] = []
         tokens = 0
+        tokenizer.check_room(len(documents), self._characters(documents))
         for index, document in enumerate(documents):
             asked = [] if self.query is None else [ChatMessage("user", self.query)]
             messages = [*asked, ChatMessage("assistant" if asked else "user", document)]

@@ -206,6 +206,10 @@ class Tokenizer(Vocabulary):
             room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
         return "", True
 
+    def check_room(self, texts: int, characters: int) -> None:
+        """Prepare for texts of one request, which have so many characters in all. Here there is room for all; the tokeniser of the
+        event loop raises :class:`NeedsWorker` if it would not encode the last one."""
+
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)

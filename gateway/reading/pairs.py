@@ -198,6 +198,8 @@ class Pairs:
                 rows.append(tokenizer.encode_marked(marked.followed_by(preset.label_prefix), limit=self.model.facts.context))
             except TooManyTokens as error:
                 raise PromptTooLongError(index, error) from None
+            if index == 0:
+                self.model.texts.template.check_room(len(documents) - 1)
             tokens += len(rows[-1])
             self.model.bounds.check("max_request_tokens", tokens, "tokens or more", self.param)
         return share_prefix(rows)

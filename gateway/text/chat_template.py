@@ -76,6 +76,10 @@ class ChatTemplate:
         self._template  # noqa: B018  raises for a template that is missing or broken
         return name in self._variables
 
+    def check_room(self, prompts: int) -> None:
+        """Prepare for so many further prompts of one request. Here there is room for all; a metered template raises
+        :class:`NeedsWorker` if it would not render the last one."""
+
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template
         pieces, room = [], MAX_PROMPT_CHARACTERS

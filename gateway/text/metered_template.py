@@ -67,14 +67,20 @@ class MeteredTemplate(ChatTemplate):
         self._variables = set(compiled.variables)
         self._takes_parts = self._settled("_understands_parts")
         self._takes_calls = self._settled("_takes_argument_objects")
+        self.begin()
 
     def begin(self) -> None:
         """Begin a request, all of whose prompts share one allowance."""
         self._metered.left = ALLOWANCE
 
+    def check_room(self, prompts: int) -> None:
+        """Raise :class:`NeedsWorker` if so many prompts like those of this request so far exceed the allowance."""
+        if (ALLOWANCE - self._metered.left) * prompts > self._metered.left:
+            raise NeedsWorker
+
     def _settled(self, probe: str) -> bool:
         """Return whether a probe of the template can tell its property; if not, messages that depend on it are not rendered."""
-        self.begin()
+        self._metered.left = 2 * ALLOWANCE  # each probe renders two prompts
         try:
             getattr(self, probe)
         except NeedsWorker:

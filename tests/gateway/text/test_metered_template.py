@@ -166,6 +166,7 @@ def test_a_template_that_was_stopped_renders_the_next_messages() -> None:
     template = made(source)
     with pytest.raises(NeedsWorker):
         template.render(LONG)
+    template.begin()
     assert template.render([USER]) == ChatTemplate(source, SPECIAL).render([USER])
 
 

@@ -86,7 +86,9 @@ def requests(case: str, count: int, seed: int) -> list[bytes]:
 
     def one() -> bytes:
         query = f"{text(40)} {draws.randrange(10**6)}"
-        return json.dumps({"query": query, "documents": [text(characters or draws.randint(50, 100)) for _ in range(documents)]}).encode()
+        return json.dumps(
+            {"query": query, "documents": [text(characters or draws.randint(50, 100)) for _ in range(documents)]}
+        ).encode()
 
     return [one() for _ in range(count)]
 

@@ -68,7 +68,9 @@ class Sides:
         texts = TextSide(self.small.tokenizer, self.small.template, self.small.preset)
         self.small.begin()
         try:
-            return endpoint.read(fields, Model(self.facts, self.small.tokenizer, BOUNDS, texts)) if endpoint.is_small(fields) else None
+            return (
+                endpoint.read(fields, Model(self.facts, self.small.tokenizer, BOUNDS, texts)) if endpoint.is_small(fields) else None
+            )
         except (NeedsWorker, InvalidRequest):
             return None
 
@@ -150,7 +152,9 @@ def test_the_event_loop_reads_pairs_as_workers_do(name: str, queries: list[str],
 )
 def test_short_requests_are_read(name: str, options: dict[str, Any]) -> None:
     """At most four requests are left to workers until the words are known."""
-    endpoint, body = request_of(PRESETS[name], "Is it red?", ["red shoes", "", "a blue table", "red"][1 - len(options) :], **options)
+    endpoint, body = request_of(
+        PRESETS[name], "Is it red?", ["red shoes", "", "a blue table", "red"][1 - len(options) :], **options
+    )
     tried = [sides(name).by_loop(endpoint, body) for _ in range(5)]
     expected = sides(name).by_worker(endpoint, body)
     if isinstance(expected, str):

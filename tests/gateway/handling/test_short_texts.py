@@ -127,8 +127,8 @@ def test_the_event_loop_reads_what_workers_read(
         assert any(prompts)
 
 
-CLASSIFIER = {"capabilities": ("classify",), "classes": ("good", "bad")}
-EMBEDDER = {"capabilities": ("embed",), "embedding_size": 4}
+CLASSIFIER: dict[str, Any] = {"capabilities": ("classify",), "classes": ("good", "bad")}
+EMBEDDER: dict[str, Any] = {"capabilities": ("embed",), "embedding_size": 4}
 OTHERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], bool]] = {
     "text": (CLASSIFIER, "classify", {"input": "red shoes"}, True),
     "texts": (CLASSIFIER, "classify", {"input": ["red", "blue table", "red"]}, True),

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.handling import reader
+from gateway.presets.select import builtin
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.text.test_metered_template import FILES
@@ -129,6 +130,8 @@ def test_the_event_loop_reads_what_workers_read(
 
 CLASSIFIER: dict[str, Any] = {"capabilities": ("classify",), "classes": ("good", "bad")}
 EMBEDDER: dict[str, Any] = {"capabilities": ("embed",), "embedding_size": 4}
+JUDGE: dict[str, Any] = {"preset": builtin()["judge-item-first"]}
+FRAMED = {"query": "red?", "instruction": "1a" * 600}
 OTHERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], bool]] = {
     "text": (CLASSIFIER, "classify", {"input": "red shoes"}, True),
     "texts": (CLASSIFIER, "classify", {"input": ["red", "blue table", "red"]}, True),
@@ -139,23 +142,24 @@ OTHERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], bool]] = {
     "unsafe text": (EMBEDDER, "embeddings", {"input": "red \U0001f98a"}, False),
     "no text": (EMBEDDER, "embeddings", {"input": ""}, False),
     "no input": (EMBEDDER, "embeddings", {}, False),
+    "documents first": (JUDGE, "rerank", FRAMED | {"documents": ["a"] * 10}, True),
+    "many tokens": (JUDGE, "rerank", FRAMED | {"documents": ["a"] * 20}, False),
 }
 """Engines, requests, and whether the event loop reads them."""
 
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[list[tuple[FakeEngine, httpx.Client]]]:
-    engines = FakeEngine(**CLASSIFIER), FakeEngine(**EMBEDDER)
     with gateways() as start:
-        yield [(engine, start(engine, cache_entries=0)) for engine in engines]
+        yield [(engine := FakeEngine(**options), start(engine, cache_entries=0)) for options in (CLASSIFIER, EMBEDDER, JUDGE)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_event_loop_reads_texts_for_classifiers_and_embeddings(
+def test_the_event_loop_reads_what_workers_read_for_other_engines(
     others: list[tuple[FakeEngine, httpx.Client]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, path, body, read = OTHERS[name]
-    served = others[0 if engine is CLASSIFIER else 1]
+    served = others[(CLASSIFIER, EMBEDDER, JUDGE).index(engine)]
     prompts, answer, counted = asked(served, path, body)
     monkeypatch.setattr(reader, "SMALL_BYTES", 0)
     assert asked(served, path, body) == (prompts, answer, 0)

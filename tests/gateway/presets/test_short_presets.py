@@ -26,7 +26,7 @@ from gateway.text.bounds import Bounds, NeedsWorker
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
 from gateway.text.metered_environment import ALLOWANCE
-from gateway.text.metered_template import compile_metered
+from gateway.text.metered_template import RUN_COST, compile_metered
 from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.small import SmallTexts
@@ -62,14 +62,14 @@ class Sides:
         except InvalidRequest as error:
             return f"{error.param}: {error.message}"
 
-    def by_loop(self, endpoint: Endpoint[Any], body: dict[str, Any]) -> Prepared | None:
+    def by_loop(self, endpoint: Endpoint[Any], body: dict[str, Any], bounds: Bounds = BOUNDS) -> Prepared | None:
         """The prompts; None if a worker has to read them."""
         fields, _ = endpoint.decode(json.dumps(body).encode())
         texts = TextSide(self.small.tokenizer, self.small.template, self.small.preset)
         self.small.begin()
         try:
             return (
-                endpoint.read(fields, Model(self.facts, self.small.tokenizer, BOUNDS, texts)) if endpoint.is_small(fields) else None
+                endpoint.read(fields, Model(self.facts, self.small.tokenizer, bounds, texts)) if endpoint.is_small(fields) else None
             )
         except (NeedsWorker, InvalidRequest):
             return None
@@ -200,10 +200,19 @@ def test_a_long_preset_is_left_to_workers() -> None:
 
 def test_an_instruction_before_each_of_many_documents_is_left_to_workers() -> None:
     """The prompts have more tokens than the event loop copies, though few are tokenised."""
-    sides_, body = sides("judge-item-first"), {"query": "red?", "documents": ["a"] * 30, "instruction": "a " * 800}
-    assert [sides_.by_loop(ENDPOINTS["rerank"], body) for _ in range(4)] == [None] * 4
-    few = body | {"documents": ["a"] * 5}
-    assert [sides_.by_loop(ENDPOINTS["rerank"], few) for _ in range(4)][-1] == sides_.by_worker(ENDPOINTS["rerank"], few)
+    judge, body = sides("judge-item-first"), {"query": "red?", "documents": ["a"] * 20, "instruction": "1" * 1200}
+    few, endpoint = body | {"documents": ["a"] * 10}, ENDPOINTS["rerank"]
+    assert [judge.by_loop(endpoint, few) for _ in range(4)][-1] == judge.by_worker(endpoint, few)
+    assert judge.by_loop(endpoint, body) is None
+    assert judge.by_loop(endpoint, body, Bounds()) == judge.by_worker(endpoint, body)
+
+
+def test_many_documents_are_left_to_workers_before_one_is_tokenised() -> None:
+    rank, endpoint = sides("judge"), ENDPOINTS["rerank"]
+    assert rank.by_loop(endpoint, {"query": "red?", "documents": ["red shoes"] * 50}) is None
+    assert rank.small.tokenizer._left == module.MAX_CHARACTERS
+    assert rank.by_loop(ENDPOINTS["score"], {"text_1": ["red?"] * 40, "text_2": ["red shoes"] * 40}) is None
+    assert rank.small.tokenizer._left == module.MAX_CHARACTERS
 
 
 def test_all_prompts_of_a_request_share_the_templates_allowance() -> None:
@@ -211,7 +220,7 @@ def test_all_prompts_of_a_request_share_the_templates_allowance() -> None:
     body = {"query": "red?", "documents": ["red"] * 10}
     assert [reward.by_loop(ENDPOINTS["rerank"], body) for _ in range(4)][-1] == reward.by_worker(ENDPOINTS["rerank"], body)
     template: Any = reward.small.template
-    assert ALLOWANCE / 3 < template._metered.left < ALLOWANCE
+    assert 0 < template._metered.left < ALLOWANCE - 10 * RUN_COST
     assert reward.by_loop(ENDPOINTS["rerank"], body | {"documents": ["red"] * 40}) is None
     assert template._metered.left > 0.9 * ALLOWANCE, "it is not rendered until the allowance ends"
 

@@ -77,8 +77,8 @@ class ChatTemplate:
         return name in self._variables
 
     def check_room(self, prompts: int) -> None:
-        """Prepare for so many further prompts of one request. Here there is room for all; a metered template raises
-        :class:`NeedsWorker` if it would not render the last one."""
+        """Check whether so many further prompts of a request can be rendered. A metered template raises :class:`NeedsWorker` if
+        not; this one has no limit."""
 
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template

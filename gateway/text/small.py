@@ -3,8 +3,9 @@
 A round trip to a worker costs several times the work for a short text: both processes sleep before it, and find cold caches. So the
 event loop reads short texts by itself, as long as their work is bounded: the template is metered (``metered_template.py``), and a
 text is divided by a known expression into pieces whose ids are known or computed from compact tables (``merges.py``). It raises
-:class:`NeedsWorker` for all others. Ids are exactly those of :class:`Tokenizer`. A preset only joins texts,
-so its length bounds its work. One that uses the chat template shares the template's allowance among all prompts of a request.
+:class:`NeedsWorker` for all others. Ids are exactly those of :class:`Tokenizer`.
+
+A preset only joins texts, so its length bounds its work. All prompts of a request share the allowance of the chat template.
 """
 
 from __future__ import annotations

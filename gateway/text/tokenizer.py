@@ -207,8 +207,8 @@ class Tokenizer(Vocabulary):
         return "", True
 
     def check_room(self, texts: int, characters: int) -> None:
-        """Prepare for texts of one request, which have so many characters in all. Here there is room for all; the tokeniser of the
-        event loop raises :class:`NeedsWorker` if it would not encode the last one."""
+        """Check whether so many texts of a request, with so many characters in all, can be encoded. The tokeniser of the event loop
+        raises :class:`NeedsWorker` if not; this one has no limit."""
 
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:

@@ -46,6 +46,7 @@ BENCHMARKS = {
     "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
     "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),
+    "rerank-cpu": Benchmark("benchmarks.gateway.rerank_cpu:main", "CPU time and latency of the gateway for reranking"),
     "proxies": Benchmark("benchmarks.gateway.peer_proxies:main", "CPU time of the gateway for each chat, beside other proxies"),
 }
 

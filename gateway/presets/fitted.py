@@ -19,6 +19,10 @@ class Fitted(msgspec.Struct, frozen=True):
     """Token ids of each label."""
     categories: list[int] = []
     """Token id of each category."""
+    categories_prefix: list[int] = []
+    """Tokens between a prompt and the token of a category."""
+    fixed: dict[str, list[int]] = {}
+    """Token ids of the template's texts without placeholders."""
 
     @property
     def readout(self) -> wire.ScoreReadout:

@@ -109,7 +109,7 @@ SCORE = reading_content(
         },
         read=_read,
         is_light=_is_light,
-        is_small=lambda request: not (request.paired or request.catalogue is not None or request.partial_results),
+        is_small=lambda request: request.catalogue is None and (request.paired or not request.partial_results),
         characters=_characters,
         most_fields_bytes=NAMING_BYTES,
     )

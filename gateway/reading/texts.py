@@ -17,7 +17,7 @@ from gateway.text.prompts import share_prefix
 
 def _classify(request: ClassifyRequest, model: Model) -> Prepared:
     prepared = _read(model, "classify", request, request.input, "input")
-    categories = None if model.text is None or model.text.preset is None else model.text.preset.categories_prefix
+    categories = None if model.text is None or model.text.preset is None else model.text.preset.fitted.categories_prefix
     if not categories:
         return prepared
     # Each text has a second prompt, which ends with what the model writes before a category.
@@ -67,6 +67,7 @@ CLASSIFY = Endpoint(
     read=_classify,
     is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.input),
+    is_small=lambda _: True,
 )
 EMBEDDINGS = Endpoint(
     kind=EmbeddingsRequest,
@@ -74,4 +75,5 @@ EMBEDDINGS = Endpoint(
     read=_embed,
     is_light=lambda request: _light(request.input) and _light(request.inputs),
     characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),
+    is_small=lambda _: True,
 )

@@ -76,6 +76,10 @@ class ChatTemplate:
         self._template  # noqa: B018  raises for a template that is missing or broken
         return name in self._variables
 
+    def check_room(self, prompts: int) -> None:
+        """Check whether so many further prompts of a request can be rendered. A metered template raises :class:`NeedsWorker` if
+        not; this one has no limit."""
+
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template
         pieces, room = [], MAX_PROMPT_CHARACTERS

@@ -21,6 +21,8 @@ from gateway.text.metered_environment import ALLOWANCE, MeteredEnvironment
 
 MAX_SOURCE = 1 << 15
 """Longest template in characters."""
+RUN_COST = 60
+"""Units that a prompt costs besides the template's own operations."""
 
 
 class CompiledTemplate(msgspec.Struct, frozen=True):
@@ -65,9 +67,20 @@ class MeteredTemplate(ChatTemplate):
         self._variables = set(compiled.variables)
         self._takes_parts = self._settled("_understands_parts")
         self._takes_calls = self._settled("_takes_argument_objects")
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a request, all of whose prompts share one allowance."""
+        self._metered.left = ALLOWANCE
+
+    def check_room(self, prompts: int) -> None:
+        """Raise :class:`NeedsWorker` if so many further prompts, each as costly as the request so far, exceed the allowance."""
+        if (ALLOWANCE - self._metered.left) * prompts > self._metered.left:
+            raise NeedsWorker
 
     def _settled(self, probe: str) -> bool:
         """Return whether a probe of the template can tell its property; if not, messages that depend on it are not rendered."""
+        self._metered.left = 2 * ALLOWANCE  # each probe renders two prompts
         try:
             getattr(self, probe)
         except NeedsWorker:
@@ -84,5 +97,5 @@ class MeteredTemplate(ChatTemplate):
         return super().render(messages, **options)
 
     def _run(self, messages: Any, variables: Mapping[str, Any]) -> str:
-        self._metered.left = ALLOWANCE
+        self._metered.take(RUN_COST)
         return super()._run(messages, variables)

@@ -1,9 +1,11 @@
-"""The tokeniser and chat template of one model for short texts, on the event loop.
+"""The tokeniser, chat template and preset of one model for short texts, on the event loop.
 
 A round trip to a worker costs several times the work for a short text: both processes sleep before it, and find cold caches. So the
 event loop reads short texts by itself, as long as their work is bounded: the template is metered (``metered_template.py``), and a
 text is divided by a known expression into pieces whose ids are known or computed from compact tables (``merges.py``). It raises
 :class:`NeedsWorker` for all others. Ids are exactly those of :class:`Tokenizer`.
+
+A preset only joins texts, so its length bounds its work. All prompts of a request share the allowance of the chat template.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from typing import Any, NoReturn, cast
 
 import tokenizers
 
+from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Preset
 from gateway.text.bounds import NeedsWorker, TooManyTokens
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.cuts import Cuts
 from gateway.text.merges import Merges, SmallTable
 from gateway.text.metered_template import MeteredTemplate
 from gateway.text.pieces import Pieces
+from gateway.text.preset_template import PresetTemplate
 from gateway.text.special import ControlTokens, Marked
-from gateway.text.tokenizer import UNBOUNDED, Tokenizer, divides
+from gateway.text.tokenizer import CHARACTERS_PER_TOKEN, UNBOUNDED, Tokenizer, divides
 from gateway.text.vocabulary import Vocabulary, VocabularyTable
 
 MAX_CHARACTERS = 6 << 10
@@ -31,6 +36,8 @@ TEXT_CHARACTERS = 64
 MAX_PIECE_CHARACTERS = 96
 MAX_NEW_CHARACTERS = 256
 """Longest piece, and most characters of all pieces of a request, that are encoded because their ids are not known."""
+MAX_PRESET_CHARACTERS = 4 << 10
+"""Most characters of a preset's texts, which the event loop may copy for each document."""
 
 
 class SmallTokenizer(Tokenizer):
@@ -43,6 +50,7 @@ class SmallTokenizer(Tokenizer):
         self._added = {token["content"]: token["id"] for token in small.added_tokens}
         self.characters_per_token = small.characters_per_token
         self.affixes = (small.begin, small.end)
+        self.image_marks = []
         self._cuts = Cuts(small.added_tokens)
         self._merges = Merges(small.merges, self.token_bytes)
         dividing = self._added if all(map(divides, small.added_tokens)) else None
@@ -58,6 +66,17 @@ class SmallTokenizer(Tokenizer):
         if text.mark:
             raise NeedsWorker
         return super().encode_marked(text, limit=limit, add_special_tokens=add_special_tokens)
+
+    def check_room(self, texts: int, characters: int) -> None:
+        """Raise :class:`NeedsWorker` if so many texts have more characters than are left for this request."""
+        if characters + texts * TEXT_CHARACTERS > self._left:
+            raise NeedsWorker
+
+    def shorten(self, text: str, most: int, *, left: bool = False) -> tuple[str, bool]:  # noqa: ARG002 - as in the base class
+        """Return ``text`` and False if it has at most ``most`` tokens."""
+        if len(text) > (most + 1) * CHARACTERS_PER_TOKEN or len(self._encode(text, UNBOUNDED, False, False)) > most:
+            raise NeedsWorker
+        return text, False
 
     def _encode(self, text: str, limit: int, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
         assert self._pieces is not None
@@ -106,10 +125,18 @@ class _WorkersTemplate(ChatTemplate):
 
 @dataclass(frozen=True)
 class SmallTexts:
-    """Tokeniser and chat template of one model for short texts."""
+    """Tokeniser, chat template and preset of one model for short texts."""
 
     tokenizer: SmallTokenizer
     template: ChatTemplate
+    preset: PresetTemplate | None
+    """None if there is none, or if it is long."""
+
+    def begin(self) -> None:
+        """Begin a request, which may use the whole allowance of the tokeniser and of the template."""
+        self.tokenizer.begin()
+        if isinstance(self.template, MeteredTemplate):
+            self.template.begin()
 
     @classmethod
     def of(cls, table: VocabularyTable, source: str | None, special_tokens: Mapping[str, str]) -> SmallTexts | None:
@@ -119,4 +146,15 @@ class SmallTexts:
         template: ChatTemplate = _WorkersTemplate(source, special_tokens)
         if table.template is not None and source is not None:
             template = MeteredTemplate(source, special_tokens, table.template)
-        return cls(SmallTokenizer(table, table.small), template)
+        tokenizer = SmallTokenizer(table, table.small)
+        return cls(tokenizer, template, _preset_of(table.fitted, tokenizer))
+
+
+def _preset_of(fitted: Fitted | None, tokenizer: SmallTokenizer) -> PresetTemplate | None:
+    if fitted is None or _characters(fitted.preset) > MAX_PRESET_CHARACTERS:
+        return None
+    return PresetTemplate(fitted.preset, tokenizer, fitted)
+
+
+def _characters(preset: Preset) -> int:
+    return sum(map(len, (*preset.template, *preset.instructed, preset.instruction, preset.label_prefix)))

@@ -206,6 +206,10 @@ class Tokenizer(Vocabulary):
             room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
         return "", True
 
+    def check_room(self, texts: int, characters: int) -> None:
+        """Check whether so many texts of a request, with so many characters in all, can be encoded. The tokeniser of the event loop
+        raises :class:`NeedsWorker` if not; this one has no limit."""
+
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.handling import reader
+from gateway.presets.select import builtin
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.text.test_metered_template import FILES
@@ -45,6 +46,11 @@ READ = {
     "score": ("score", {"query": "Is it relevant? ", "items": ["red", "blue"], "labels": [" Yes", " No"]}),
     "items first": ("score", {"query": " Is it?", "items": ["red", "blue"], "labels": [" Yes"], "item_first": True}),
     "likelihood": ("score", {"query": "red", "items": [" shoes", " table"], "readout": "likelihood"}),
+    "rerank": ("rerank", {"query": "Is it red?", "documents": ["red shoes", "", "blue"], "return_documents": True}),
+    "rerank with an instruction": ("rerank", {"query": "red", "documents": ["blue"], "instruct": "Find red.", "truncate": True}),
+    "rerank in part": ("rerank", {"query": "red", "documents": ["red", "blue"], "partial_results": True}),
+    "one text with many": ("score", {"text_1": "Is it red?", "text_2": ["red shoes", "blue table"]}),
+    "pairs": ("score", {"text_1": ["Is it red?", "Is it blue?"], "text_2": ["red shoes", "blue"], "instruction": "Find it."}),
 }
 """Requests that the event loop reads."""
 LEFT = {
@@ -73,6 +79,15 @@ LEFT = {
     "label": ("score", {"query": "red", "items": ["blue"], "labels": ["relevant or not"]}),
     "last message": ("chat/completions", SAYS | {"messages": [{"role": "user", "content": ""}], "continue_final_message": True}),
     "variable": ("chat/completions", SAYS | {"chat_template_kwargs": {"messages": []}}),
+    "control token of a document": ("rerank", {"query": "red", "documents": ["red", "<|im_end|>"]}),
+    "cut document": ("rerank", {"query": "red", "documents": ["red shoes or a blue table"], "max_tokens_per_doc": 2}),
+    "document that is too long": ("rerank", {"query": "red", "documents": ["red", "a b " * 900]}),
+    "document that is left out": ("rerank", {"query": "red", "documents": ["red", "a b " * 900], "partial_results": True}),
+    "query that is too long": ("rerank", {"query": "a b " * 900, "documents": ["red"], "truncate": True}),
+    "two instructions": ("rerank", {"query": "red", "documents": ["red"], "instruct": "a", "instruction": "b"}),
+    "unequal pairs": ("score", {"text_1": ["red", "blue"], "text_2": ["red", "blue", "table"]}),
+    "catalogue": ("rerank", {"query": "red", "catalogue": "nothing"}),
+    "no preset": ("classify", {"input": "red"}),
 }
 """Requests that workers read, and those that they refuse."""
 
@@ -111,6 +126,45 @@ def test_the_event_loop_reads_what_workers_read(
     if name in READ:
         assert answer[0] == 200, answer
         assert any(prompts)
+
+
+CLASSIFIER: dict[str, Any] = {"capabilities": ("classify",), "classes": ("good", "bad")}
+EMBEDDER: dict[str, Any] = {"capabilities": ("embed",), "embedding_size": 4}
+JUDGE: dict[str, Any] = {"preset": builtin()["judge-item-first"]}
+FRAMED = {"query": "red?", "instruction": "1a" * 600}
+OTHERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], bool]] = {
+    "text": (CLASSIFIER, "classify", {"input": "red shoes"}, True),
+    "texts": (CLASSIFIER, "classify", {"input": ["red", "blue table", "red"]}, True),
+    "token ids": (CLASSIFIER, "classify", {"input": [5, 6, 7]}, True),
+    "empty text": (CLASSIFIER, "classify", {"input": ["red", ""]}, False),
+    "embeddings": (EMBEDDER, "embeddings", {"input": ["red shoes", "blue"]}, True),
+    "an embedding": (EMBEDDER, "embeddings", {"input": "red shoes", "truncate": True}, True),
+    "unsafe text": (EMBEDDER, "embeddings", {"input": "red \U0001f98a"}, False),
+    "no text": (EMBEDDER, "embeddings", {"input": ""}, False),
+    "no input": (EMBEDDER, "embeddings", {}, False),
+    "documents first": (JUDGE, "rerank", FRAMED | {"documents": ["a"] * 10}, True),
+    "many tokens": (JUDGE, "rerank", FRAMED | {"documents": ["a"] * 20}, False),
+}
+"""Engines, requests, and whether the event loop reads them."""
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[list[tuple[FakeEngine, httpx.Client]]]:
+    with gateways() as start:
+        yield [(engine := FakeEngine(**options), start(engine, cache_entries=0)) for options in (CLASSIFIER, EMBEDDER, JUDGE)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_event_loop_reads_what_workers_read_for_other_engines(
+    others: list[tuple[FakeEngine, httpx.Client]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, path, body, read = OTHERS[name]
+    served = others[(CLASSIFIER, EMBEDDER, JUDGE).index(engine)]
+    prompts, answer, counted = asked(served, path, body)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 0)
+    assert asked(served, path, body) == (prompts, answer, 0)
+    assert counted == read
+    assert any(prompts) == (answer[0] == 200)
 
 
 def test_a_setting_leaves_all_texts_to_workers(served: tuple[FakeEngine, httpx.Client], start: Start) -> None:

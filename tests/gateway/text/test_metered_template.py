@@ -166,7 +166,19 @@ def test_a_template_that_was_stopped_renders_the_next_messages() -> None:
     template = made(source)
     with pytest.raises(NeedsWorker):
         template.render(LONG)
+    template.begin()
     assert template.render([USER]) == ChatTemplate(source, SPECIAL).render([USER])
+
+
+def test_prompts_of_a_request_share_one_allowance() -> None:
+    template = made("a")
+    for _ in range(5):
+        template.render([USER])
+    assert cost(template) >= 5 * module.RUN_COST
+    with pytest.raises(NeedsWorker):
+        [template.render([USER]) for _ in range(ALLOWANCE // module.RUN_COST)]
+    template.begin()
+    assert template.render([USER]) == "a"
 
 
 def test_texts_that_depend_on_what_a_probe_could_not_tell_are_left_to_workers() -> None:

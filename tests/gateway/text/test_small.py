@@ -61,6 +61,18 @@ def test_ids_are_those_of_workers(name: str, text: str, special: bool, parsed: b
     assert found in (None, tokenizer.encode(text, **options))
 
 
+@settings(max_examples=2 * settings().max_examples)
+@given(name=st.sampled_from(BY_PIECES), text=TEXT, most=st.integers(0, 20), left=st.booleans())
+def test_a_text_that_is_not_cut_is_found_so(name: str, text: str, most: int, left: bool) -> None:
+    tokenizer, small = pair(name)
+    small.begin()
+    try:
+        found = small.shorten(text, most, left=left)
+    except NeedsWorker:
+        return
+    assert found == tokenizer.shorten(text, most, left=left) == (text, False)
+
+
 @pytest.mark.parametrize("name", BY_PIECES)
 def test_prose_is_read(name: str) -> None:
     tokenizer, small = pair(name)
@@ -101,6 +113,8 @@ def test_prefix_and_branches_are_those_of_workers(name: str, query: str, items: 
         lambda small: [small.encode("a") for _ in range(1000)],
         lambda small: small.encode_marked(Marked("a", "\U000f0000")),
         lambda small: small.shorten("a b c", 1),
+        lambda small: small.shorten(" woodenness" * 20, 20),
+        lambda small: small.check_room(2, module.MAX_CHARACTERS - 2 * module.TEXT_CHARACTERS + 1),
         lambda small: small.spelled([1]),
     ],
 )

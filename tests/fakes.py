@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import math
 import random
+import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -170,6 +171,10 @@ class FakeEngine:
     loads: list[wire.LoadAdapter] = field(default_factory=list)
     unloads: list[wire.UnloadAdapter] = field(default_factory=list)
     asked_for_adapters: int = 0
+    names_revisions: bool = True
+    """False: it is older than :data:`wire.ADAPTERS_HEADER`."""
+    process_name: str = field(default_factory=lambda: secrets.token_hex(8))
+    """A part of the revisions; another one after a restart."""
     vision: wire.VisionInfo | None = None
     """How images are prepared, if the model reads any; see :func:`with_vision`."""
 
@@ -199,6 +204,17 @@ class FakeEngine:
             vision=self.vision,
         )
 
+    @property
+    def adapter_list(self) -> bytes:
+        """The answer that lists the adapters."""
+        return wire.encode(wire.Adapters(list(self.adapters.values()), self.max_adapters, 64))
+
+    @property
+    def adapters_headers(self) -> list[tuple[bytes, bytes]]:
+        """The revision of the adapters; tests change the adapters in place, so it is a digest."""
+        digest = hashlib.blake2b(self.adapter_list, digest_size=8).hexdigest()
+        return [(wire.ADAPTERS_HEADER.encode(), f"{self.process_name}-{digest}".encode())] if self.names_revisions else []
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await _Call(self, scope, receive, send).answer()
@@ -219,7 +235,8 @@ class _Call:
             await self._reply(401, b"")
         elif path == "/readyz":
             await asyncio.sleep(self.engine.faults.probe_delay)
-            await self._reply(200 if self.engine.ready else 503, b"", (wire.MODEL_HEADER.encode(), self.engine.model.encode()))
+            name = (wire.MODEL_HEADER.encode(), self.engine.model.encode())
+            await self._reply(200 if self.engine.ready else 503, b"", name, *self.engine.adapters_headers)
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/stats" and self.engine.stats is not None:
@@ -235,8 +252,7 @@ class _Call:
             await self._reply(200, wire.encode(files))
         elif path == "/adapters":
             self.engine.asked_for_adapters += 1
-            known = wire.Adapters(list(self.engine.adapters.values()), self.engine.max_adapters, 64)
-            await self._reply(200, wire.encode(known))
+            await self._reply(200, self.engine.adapter_list, *self.engine.adapters_headers)
         elif path == "/adapters/load":
             await self._load(msgspec.msgpack.decode(await self._body(), type=wire.LoadAdapter))
         elif path == "/adapters/unload":

@@ -14,6 +14,7 @@ import random
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -108,6 +109,8 @@ class Faults:
     """Seconds."""
     adapter_delay: float = 0.0
     """Seconds before the answer to a load or an unload of an adapter."""
+    adapter_lists: int = 0
+    """The next lists of adapters, that many, are no msgpack."""
     adapter_fail: wire.Failed | None = None
     """The answer to every load and unload."""
 
@@ -171,6 +174,8 @@ class FakeEngine:
     loads: list[wire.LoadAdapter] = field(default_factory=list)
     unloads: list[wire.UnloadAdapter] = field(default_factory=list)
     asked_for_adapters: int = 0
+    probes: list[float] = field(default_factory=list)
+    """When probes came, on the monotonic clock."""
     names_revisions: bool = True
     """False: it is older than :data:`wire.ADAPTERS_HEADER`."""
     process_name: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -234,6 +239,7 @@ class _Call:
         if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
             await self._reply(401, b"")
         elif path == "/readyz":
+            self.engine.probes.append(time.monotonic())
             await asyncio.sleep(self.engine.faults.probe_delay)
             name = (wire.MODEL_HEADER.encode(), self.engine.model.encode())
             await self._reply(200 if self.engine.ready else 503, b"", name, *self.engine.adapters_headers)
@@ -252,7 +258,9 @@ class _Call:
             await self._reply(200, wire.encode(files))
         elif path == "/adapters":
             self.engine.asked_for_adapters += 1
-            await self._reply(200, self.engine.adapter_list, *self.engine.adapters_headers)
+            broken = self.engine.faults.adapter_lists > 0
+            self.engine.faults.adapter_lists -= broken
+            await self._reply(200, b"?" if broken else self.engine.adapter_list, *self.engine.adapters_headers)
         elif path == "/adapters/load":
             await self._load(msgspec.msgpack.decode(await self._body(), type=wire.LoadAdapter))
         elif path == "/adapters/unload":

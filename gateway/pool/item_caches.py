@@ -68,7 +68,7 @@ class ItemCaches:
                 logger.exception("engines cannot be asked for their statistics")
 
     async def look(self, seconds: float = 0.0) -> None:
-        """Ask each engine once, one after another within ``seconds``. One that does not answer keeps what it reported before."""
+        """Ask each engine once, at times spread over ``seconds``. One that does not answer keeps what it reported before."""
         replicas = self._replicas
         answers = await asyncio.gather(
             *(self._ask(replica, seconds * place / len(replicas)) for place, replica in enumerate(replicas))

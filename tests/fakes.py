@@ -176,6 +176,8 @@ class FakeEngine:
     asked_for_adapters: int = 0
     probes: list[float] = field(default_factory=list)
     """When probes came, on the monotonic clock."""
+    asked_for_stats: list[float] = field(default_factory=list)
+    """When requests for statistics came."""
     names_revisions: bool = True
     """False: it is older than :data:`wire.ADAPTERS_HEADER`."""
     process_name: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -246,6 +248,7 @@ class _Call:
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/stats" and self.engine.stats is not None:
+            self.engine.asked_for_stats.append(time.monotonic())
             await self._reply(200, wire.encode(self.engine.stats))
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above

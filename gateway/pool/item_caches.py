@@ -10,6 +10,7 @@ from gateway.errors import GatewayError
 from gateway.metrics.item_caches import ItemCacheSample
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
+from gateway.pool.probe_times import SLOTS
 from gateway.pool.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -68,10 +69,10 @@ class ItemCaches:
                 logger.exception("engines cannot be asked for their statistics")
 
     async def look(self, seconds: float = 0.0) -> None:
-        """Ask each engine once, at times spread over ``seconds``. One that does not answer keeps what it reported before."""
+        """Ask each engine once, a few at a time within ``seconds``. One that does not answer keeps what it reported before."""
         replicas = self._replicas
         answers = await asyncio.gather(
-            *(self._ask(replica, seconds * place / len(replicas)) for place, replica in enumerate(replicas))
+            *(self._ask(replica, seconds * (place % SLOTS) / SLOTS) for place, replica in enumerate(replicas))
         )
         found = {replica: stats for replica, stats in zip(replicas, answers, strict=True) if stats is not None}
         self._told = {replica: self._told[replica] for replica in replicas if replica in self._told} | found

@@ -11,8 +11,10 @@ import asyncio
 import hashlib
 import math
 import random
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -107,6 +109,8 @@ class Faults:
     """Seconds."""
     adapter_delay: float = 0.0
     """Seconds before the answer to a load or an unload of an adapter."""
+    adapter_lists: int = 0
+    """The next lists of adapters, that many, are no msgpack."""
     adapter_fail: wire.Failed | None = None
     """The answer to every load and unload."""
 
@@ -170,6 +174,14 @@ class FakeEngine:
     loads: list[wire.LoadAdapter] = field(default_factory=list)
     unloads: list[wire.UnloadAdapter] = field(default_factory=list)
     asked_for_adapters: int = 0
+    probes: list[float] = field(default_factory=list)
+    """When probes came, on the monotonic clock."""
+    asked_for_stats: list[float] = field(default_factory=list)
+    """When requests for statistics came."""
+    names_revisions: bool = True
+    """False: it is older than :data:`wire.ADAPTERS_HEADER`."""
+    process_name: str = field(default_factory=lambda: secrets.token_hex(8))
+    """A part of the revisions; another one after a restart."""
     vision: wire.VisionInfo | None = None
     """How images are prepared, if the model reads any; see :func:`with_vision`."""
 
@@ -199,6 +211,17 @@ class FakeEngine:
             vision=self.vision,
         )
 
+    @property
+    def adapter_list(self) -> bytes:
+        """The answer that lists the adapters."""
+        return wire.encode(wire.Adapters(list(self.adapters.values()), self.max_adapters, 64))
+
+    @property
+    def adapters_headers(self) -> list[tuple[bytes, bytes]]:
+        """The revision of the adapters; tests change the adapters in place, so it is a digest."""
+        digest = hashlib.blake2b(self.adapter_list, digest_size=8).hexdigest()
+        return [(wire.ADAPTERS_HEADER.encode(), f"{self.process_name}-{digest}".encode())] if self.names_revisions else []
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await _Call(self, scope, receive, send).answer()
@@ -218,11 +241,14 @@ class _Call:
         if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
             await self._reply(401, b"")
         elif path == "/readyz":
+            self.engine.probes.append(time.monotonic())
             await asyncio.sleep(self.engine.faults.probe_delay)
-            await self._reply(200 if self.engine.ready else 503, b"", (wire.MODEL_HEADER.encode(), self.engine.model.encode()))
+            name = (wire.MODEL_HEADER.encode(), self.engine.model.encode())
+            await self._reply(200 if self.engine.ready else 503, b"", name, *self.engine.adapters_headers)
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/stats" and self.engine.stats is not None:
+            self.engine.asked_for_stats.append(time.monotonic())
             await self._reply(200, wire.encode(self.engine.stats))
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
@@ -235,8 +261,9 @@ class _Call:
             await self._reply(200, wire.encode(files))
         elif path == "/adapters":
             self.engine.asked_for_adapters += 1
-            known = wire.Adapters(list(self.engine.adapters.values()), self.engine.max_adapters, 64)
-            await self._reply(200, wire.encode(known))
+            broken = self.engine.faults.adapter_lists > 0
+            self.engine.faults.adapter_lists -= broken
+            await self._reply(200, b"?" if broken else self.engine.adapter_list, *self.engine.adapters_headers)
         elif path == "/adapters/load":
             await self._load(msgspec.msgpack.decode(await self._body(), type=wire.LoadAdapter))
         elif path == "/adapters/unload":

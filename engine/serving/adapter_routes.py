@@ -22,7 +22,7 @@ async def adapters(request: Incoming) -> Response[bytes]:
     client: LoopClient = request.app.state.client
     if client.ready is None or client.adapters is None:
         return _answer(wire.Failed("", "not_ready", client.refusal or LOADING, retryable=True, retry_after=1.0))
-    return _answer(client.adapters)
+    return _answer(client.adapters, client.adapters_headers)
 
 
 @post("/adapters/load", status_code=200, request_max_body_size=MAX_BODY)
@@ -47,9 +47,9 @@ async def _change(request: Incoming, decoder: msgspec.msgpack.Decoder[Any], name
     return Response(b"", status_code=204) if result is None else _answer(result)
 
 
-def _answer(message: wire.Adapters | wire.Adapter | wire.Failed) -> Response[bytes]:
+def _answer(message: wire.Adapters | wire.Adapter | wire.Failed, headers: dict[str, str] | None = None) -> Response[bytes]:
     status = wire.STATUS_OF_CODE[message.code] if isinstance(message, wire.Failed) else 200
-    return Response(wire.encode(message), status_code=status, media_type=wire.MEDIA_TYPE)
+    return Response(wire.encode(message), status_code=status, media_type=wire.MEDIA_TYPE, headers=headers)
 
 
 adapter_routes = [adapters, load, unload]

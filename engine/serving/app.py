@@ -134,7 +134,8 @@ async def readyz(request: Incoming) -> Response[str]:
     """Ready after the model is loaded and until the pod receives SIGTERM, while the loop makes progress."""
     client = _client(request)
     refusal = client.refusal
-    return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(client.name)})
+    headers = {wire.MODEL_HEADER: quote(client.name), **client.adapters_headers}
+    return Response(refusal or "ok", status_code=503 if refusal else 200, headers=headers)
 
 
 @get("/metrics", media_type=MediaType.TEXT)

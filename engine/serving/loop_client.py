@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import secrets
 import sys
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -39,6 +40,8 @@ class LoopClient:
         self.stats: wire.Stats | None = None
         self.adapters: wire.Adapters | None = None
         """None until the model is loaded."""
+        self._adapter_changes = 0
+        self._process_name = secrets.token_hex(8)
         self._commands: dict[str, asyncio.Future[wire.Adapter | wire.Failed | None]] = {}
         """Commands for adapters that are not answered."""
         self._command_ids = itertools.count()
@@ -100,6 +103,11 @@ class LoopClient:
     def name(self) -> str:
         """Name that clients use for the model; known before it is loaded."""
         return self._settings.name
+
+    @property
+    def adapters_headers(self) -> dict[str, str]:
+        """The header with the revision of :attr:`adapters`; empty until the model is loaded."""
+        return {} if self.adapters is None else {wire.ADAPTERS_HEADER: f"{self._process_name}-{self._adapter_changes}"}
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and return when all open ones have ended. After ``seconds`` the rest get a retryable failure."""
@@ -185,17 +193,22 @@ class LoopClient:
                     if queue is not None:
                         queue.put_nowait(reply)
             elif isinstance(event, channel.AdaptersChanged):
-                self.adapters = event.adapters
+                self._has_adapters(event.adapters)
             elif isinstance(event, channel.AdapterDone):
                 if (future := self._commands.get(event.id)) is not None and not future.done():
                     future.set_result(event.result)
             elif isinstance(event, channel.Ready):
-                self.ready, self.stats, self.adapters = event, event.stats, event.adapters
+                self.ready, self.stats = event, event.stats
+                self._has_adapters(event.adapters)
                 cpu_seconds = partial(tree_cpu_seconds, process.pid)
                 self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
             elif isinstance(event, channel.StartFailed):
                 self.failure = event.message
+
+    def _has_adapters(self, adapters: wire.Adapters) -> None:
+        self.adapters = adapters
+        self._adapter_changes += 1
 
     async def _feel(self, pulse: Pulse) -> None:
         """Fail the loop's requests when it stalls. If it continues, the aborts reach it before anything else."""

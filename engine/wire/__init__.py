@@ -9,10 +9,10 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 ``GET /info``               :class:`Info`
 ``GET /stats``              :class:`Stats`
 ``GET /tokenizer``          :class:`TokenizerFiles`
-``GET /adapters``           :class:`Adapters`
+``GET /adapters``           :class:`Adapters`; its revision is in :data:`ADAPTERS_HEADER`
 ``POST /adapters/load``     one :class:`LoadAdapter` in, one :class:`Adapter` or :class:`Failed` out
 ``POST /adapters/unload``   one :class:`UnloadAdapter` in, 204 or :class:`Failed` out
-``GET /livez`` ``/readyz``  200 or 503, plain text; ``/readyz`` names the model in :data:`MODEL_HEADER`
+``GET /livez`` ``/readyz``  200 or 503, plain text; ``/readyz`` has :data:`MODEL_HEADER` and :data:`ADAPTERS_HEADER`
 ``GET /metrics``            Prometheus text
 ==========================  ==============================================================================
 
@@ -29,7 +29,7 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 from __future__ import annotations
 
 from engine.wire.adapters import ADAPTER_NAME, Adapter, Adapters, LoadAdapter, UnloadAdapter
-from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
+from engine.wire.common import ADAPTERS_HEADER, MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
 from engine.wire.frames import MAX_FRAME, MEDIA_TYPE, FrameReader, Reply, Request, encode, pack_frame
 from engine.wire.generation import (
     MAX_DRAFT_TOKENS,
@@ -75,6 +75,7 @@ from engine.wire.server import AttentionChoice, Info, Limits, Stats, TokenizerFi
 from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
+    "ADAPTERS_HEADER",
     "ADAPTER_NAME",
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",

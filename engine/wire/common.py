@@ -8,6 +8,8 @@ import msgspec
 
 MODEL_HEADER = "x-yardstick-model"
 """The name of the model, percent-encoded; sent while it is loading as well."""
+ADAPTERS_HEADER = "x-yardstick-adapters"
+"""Revision of the answer of ``GET /adapters``, in ASCII. Another list and another process have another revision."""
 ErrorCode = Literal[
     "invalid", "unauthorized", "unknown_adapter", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"
 ]

@@ -58,20 +58,27 @@ class AdapterDirectory:
         self.missed: Callable[[], None] = lambda: None
         """Called when no replica has an adapter that is awaited."""
 
+    async def follow(self, replica: Replica, revision: str | None) -> None:
+        """Ask ``replica`` for its adapters, unless those of ``revision``, its present one, are known."""
+        if revision is None or revision != replica.adapters_revision:
+            await self.refresh(replica)
+
     async def refresh(self, replica: Replica) -> None:
         """Ask ``replica`` for its adapters. If it does not answer, those that it had are assumed."""
         if not replica.takes_adapters:
             return
         async with replica.adapters_turn:
+            replica.adapters_revision = None  # it stays unknown if this fails, so that the next probe asks again
             try:
                 async with asyncio.timeout(REFRESH_SECONDS):
-                    found = await replica.client.adapters()
+                    found, revision = await replica.client.adapters()
             except (GatewayError, TimeoutError) as error:
                 logger.info("engine %s: its adapters are unknown: %s", replica.client.url, error)
                 return
             replica.takes_adapters = found.max_adapters > 0 or bool(found.adapters)
             known = [adapter for adapter in found.adapters[:MOST_ADAPTERS] if wire.ADAPTER_NAME.fullmatch(adapter.name)]
             await self._update(replica, {adapter.name: adapter for adapter in known if DIGEST.fullmatch(adapter.digest)})
+            replica.adapters_revision = revision
 
     async def joined(self, replica: Replica) -> None:
         """Ask a replica that becomes ready for its adapters; it may be a new process."""

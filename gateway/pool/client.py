@@ -6,14 +6,11 @@ import asyncio
 import copy
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
-import aiohttp
 import msgspec
 from yarl import URL
 
@@ -21,7 +18,8 @@ from engine import wire
 from gateway.error_sources import from_engine
 from gateway.errors import EngineSilent, GatewayError
 from gateway.ids import new_id
-from gateway.pool.faults import lost, silent, unreachable, unreadable
+from gateway.pool.faults import unreadable
+from gateway.pool.get_stream import Answer, GetStream
 from gateway.pool.stream import OnDelta
 from gateway.pool.streams import EngineCall, EngineStreams, Target
 from gateway.time_limits import engine_deadline
@@ -56,29 +54,9 @@ class Connections:
     def __init__(self) -> None:
         self.streams = EngineStreams(KEEPALIVE_SECONDS)
 
-    @cached_property
-    def session(self) -> aiohttp.ClientSession:
-        """The session. Created on first use, because aiohttp needs the running event loop."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
-        )
-
     async def close(self) -> None:
         """Close all connections."""
         self.streams.close()
-        if "session" in self.__dict__:
-            await self.session.close()
-
-
-class _Answer(NamedTuple):
-    """Status, headers and complete body of an engine's answer."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -87,6 +65,19 @@ class Readiness(msgspec.Struct, frozen=True):
     ready: bool
     model: str | None
     """Name of the model that the engine serves or loads; None where the answer does not name it."""
+    adapters: str | None
+    """Revision of the engine's adapters; None where the answer has none."""
+
+
+UNANSWERED = Readiness(ready=False, model=None, adapters=None)
+"""Stands for the answer of an engine that gives none."""
+
+
+class FoundAdapters(NamedTuple):
+    """The adapters of an engine, and their revision; None where the answer has none."""
+
+    adapters: wire.Adapters
+    revision: str | None
 
 
 class EngineToken:
@@ -121,7 +112,7 @@ class EngineToken:
 
 class EngineClient:
     """Client of the pod at ``url``. Every method raises :class:`GatewayError` if the pod refuses or cannot be reached, except
-    :meth:`ready`, which returns None if there is no answer.
+    :meth:`ready`, which returns :data:`UNANSWERED` if there is no answer.
 
     Each call gets its own id, because the pod may still be running or aborting an earlier attempt of the same request.
     """
@@ -140,8 +131,7 @@ class EngineClient:
         self._engine_seconds = engine_seconds
         self._connect_seconds = connect_seconds
         self._connections = connections
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=engine_seconds)
-        self._probe_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=PROBE_SECONDS)
+        self._get_target = Target(URL(url), GetStream)
         self._score_target = Target(URL(f"{url}/score"))
         self._generate_target = Target(URL(f"{url}/generate"))
         self._load_target = Target(URL(f"{url}/adapters/load"))
@@ -156,37 +146,38 @@ class EngineClient:
         client._trace = "".join(f"{name}: {value}\r\n" for name, value in span.context.headers.items()).encode("ascii")
         return client
 
-    async def ready(self) -> Readiness | None:
-        """Return whether the pod takes requests, and its model; None if the pod does not answer."""
+    async def ready(self) -> Readiness:
+        """Return whether the pod takes requests, its model and the revision of its adapters."""
         try:
-            answer = await self._get("/readyz", self._probe_timeout)
+            answer = await self._get("/readyz")
         except GatewayError:
-            return None
-        name = answer.headers.get(wire.MODEL_HEADER)
-        return Readiness(answer.status == 200, None if name is None else unquote(name))
+            return UNANSWERED
+        name = _header(answer, wire.MODEL_HEADER)
+        return Readiness(answer.status == 200, None if name is None else unquote(name), _header(answer, wire.ADAPTERS_HEADER))
 
     async def info(self) -> wire.Info:
         """Fetch the description of the model that the pod serves."""
-        answer = await self._get("/info", self._probe_timeout)
+        answer = await self._get("/info")
         return _read(_info, answer.status, answer.content)
 
     async def tokenizer(self) -> wire.TokenizerFiles:
         """Fetch the tokeniser files and the chat template of the pod's model."""
         try:
             async with asyncio.timeout(TOKENIZER_SECONDS):
-                answer = await self._get("/tokenizer", self._timeout)
+                answer = await self._get("/tokenizer", self._engine_seconds)
         except TimeoutError:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
         return _read(_tokenizer, answer.status, answer.content)
 
-    async def adapters(self) -> wire.Adapters:
+    async def adapters(self) -> FoundAdapters:
         """Fetch the adapters of the pod."""
-        answer = await self._get("/adapters", self._probe_timeout)
-        return NO_ADAPTERS if answer.status == 404 else _read(_adapters, answer.status, answer.content)
+        answer = await self._get("/adapters")
+        found = NO_ADAPTERS if answer.status == 404 else _read(_adapters, answer.status, answer.content)
+        return FoundAdapters(found, _header(answer, wire.ADAPTERS_HEADER))
 
     async def stats(self) -> wire.Stats:
         """Fetch the counters and gauges of the pod."""
-        answer = await self._get("/stats", self._probe_timeout)
+        answer = await self._get("/stats")
         return _read(_stats, answer.status, answer.content)
 
     async def load_adapter(self, load: wire.LoadAdapter) -> wire.Adapter:
@@ -238,15 +229,23 @@ class EngineClient:
             framed=framed,
         )
 
-    async def _get(self, path: str, timeouts: aiohttp.ClientTimeout) -> _Answer:
-        session, url = self._connections.session, URL(f"{self.url}{path}")
-        with _engine_errors():
-            async with session.get(url, headers=self._headers, timeout=timeouts, allow_redirects=False) as response:
-                return _Answer(response.status, response.headers, await response.read())
+    async def _get(self, path: str, silence_seconds: float = PROBE_SECONDS) -> Answer:
+        return await self._connections.streams.get(
+            self._get_target,
+            path,
+            self._headers,
+            connect_seconds=self._connect_seconds,
+            silence_seconds=silence_seconds,
+        )
 
     @property
     def _headers(self) -> dict[str, str]:
         return self._token.headers if self._token else {}
+
+
+def _header(answer: Answer, name: str) -> str | None:
+    value = answer.headers.get(name.encode())
+    return None if value is None else value.decode("utf-8", "replace")
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], status: int, content: bytes | bytearray) -> T:
@@ -272,18 +271,3 @@ def _failed_reply(replies: list[wire.Reply]) -> wire.Failed:
     """Return the failure among the messages of a stream, which are deltas otherwise."""
     failed = next((reply for reply in replies if isinstance(reply, wire.Failed)), None)
     return failed or wire.Failed("", "internal", "The engine answered a generation with a message of another kind.")
-
-
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    """Translate the errors of an HTTP call to an engine into errors that a client may see."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-        raise unreachable() from None
-    except aiohttp.SocketTimeoutError:
-        raise silent() from None
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-        raise lost() from None
-    except aiohttp.ClientError:  # covers answers that are not valid HTTP
-        raise unreadable() from None

@@ -10,11 +10,12 @@ from gateway.errors import GatewayError
 from gateway.metrics.item_caches import ItemCacheSample
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
+from gateway.pool.probe_times import SLOTS
 from gateway.pool.replica import Replica
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
-"""Pause between two looks at all engines."""
+"""Interval between two requests for the statistics of an engine that answers at once."""
 
 
 class ItemCaches:
@@ -61,20 +62,24 @@ class ItemCaches:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self._interval / 2)
             try:
-                await self.look()
+                await self.look(self._interval / 2)
             except Exception:  # a fault must not end the task
                 logger.exception("engines cannot be asked for their statistics")
 
-    async def look(self) -> None:
-        """Ask each engine once. One that does not answer keeps what it reported before."""
+    async def look(self, seconds: float = 0.0) -> None:
+        """Ask each engine once, a few at a time within ``seconds``. One that does not answer keeps what it reported before."""
         replicas = self._replicas
-        answers = await asyncio.gather(*map(self._ask, replicas))
+        answers = await asyncio.gather(
+            *(self._ask(replica, seconds * (place % SLOTS) / SLOTS) for place, replica in enumerate(replicas))
+        )
         found = {replica: stats for replica, stats in zip(replicas, answers, strict=True) if stats is not None}
         self._told = {replica: self._told[replica] for replica in replicas if replica in self._told} | found
 
-    async def _ask(self, replica: Replica) -> wire.Stats | None:
+    @staticmethod
+    async def _ask(replica: Replica, delay: float) -> wire.Stats | None:
+        await asyncio.sleep(delay)
         if replica.state != "ready":
             return None
         try:

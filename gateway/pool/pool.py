@@ -13,8 +13,10 @@ from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.adapters import AdapterDirectory
+from gateway.pool.client import UNANSWERED, Readiness
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
+from gateway.pool.probe_times import ProbeTimes
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
@@ -53,7 +55,7 @@ class Pool:
         self._sources = sources
         self._connect = connect
         self._workers = workers
-        self._probe_seconds = probe_seconds
+        self._probe_times = ProbeTimes(probe_seconds)
         self._silence_seconds = silence_seconds
         self._startup_seconds = startup_seconds
         self._presets = presets or {}
@@ -186,6 +188,7 @@ class Pool:
         logger.info("engine %s: gone", replica.client.url)
 
     async def _watch(self, replica: Replica) -> None:
+        phase = self._probe_times.phase()
         while not replica.gone or replica.in_flight:
             try:
                 await self._look(replica)
@@ -196,12 +199,13 @@ class Pool:
             except Exception as error:  # a malformed answer must not end the watch
                 replica.ready = False
                 logger.warning("engine %s: %s", replica.client.url, error)
-            await asyncio.sleep(self._probe_seconds)
+            await asyncio.sleep(self._probe_times.pause(phase, asyncio.get_running_loop().time()))
         del self._watchers[replica]
 
     async def _look(self, replica: Replica) -> None:
         """Probe ``replica`` and update its state. Reads ``/info`` whenever it becomes ready, as it may serve another model."""
-        ready = await self._probe(replica)
+        answer = await self._probe(replica)
+        ready = answer.ready
         replica.problem = replica.problem if ready else None
         if ready and not replica.ready:
             info = await replica.client.info()
@@ -214,26 +218,26 @@ class Pool:
             replica.health.succeeded()  # the replica may be a new process
             replica.ready = True
             served.announce()
+            self.adapters.settle()
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
         elif replica.ready and not ready:
             logger.warning("engine %s: not ready", replica.client.url)
         elif ready:
-            await self.adapters.refresh(replica)
+            await self.adapters.follow(replica, answer.adapters)
         replica.ready = ready
         if not ready and replica.unanswered_since is None:  # it says so itself
             self._leave(replica)
 
-    async def _probe(self, replica: Replica) -> bool:
-        """Return whether the pod reports ready. :func:`watch_silence` acts while the answer is outstanding."""
+    async def _probe(self, replica: Replica) -> Readiness:
+        """Return what the pod reports. :func:`watch_silence` acts while the answer is outstanding."""
         if replica.unanswered_since is None:
             replica.unanswered_since = self._clock.now()
         answer = await replica.client.ready()
-        if answer is None:
-            return False
-        replica.unanswered_since = None
-        replica.silent = False
-        replica.expected = answer.model
-        return answer.ready
+        if answer is not UNANSWERED:
+            replica.unanswered_since = None
+            replica.silent = False
+            replica.expected = answer.model
+        return answer
 
     def _silenced(self, replica: Replica) -> None:
         """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""

@@ -69,6 +69,8 @@ class Replica:
     """Name of the model that the pod reports to load or serve; known before the model is loaded."""
     adapters: dict[str, wire.Adapter] = field(default_factory=dict)
     """Adapters that the pod has, by name, as last reported."""
+    adapters_revision: str | None = None
+    """Revision of :attr:`adapters`; None if it is unknown, or the pod has none."""
     takes_adapters: bool = True
     """Whether the pod is asked for its adapters; False for one that has answered that it takes none."""
     adapters_turn: asyncio.Lock = field(default_factory=asyncio.Lock)

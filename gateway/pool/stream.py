@@ -1,4 +1,4 @@
-"""The gateway's own HTTP/1.1 connection for ``POST /generate``, which streams, and ``POST /score``.
+"""The gateway's own HTTP/1.1 connection to an engine: for ``POST /generate``, which streams, and for calls with one answer.
 
 A general HTTP client spends more on a message of a few bytes than the rest of the gateway: timers, chunk lists and several calls
 for each. This one decodes messages where they arrive, and wakes the reader once.

@@ -1,4 +1,4 @@
-"""The open connections to engines that are not shared between requests."""
+"""The open connections to engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from functools import cache, partial
 
 from yarl import URL
 
+from gateway.errors import EngineLost
 from gateway.pool.faults import unreachable
+from gateway.pool.get_stream import Answer, GetStream
 from gateway.pool.stream import EngineStream
 
 
@@ -21,10 +23,12 @@ def _tls() -> ssl.SSLContext:
 
 
 class Target:
-    """A URL that requests are posted to."""
+    """A URL that requests are posted to, or that the paths of ``GET`` requests are below."""
 
-    def __init__(self, url: URL) -> None:
+    def __init__(self, url: URL, connection: type[EngineStream] = EngineStream) -> None:
+        """``connection``: :class:`GetStream` for ``GET`` requests."""
         self.url = url
+        self.connection = connection
         self._headers: Mapping[str, str] | None = None
         self._head = b""
 
@@ -62,6 +66,25 @@ class EngineStreams:
         request = b"%b%d\r\n%b\r\n%b" % (target.head(headers), len(body), more, body)
         return EngineCall(self, target, request, connect_seconds, silence_seconds, framed=framed)
 
+    async def get(
+        self, target: Target, path: str, headers: Mapping[str, str], *, connect_seconds: float, silence_seconds: float
+    ) -> Answer:
+        """Return the answer to ``GET`` of ``path`` below ``target``, whatever its status. Raises :class:`GatewayError`."""
+        fields = {"host": target.url.host_port_subcomponent, **headers}
+        lines = [
+            f"GET {target.url.raw_path.rstrip('/')}{path} HTTP/1.1\r\n",
+            *(f"{name}: {value}\r\n" for name, value in fields.items()),
+            "\r\n",
+        ]
+        call = EngineCall(self, target, "".join(lines).encode("ascii"), connect_seconds, silence_seconds, framed=False)
+        reused = bool(self._idle.get(target))
+        try:
+            return await _answer(call)
+        except EngineLost:
+            if not reused:
+                raise
+        return await _answer(call)  # a proxy may close an idle connection just when it is used again
+
     async def take(self, target: Target, connect_seconds: float) -> EngineStream:
         """Return the idle connection to ``target`` that was used last, or a new one. Raises :class:`NotReady`."""
         idle = self._idle.get(target, [])
@@ -69,7 +92,7 @@ class EngineStreams:
             if (stream := idle.pop()).reusable:
                 return stream
             stream.close()
-        return await self._connect(target.url, connect_seconds)
+        return await self._connect(target, connect_seconds)
 
     def give_back(self, target: Target, stream: EngineStream) -> None:
         """Keep a connection for the next request, or close it if its answer is incomplete."""
@@ -93,20 +116,22 @@ class EngineStreams:
         if not idle:
             del self._idle[target]
 
-    async def _connect(self, url: URL, seconds: float) -> EngineStream:
+    async def _connect(self, target: Target, seconds: float) -> EngineStream:
+        url = target.url
         tls = self._tls if url.scheme == "https" else None
         assert url.host is not None
         assert url.port is not None
         try:
             async with asyncio.timeout(seconds):
-                _, stream = await asyncio.get_running_loop().create_connection(EngineStream, url.host, url.port, ssl=tls)
+                _, stream = await asyncio.get_running_loop().create_connection(target.connection, url.host, url.port, ssl=tls)
         except (OSError, TimeoutError):
             raise unreachable() from None
         return stream
 
 
 class EngineCall:
-    """An async context manager around a request and its answer. It is no generator, because every request enters it."""
+    """An async context manager around a request and its answer; entering it again sends the request again. It is no generator,
+    because every request enters it."""
 
     __slots__ = ("_connect_seconds", "_framed", "_request", "_silence_seconds", "_stream", "_streams", "_target")
 
@@ -134,3 +159,10 @@ class EngineCall:
 
     async def __aexit__(self, *_: object) -> None:
         self._streams.give_back(self._target, self._stream)
+
+
+async def _answer(call: EngineCall) -> Answer:
+    async with call as stream:
+        assert isinstance(stream, GetStream)
+        content = await stream.read_whole()
+        return Answer(stream.status, stream.headers, content)

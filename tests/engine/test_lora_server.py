@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import wire
+from engine.serving.loop_client import LoopClient
+from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter
 from tests.processes import Pod
@@ -66,6 +68,34 @@ def test_adapters_are_loaded_used_and_unloaded(pod: Pod) -> None:
     assert (stats.adapters, stats.adapter_loads, stats.adapter_load_failures, stats.refused_adapter) == (1, 2, 1, 1)
     assert stats.adapter_bytes == first.bytes
     assert "yardstick_engine_adapters 1.0" in pod.client.get("/metrics").text
+
+
+def revision(pod: Pod, path: str = "/readyz") -> str:
+    return pod.client.get(path).raise_for_status().headers[wire.ADAPTERS_HEADER]
+
+
+def test_the_revision_of_adapters_changes_with_each_load_and_unload(pod: Pod) -> None:
+    found = [revision(pod)]
+    assert revision(pod) == revision(pod, "/adapters") == found[0], "it stays the same otherwise"
+    for path, message in (
+        ("/adapters/load", wire.LoadAdapter("third", "a1")),
+        ("/adapters/load", wire.LoadAdapter("third", "a0", replace=True)),
+        ("/adapters/unload", wire.UnloadAdapter("third")),
+    ):
+        status, _ = post(pod, path, message)
+        assert status in (200, 204)
+        found.append(revision(pod))
+        assert revision(pod, "/adapters") == found[-1]
+    assert len(set(found)) == 4, "the list is as at first; its revision is not"
+
+
+def test_revisions_of_two_processes_differ() -> None:
+    """They have loaded the same model."""
+    clients = [LoopClient(EngineSettings(model="tiny", name="tiny")) for _ in range(2)]
+    assert [client.adapters_headers for client in clients] == [{}, {}], "not before the model is loaded"
+    for client in clients:
+        client.adapters = wire.Adapters([])
+    assert len({client.adapters_headers[wire.ADAPTERS_HEADER] for client in clients}) == 2
 
 
 def test_faulty_commands(pod: Pod, root: Path) -> None:

@@ -38,7 +38,11 @@ class Told:
 
 @asynccontextmanager
 async def pool_of(
-    *sources: Told, silence_seconds: float = 5, startup_seconds: float = 60, left: list[str] | None = None
+    *sources: Told,
+    probe_seconds: float = 0.02,
+    silence_seconds: float = 5,
+    startup_seconds: float = 60,
+    left: list[str] | None = None,
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     connections, telemetry = Connections(), Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
@@ -51,7 +55,7 @@ async def pool_of(
         connect,
         telemetry,
         workers,
-        probe_seconds=0.02,
+        probe_seconds=probe_seconds,
         silence_seconds=silence_seconds,
         startup_seconds=startup_seconds,
         leaving=lambda model, replica: (left if left is not None else []).append(replica.client.url),

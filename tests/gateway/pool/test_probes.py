@@ -1,0 +1,147 @@
+"""When the pool probes engines, and when it asks them for their adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+
+from engine import wire
+from gateway.pool.pool import Pool
+from gateway.pool.probe_times import SHORTEST_PAUSE, SLOTS, ProbeTimes
+from tests.fakes import FakeEngine, adapter, served
+from tests.gateway.pool.test_pool import Told, engines_ready, pool_of
+from tests.processes import until
+
+RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
+
+
+def with_adapters(*adapters: wire.Adapter, names_revisions: bool = True) -> FakeEngine:
+    return FakeEngine(adapters={each.name: each for each in adapters}, names_revisions=names_revisions)
+
+
+def known(pool: Pool) -> dict[str, str]:
+    """Name and digest of the adapters that some replica has."""
+    return {name: model.adapter.digest for name, model in pool.adapters.listed().items() if model.replicas}
+
+
+async def probed(engine: FakeEngine, times: int = 3) -> None:
+    """Wait until the engine was probed a few times more; the last probe may not be evaluated yet."""
+    before = len(engine.probes)
+    await until(lambda: len(engine.probes) >= before + times)
+
+
+async def test_adapters_are_asked_for_when_their_revision_changes() -> None:
+    source, engine = Told(), with_adapters(RED)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            await probed(engine, 5)
+            assert engine.asked_for_adapters == 1
+            engine.adapters["blue"] = BLUE
+            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
+            del engine.adapters["red"]
+            await until(lambda: known(pool) == {"blue": BLUE.digest})
+            await probed(engine)
+            assert engine.asked_for_adapters == 3
+
+
+async def test_a_new_process_is_asked_again() -> None:
+    """It restarts between two probes and has equally many adapters."""
+    source, engine = Told(), with_adapters(RED)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            engine.process_name = "another"
+            await until(lambda: engine.asked_for_adapters == 2)
+            await probed(engine)
+            assert engine.asked_for_adapters == 2
+
+
+async def test_an_older_engine_is_asked_with_each_probe() -> None:
+    source, engine = Told(), with_adapters(RED, names_revisions=False)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: engine.asked_for_adapters > 5)
+            engine.adapters["blue"] = BLUE
+            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
+
+
+async def test_an_engine_whose_list_could_not_be_read_is_asked_again() -> None:
+    source, engine = Told(), with_adapters(RED)
+    engine.faults.adapter_lists = 3
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            replica = pool.model("fake").replicas[0]
+            engine.faults.adapter_lists = 1
+            pool.adapters.listed()["red"].lacks(replica)  # the revision stays the same
+            assert known(pool) == {}
+            await until(lambda: known(pool) == {"red": RED.digest})
+            assert engine.asked_for_adapters == 6
+
+
+async def test_an_adapter_is_forgotten_when_its_only_engine_comes_back_without_it() -> None:
+    source, engine = Told(), with_adapters(RED)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, telemetry):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            engine.ready = False
+            await until(lambda: engines_ready(telemetry) == 0)
+            assert pool.model("fake").adapters, "it may come back"
+            del engine.adapters["red"]
+            engine.ready = True
+            await until(lambda: not pool.model("fake").adapters)
+
+
+async def test_changes_at_any_time_are_noticed() -> None:
+    """An adapter may be loaded between the probe and the answer that lists adapters, and while that is evaluated."""
+    source, engine = Told(), with_adapters()
+    with served(engine) as url:
+        async with pool_of(source, probe_seconds=0.002) as (pool, _, telemetry):
+            source.say(url)
+            await until(lambda: engines_ready(telemetry) == 1)
+            for _ in range(10):
+                for _ in range(5):
+                    engine.adapters["red"] = adapter(f"{random.getrandbits(64):016x}", "red")
+                    await asyncio.sleep(random.random() * 0.006)
+                await until(lambda: known(pool) == {"red": engine.adapters["red"].digest})
+
+
+async def test_engines_are_probed_at_different_times() -> None:
+    source, engines = Told(), [FakeEngine() for _ in range(SLOTS // 2 + 1)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(engine)) for engine in engines]
+        async with pool_of(source, probe_seconds=0.4) as (_, _, telemetry):
+            source.say(*urls)
+            await until(lambda: engines_ready(telemetry) == len(engines))
+            one, two = engines[0].probes, engines[-1].probes  # half an interval apart
+            # in the first of the rounds that the machine does not disturb
+            await until(lambda: any(min(abs(first - second) for first in one) > 0.1 for second in two[1:-1]))
+
+
+@pytest.mark.parametrize("seconds", [0.02, 1.0, 30.0])
+def test_times_of_probes(seconds: float) -> None:
+    times = ProbeTimes(seconds)
+    phases = [times.phase() for _ in range(100)]
+    assert set(Counter(phases).values()) == {100 // SLOTS}, "equally many engines at a time"
+    for start in (12_345.678, 12_345.678 + 7.3 * seconds):  # the second one after the event loop was blocked
+        due = []
+        for phase in phases:
+            now = start
+            pauses = []
+            for _ in range(4):
+                pauses.append(times.pause(phase, now))
+                now += pauses[-1] - 0.0009 * seconds  # a timer that ends early
+            due.append((now / seconds - phase) % 1)
+            assert SHORTEST_PAUSE * seconds < pauses[0] <= (1 + SHORTEST_PAUSE) * seconds
+            assert pauses[1:] == pytest.approx([seconds] * 3, rel=0.01)
+        assert all(part > 0.99 or part < 0.01 for part in due), "each engine keeps its phase"

@@ -198,12 +198,12 @@ def test_small_requests_are_whole_unless_a_setting_divides_them(start: Start) ->
 def test_queries_keep_to_a_replica(start: Start) -> None:
     engines = [FakeEngine() for _ in range(3)]
     client = start(*engines)
-    for query in range(12):
-        for item in range(4):
+    for query in range(30):  # with 12, one start in 40 leaves a replica without a query
+        for item in range(3):
             body = {"query": [query] * 20, "items": [[item]], "label_token_ids": [1]}
             assert client.post("/v1/score", json=body).status_code == 200
     homes = [{score.prefix[0] for score in engine.scores} for engine in engines]
-    assert sum(map(len, homes)) == 12, "no query was computed on two replicas"
+    assert sum(map(len, homes)) == 30, "no query was computed on two replicas"
     assert all(homes)
 
 

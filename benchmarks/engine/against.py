@@ -1,8 +1,8 @@
 """Scoring and decoding on a CPU in float32, beside the engine of another checkout: ``python -m benchmarks against CHECKOUT``.
 
-Each checkout has a process with the same weights, threads and variables. They compute the same requests in turn, in alternating
-order, and must agree. Figures are medians of the rounds; ratios are the other's time divided by ours, medians of the rounds'
-ratios. The last line is JSON.
+Each checkout has a process with the same weights and threads, and the variables that its own engine sets. They compute the same
+requests in turn, in alternating order, and must agree. Figures are medians of the rounds; ratios are the other's time divided by
+ours, medians of the rounds' ratios. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from benchmarks.engine.against_process import FORMATS, WORKLOADS
 from benchmarks.engine.line_process import LineProcess
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
-from engine.serving.environment import with_defaults
+from engine.serving.environment import HUGE_PAGES, with_defaults
 
 HERE = Path(__file__).resolve().parents[2]
 OURS, THEIRS = "here", "there"
@@ -34,15 +35,32 @@ CLOCKS = ("wall", "cpu")
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 1.0, "bfloat16-int8": 1.0}
 """Largest difference of a log-probability from float32, with random weights, by number format."""
 
+ENVIRONMENT = "engine/serving/environment.py"
+"""The file of a checkout that has its engine's variables."""
+PRINT_VARIABLES = (
+    "import json, os; from engine.serving.environment import with_defaults; print(json.dumps(with_defaults(os.environ)))"
+)
+
 Times = dict[str, dict[str, list[float]]]
 """Checkout, clock, and seconds of each round."""
+
+
+def variables_of(checkout: Path) -> dict[str, str]:
+    """Variables that the checkout's engine sets for its loop. A checkout older than the file gets ours without huge pages."""
+    ours = with_defaults({})
+    outside = {name: value for name, value in os.environ.items() if ours.get(name) != value} | {"PYTHONPATH": str(checkout)}
+    if not (checkout / ENVIRONMENT).exists():
+        return {name: value for name, value in with_defaults(outside).items() if name not in HUGE_PAGES or name in outside}
+    command = [sys.executable, "-c", PRINT_VARIABLES]
+    found = subprocess.run(command, cwd=checkout, env=outside, capture_output=True, text=True, check=True)  # noqa: S603 - our own code
+    return json.loads(found.stdout)  # type: ignore[no-any-return]
 
 
 def start(checkout: Path, model: Path, form: str = "float32") -> LineProcess:
     """The engine of a checkout, which prints a line when the model is loaded."""
     program = str(Path(__file__).with_name("against_process.py"))
     command = [sys.executable, program, str(model), str(torch.get_num_threads()), form]
-    return LineProcess(command, checkout, with_defaults(os.environ) | {"PYTHONPATH": str(checkout)})
+    return LineProcess(command, checkout, variables_of(checkout))
 
 
 def main(arguments: Sequence[str]) -> int:

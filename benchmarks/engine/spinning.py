@@ -2,8 +2,8 @@
 
 Every setting has a gateway and an engine of its own, or several engines, as ``yardstick serve`` starts them. A client reads 32
 streams at a time, and sends scores, first on cores that are otherwise idle, then beside a process that computes without end. Each
-round measures every setting once; figures are medians of the rounds, ratios are medians of the rounds' ratios. The last line is
-JSON.
+round measures every setting once, in alternating order; figures are medians of the rounds, ratios are medians of the rounds'
+ratios. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -41,6 +41,7 @@ QUIET, SHARED = "quiet", "beside another process"
 QUERY, ITEM, ITEMS = 120, 180, 10
 BUSY = "while True: pass"
 
+T = TypeVar("T")
 Figures = dict[str, dict[str, list[float]]]
 """Workload, setting, and one figure for each round."""
 
@@ -87,8 +88,9 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         urls = {name: stack.enter_context(serving_as(name, options.model)) for name in settings}
         measure(urls, options, figures, record=False)
-        for _ in range(options.rounds):
-            measure(urls, options, figures)
+        for place in range(options.rounds):
+            measure(dict(in_turn(urls.items(), place)), options, figures)
+    figures = {what: {name: by_setting[name] for name in settings} for what, by_setting in figures.items()}
     ratios = {what: ratios_of(by_setting) for what, by_setting in figures.items()}
     lines = list(table(figures, ratios))
     summary = {"bench": "spinning", "machine": machine.describe(), "rounds": options.rounds, "ratios": ratios}
@@ -101,6 +103,11 @@ def main(arguments: Sequence[str]) -> int:
         (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(summary), flush=True)
     return 0
+
+
+def in_turn(settings: Iterable[T], place: int) -> list[T]:
+    """The settings in the order of a round: the reverse one in every other round."""
+    return list(settings)[:: -1 if place % 2 else 1]
 
 
 def measure(urls: Mapping[str, str], options: argparse.Namespace, figures: Figures, *, record: bool = True) -> None:

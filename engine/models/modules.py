@@ -40,11 +40,6 @@ class Embedding(nn.Embedding):
         pass
 
 
-PLAIN_ROWS = 2
-"""Most rows that a head multiplies without its packed copy, whose layout is read more slowly. One row of [151,936, 512] takes
-12.5 ms with MKL or 13.3 ms with oneDNN, and 16.7 ms with the packed copy (Intel with AMX, two cores, 12 rounds)."""
-
-
 class TokenHead(NamedTuple):
     """A language-model head: the model's, or an adapter's."""
 
@@ -62,8 +57,7 @@ class TokenHead(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as the decoder returns them. -> [rows, vocab]"""
-        few = len(hidden) <= PLAIN_ROWS and isinstance(self.operand, PackedWeight)
-        return soft_cap(linear(self.input(hidden), self.weight if few else self.operand), self.cap)
+        return soft_cap(linear(self.input(hidden), self.operand), self.cap)
 
 
 class RMSNorm(nn.Module):

@@ -41,9 +41,8 @@ def pack_head(decoder: Decoder, form: str | None) -> None:
     """Give the decoder a packed copy of its head, where ``form`` is a format of a CPU.
 
     With 8 rows, a product takes two thirds of the time. The plain weight stays, because embeddings, and logits of single tokens,
-    are rows of it, and because it is the faster one with one or two rows (``modules.PLAIN_ROWS``). oneDNN multiplies the copy
-    wherever torch has oneDNN: a head exceeds the caches, and with few rows oneDNN reads such a copy faster (docs/benchmarks).
-    A head in bfloat16 is packed where plain layers are.
+    are rows of it. oneDNN multiplies the copy wherever torch has oneDNN: a head exceeds the caches, and with few rows oneDNN
+    reads such a copy faster (docs/benchmarks). A head in bfloat16 is packed where plain layers are.
     """
     weight = decoder.embed.weight
     gains = form == "packed" or (form == "int8" and (weight.dtype == torch.float32 or packed.suits(weight.device, weight.dtype)))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.engine import against
 from benchmarks.engine.line_process import ProcessEnded
+from engine.serving.environment import HUGE_PAGES, with_defaults
 from tests.checkpoints import make_checkpoint
 
 
@@ -26,6 +27,26 @@ def test_scores_that_differ_are_an_error() -> None:
         against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]], tolerance=1e-3)
     with pytest.raises(AssertionError, match="differ in length"):
         against.check_agreement("decode 1", [[5, 6]], [[5]], tolerance=1e-3)
+
+
+def test_each_checkout_has_its_own_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = with_defaults({})
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    for name, value in HUGE_PAGES.items():
+        monkeypatch.setenv(name, value)  # as the benchmark's own process has it
+    here = against.variables_of(against.HERE)
+    assert here.items() >= (ours | {"OMP_WAIT_POLICY": "ACTIVE", "PYTHONPATH": str(against.HERE)}).items()
+    before = against.variables_of(tmp_path)
+    assert not before.keys() & HUGE_PAGES.keys()
+    assert {name: here[name] for name in before.keys() & ours.keys()} == {
+        name: before[name] for name in ours.keys() - HUGE_PAGES.keys()
+    }
+    (tmp_path / "engine" / "serving").mkdir(parents=True)
+    (tmp_path / against.ENVIRONMENT).write_text("def with_defaults(environment): return {**environment, 'OTHER': '1'}")
+    other = against.variables_of(tmp_path)
+    assert other["OTHER"] == "1"
+    assert other["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert not other.keys() & HUGE_PAGES.keys()
 
 
 @pytest.mark.slow

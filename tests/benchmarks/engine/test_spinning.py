@@ -16,6 +16,10 @@ def test_settings() -> None:
     assert spinning.environment("500") == {"GOMP_SPINCOUNT": "500"}
 
 
+def test_the_order_of_settings_alternates() -> None:
+    assert [spinning.in_turn(["a", "b", "c"], place) for place in range(3)] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

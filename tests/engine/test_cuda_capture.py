@@ -157,7 +157,7 @@ def test_no_garbage_is_collected_during_a_capture(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("error", ["of Python", "of CUDA"])
 @torch.inference_mode()
 def test_graphs_outlive_failed_captures_on_a_gpu(error: str, device: torch.device) -> None:
-    """Split products, which need the workspace, after memory that was freed has been written to; then more captures."""
+    """Split products, which need the workspace, also after other captures on all streams are gone, and then a new capture."""
     generator = torch.Generator(device).manual_seed(1)
     left, right = (torch.randn(size, device=device, generator=generator).bfloat16() for size in ((8, 16384), (16384, 64)))
     expected = (left @ right).float()
@@ -173,6 +173,8 @@ def test_graphs_outlive_failed_captures_on_a_gpu(error: str, device: torch.devic
     with pytest.raises(RuntimeError):
         capture(failing(waits))
     assert torch.cuda.current_stream(device) == before
+    for _ in range(STREAMS):
+        CudaCapture(device)(lambda: left @ right)
     gc.collect()
     torch.cuda.synchronize(device)
     memory = [torch.full((1 << 20,), 7.0, device=device) for _ in range(64)]

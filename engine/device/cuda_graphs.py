@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -62,14 +62,24 @@ class CudaCapture:
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
-            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = work()
+            try:
+                with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    output = work()
+            except Exception:
+                self._leave_pool()
+                raise
         return Captured(output, graph.replay)
 
     @property
     def allocated(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(0, self._free_before - free)
+
+    def _leave_pool(self) -> None:
+        """End the allocation to the pool, as torch before 2.13 does not if CUDA refuses what was captured. Otherwise no capture
+        could follow, because each begins with freeing unused memory, which torch does not do while one goes on."""
+        with suppress(RuntimeError):  # has ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 def _unused_stream(device: torch.device, used: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:

@@ -1,7 +1,7 @@
 """What :class:`CudaCapture` leaves behind when captures fail and graphs are destroyed.
 
-Without a GPU, the real ``torch.cuda.graph`` captures nothing on stand-ins for streams and graphs, which do what those of torch 2.13
-do here: streams are handed out in turn, and a graph that is destroyed frees cuBLAS's workspace for the stream of its capture.
+Without a GPU, the real ``torch.cuda.graph`` captures nothing on stand-ins for streams and graphs, which do what those of torch
+do: streams are handed out in turn, and a graph that is destroyed frees cuBLAS's workspace for the stream of its capture.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -37,6 +38,10 @@ class FakeCuda:
         self.workspaces: set[int] = set()
         self.breaks = False
         """Whether captures end with an error."""
+        self.leaves_pool = True
+        """Whether a capture also ends the allocation to its pool then."""
+        self.pools: set[object] = set()
+        """Those to which memory is allocated."""
         turn = itertools.count()
         graph = type("Graph", (FakeGraph,), {"cuda": self})
         for name, value in {
@@ -44,13 +49,25 @@ class FakeCuda:
             "stream": lambda stream: FakeContext(self, stream),
             "current_stream": lambda device=None: self.current,
             "synchronize": lambda: None,
-            "empty_cache": lambda: None,
-            "graph_pool_handle": lambda: (0, 1),
+            "empty_cache": self.empty_cache,
+            "current_device": lambda: 0,
+            "graph_pool_handle": object,
             "mem_get_info": lambda device: (0, 0),
             "CUDAGraph": graph,
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.end(pool), raising=False)
+
+    def empty_cache(self) -> None:
+        if self.pools:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def end(self, pool: object) -> None:
+        """End the allocation to ``pool``."""
+        if pool not in self.pools:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.pools.remove(pool)
 
     def product(self) -> Tensor:
         """Work that needs the workspace."""
@@ -77,10 +94,13 @@ class FakeGraph:
     cuda: FakeCuda
     ended = False
 
-    def capture_begin(self, *pool: Any, **named: Any) -> None:
-        self.stream = self.cuda.current
+    def capture_begin(self, pool: object, **named: Any) -> None:
+        self.stream, self.pool = self.cuda.current, pool
+        self.cuda.pools.add(pool)
 
     def capture_end(self) -> None:
+        if not self.cuda.breaks or self.cuda.leaves_pool:
+            self.cuda.end(self.pool)
         if self.cuda.breaks:
             raise RuntimeError("operation failed due to a previous error during capture")
         self.ended = True
@@ -95,6 +115,7 @@ class FakeGraph:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(CudaCapture, "_living", WeakSet())
     return FakeCuda(monkeypatch)
 
 
@@ -120,11 +141,14 @@ def test_a_failed_capture_does_not_free_what_earlier_graphs_use(cuda: FakeCuda) 
     captured.replay()
 
 
-def test_a_failed_capture_restores_the_stream(cuda: FakeCuda) -> None:
-    cuda.breaks = True
+@pytest.mark.parametrize("leaves_pool", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_a_failed_capture_restores_the_stream_and_others_can_follow(cuda: FakeCuda, leaves_pool: bool) -> None:
+    cuda.breaks, cuda.leaves_pool = True, leaves_pool
     with pytest.raises(RuntimeError, match="previous error"):
         CudaCapture(GPU)(cuda.product)
     assert cuda.current == 0
+    cuda.breaks = False
+    CudaCapture(GPU)(cuda.product).replay()
 
 
 def test_captures_that_are_gone_do_not_free_what_others_use(cuda: FakeCuda) -> None:

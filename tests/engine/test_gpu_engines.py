@@ -80,6 +80,7 @@ def test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late(name: str, tmp_path: P
     plain, digests = engine(model, adapters, device="cpu", dtype="float32", **exact)
     expected = scores_of(run(plain, *messages(digests)))
     served, digests = engine(model, adapters, device=device.type, dtype="bfloat16", cuda_graphs="on", **given)
+    assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)  # and not that of the captures
     for _ in range(2):  # the second time from the prefix cache
         found = scores_of(run(served, *messages(digests)))
         apart = {key: np.abs(found[key] - rows) for key, rows in expected.items()}

@@ -14,6 +14,7 @@ import torch
 from llguidance import LLTokenizer
 
 from engine import wire
+from engine.attention.base import AttentionBackend
 from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
@@ -41,6 +42,7 @@ from engine.models.quantization import FORMATS, arithmetic_of, format_of
 from engine.models.source import located
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
+from engine.runner.pieces import SIZES, StepPieces
 from engine.runner.runner import Runner
 from engine.runner.step_threads import StepThreads, step_threads
 from engine.scheduling.drafting import LookupSettings
@@ -158,8 +160,9 @@ def assemble(
         compact = not on_gpu and not overlap
         lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
+    pieces = make_pieces(decoder, attention, settings.cuda_graphs, budget) if memory is None and graphs is not None else None
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, pieces)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
@@ -232,6 +235,15 @@ def make_graphs(
     Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
     """
     return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget, adapters))
+
+
+def make_pieces(decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget) -> StepPieces | None:
+    """Capture large steps in pieces; see :func:`make_graphs`."""
+    sizes = [size for size in SIZES if size <= budget.max_batched_tokens]
+    if not sizes or not attention.reads_apart or decoder.config.experts is not None:
+        return None
+    device = attention.kv.keys.device
+    return _captured("CUDA graphs in pieces", decoder, wanted, lambda: StepPieces(decoder, attention, CudaCapture(device), sizes))
 
 
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:

@@ -102,8 +102,8 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
     """
     dual = host == "*" and socket.has_dualstack_ipv6()
     address = ("::" if dual else "0.0.0.0") if host == "*" else host  # noqa: S104  the operator asks for all addresses
-    # asyncio sets TCP_NODELAY on accepted sockets that name their protocol. Without it, the body of an answer, or a token, waits for
-    # the acknowledgement of what was sent before, which Linux delays by 40 ms.
+    # asyncio sets TCP_NODELAY on accepted sockets that name their protocol. Without it, the body of an answer, or a token, waits
+    # for the acknowledgement of what was sent before, which Linux delays by 40 ms.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if dual:

@@ -32,6 +32,7 @@ def qk_norm_rope_write(
     values: Tensor,
     slots: Tensor,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Write the keys, normalised and rotated, and the values to their slots, and return the queries, normalised and rotated.
 
@@ -42,10 +43,12 @@ def qk_norm_rope_write(
 
     scales: [2, kv_heads] float32, powers of two, of keys and of values that are kept as e4m3 codes (:mod:`kernels.kv_codes`); None
     where they are kept in the dtype of qkv. The queries are then multiplied by the scales of their keys.
+
+    out: where the queries go, contiguous; None for a new tensor.
     """
     fused = launches(qkv, q_weight, k_weight)
     operation = qk_norm_rope_write_triton if fused else qk_norm_rope_write_reference
-    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, scales)
+    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, scales, out)
 
 
 def qk_norm_rope_write_reference(
@@ -59,6 +62,7 @@ def qk_norm_rope_write_reference(
     values: Tensor,
     slots: Tensor,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`qk_norm_rope_write` in plain PyTorch, rounded once."""
     kv_heads = keys.shape[1]
@@ -71,10 +75,10 @@ def qk_norm_rope_write_reference(
     if scales is None:
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
-        return q
+        return q if out is None else out.copy_(q)
     kv_codes.write(keys, slots, kv_codes.encode(k, scales[0]))
     kv_codes.write(values, slots, kv_codes.encode(v, scales[1]))
-    return q * scales[0].repeat_interleave(q.shape[1] // kv_heads)[:, None].to(q.dtype)
+    return torch.mul(q, scales[0].repeat_interleave(q.shape[1] // kv_heads)[:, None].to(q.dtype), out=out)
 
 
 def _ready(qk: Tensor, weights: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,6 +103,7 @@ def qk_norm_rope_write_triton(
     values: Tensor,
     slots: Tensor,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`qk_norm_rope_write` on a GPU, rounded once. All contiguous, and of one dtype but for cos, sin, slots, scales, codes.
 
@@ -108,7 +113,8 @@ def qk_norm_rope_write_triton(
     tokens, rows, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = rows - 2 * kv_heads
-    q = qkv.new_empty((tokens, heads, head_dim))
+    q = qkv.new_empty((tokens, heads, head_dim)) if out is None else out
+    expect("out", q, qkv, (tokens, heads, head_dim), (qkv.dtype,))
     half = power_of_two(head_dim // 2)
     tile = min(power_of_two(rows), max(1, TILE // (2 * half)))
     grid = (tokens, -(-rows // tile))

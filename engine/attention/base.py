@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +23,21 @@ MOST_SLOTS = 1 << 20
 """Slots that the contexts of a step with fixed tables may list together: 8 MiB, a fraction of a millisecond to copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Attention of one step to what others write."""
+
+    slots: Tensor
+    """[tokens] int64, where the keys and values of the step's tokens are to be written."""
+    read: Callable[[int, Tensor, Tensor], None]
+    """(layer, q, out): attend from ready queries, [tokens, heads, head_dim], when the layer's keys and values are written."""
+
+
 class AttentionBackend(ABC):
     """Attends from new tokens to slots."""
+
+    reads_apart = False
+    """Whether :meth:`plan_reading` can be called."""
 
     make_ready = staticmethod(qk_norm_rope_write)
     """Normalises and rotates queries and keys, and writes keys and values: one kernel on a GPU, plain PyTorch elsewhere."""
@@ -52,18 +66,24 @@ class AttentionBackend(ABC):
         layer's spec says.
         """
 
-    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:
+    def plan_reading(self, segments: Sequence[ExtendSegment]) -> Reading:
+        """Prepare a step as :meth:`plan` does, for a caller who calls :meth:`write` by itself."""
+        raise NotImplementedError
+
+    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor, out: Tensor | None = None) -> Tensor:
         """Write keys, normalised and rotated, and values to the slots ``out_cache_loc``, [tokens] int64. Returns the queries,
-        ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys.
+        ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys. ``out``: where they
+        go; only without adapters.
         """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         if heads.delta is not None:
             assert self.kv.scales is None, "adapters exclude keys and values in FP8"
+            assert out is None
             given = heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin
             return lora_rope_write(heads.qkv, heads.delta, *given, keys, values, out_cache_loc)
         scales = None if self.kv.scales is None else self.kv.scales[layer]
         return self.make_ready(
-            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales
+            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales, out
         )
 
     @abstractmethod

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, Reading
 from engine.attention.branches import plan_branches
 from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
@@ -50,6 +50,8 @@ class FlashInferAttention(AttentionBackend):
     that buffer may be filled again only when the step is done; with at most two steps in flight, the one before the last is.
     """
 
+    reads_apart = True
+
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
         self._heads = heads
@@ -70,18 +72,27 @@ class FlashInferAttention(AttentionBackend):
         return problem(device, config.head_dim, dtype, kept, config.attention_specs)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
-        wrappers = next(self._wrappers)
-        out_cache_loc = self._plan_step(wrappers, segments)
+        reading = self.plan_reading(segments)
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, out_cache_loc)
-            pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
+            q = self.write(layer, heads, reading.slots)
             # Without an output tensor, the wrapper allocates one and fills it with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            wrappers[self.specs[layer]].run(q, pages, out=out)
-            return out if self._value_scales is None else out.mul_(self._value_scales[layer])
+            reading.read(layer, q, out)
+            return out
 
         return FusedAttend(attend)
+
+    def plan_reading(self, segments: Sequence[ExtendSegment]) -> Reading:
+        wrappers = next(self._wrappers)
+
+        def read(layer: int, q: Tensor, out: Tensor) -> None:
+            pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
+            wrappers[self.specs[layer]].run(q, pages, out=out)
+            if self._value_scales is not None:
+                out.mul_(self._value_scales[layer])
+
+        return Reading(self._plan_step(wrappers, segments), read)
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
         return plan_branches(self.kv, prefixes, branches, counts)

@@ -27,6 +27,7 @@ from engine.readouts.plan import OutputPlan
 from engine.requests.core import PENDING, Branch
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
+from engine.runner.pieces import StepPieces
 from engine.runner.step_threads import StepThreads
 from engine.vision.steps import StepImages
 
@@ -85,11 +86,14 @@ class Runner:
         adapters: StepAdapters | None = None,
         images: StepImages | None = None,
         threads: StepThreads | None = None,
+        pieces: StepPieces | None = None,
     ) -> None:
-        """``threads``: chooses the thread for each step; by default the calling thread computes all."""
+        """``pieces``: only without adapters. ``threads``: chooses the thread for each step; by default the calling thread
+        computes all."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
+        self._pieces = pieces
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
@@ -149,7 +153,7 @@ class Runner:
     @property
     def replayed(self) -> int:
         """Steps so far that replayed a CUDA graph."""
-        return 0 if self._graphs is None else self._graphs.replayed
+        return sum(captured.replayed for captured in (self._graphs, self._pieces) if captured is not None)
 
     @property
     def replayed_lenvm_passes(self) -> int:
@@ -209,8 +213,11 @@ class Runner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
         """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        launched = self._graphs is None or self.images.active or self._adapters.embeds
-        hidden = None if self._graphs is None or launched else self._graphs.forward(tokens, positions, segments)
+        hidden = None
+        if not (self.images.active or self._adapters.embeds):
+            for captured in (self._pieces, self._graphs):
+                if hidden is None and captured is not None:
+                    hidden = captured.forward(tokens, positions, segments)
         if hidden is None:
             attend = self._attention.plan(segments)
             if 0 < len(rows) < len(tokens):

@@ -86,4 +86,5 @@ class StepPieces:
             cut()
             return self._attended[:size]
 
-        return decoder(self._tokens[:size], self._positions[:size], FusedAttend(attend))  # type: ignore[no-any-return]
+        output: Tensor = decoder(self._tokens[:size], self._positions[:size], FusedAttend(attend))
+        return output

@@ -5,6 +5,8 @@ On a CPU a stand-in records the work; tests marked ``gpu`` capture it in CUDA gr
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch

@@ -64,7 +64,7 @@ def qk_norm_rope_write_reference(
     scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`qk_norm_rope_write` in plain PyTorch, rounded once."""
+    """:func:`qk_norm_rope_write` in plain PyTorch. On a CPU rounded once; on a GPU after the norm and after the rotation."""
     kv_heads = keys.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
     qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
@@ -210,7 +210,8 @@ def _qk_norm_rope_write(
     if scales is not None:
         kv_head = tl.where(is_query, rows // (HEADS // KV_HEADS), rows - HEADS)
         factor = tl.load(scales + kv_head, mask=rows < HEADS + 2 * KV_HEADS, other=1.0)
-        factor = tl.where(is_query, factor, 1.0 / factor)
+        # Triton's "/" may be two units in the last place off; the reciprocal of a power of two is exact.
+        factor = tl.where(is_query, factor, tl.div_rn(1.0, factor))
         first, second = _bounded(first * factor), _bounded(second * factor)
         rotated_first, rotated_second = rotated_first * factor, rotated_second * factor
         rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))

@@ -35,7 +35,7 @@ def causal_of(config: ModelConfig) -> Attend:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale_of(q.shape[2])
         scores = spec.soft_cap * (scores / spec.soft_cap).tanh() if spec.soft_cap else scores
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+        distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
         hidden = (distance < 0) | (distance >= (spec.window or len(k)))
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 

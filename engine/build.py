@@ -42,14 +42,14 @@ from engine.models.quantization import FORMATS, arithmetic_of, format_of
 from engine.models.source import located
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
-from engine.runner.pieces import SIZES, StepPieces
+from engine.runner.pieces import PIECES_BYTES, SIZES, StepPieces
 from engine.runner.runner import Runner
 from engine.runner.step_threads import StepThreads, step_threads
 from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
 from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
-from engine.startup.capacity import default_slots, slot_bytes
+from engine.startup.capacity import default_slots, slot_bytes, step_bytes
 from engine.startup.description import describe
 from engine.startup.warm_up import warm_up
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
@@ -238,11 +238,16 @@ def make_graphs(
 
 
 def make_pieces(decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget) -> StepPieces | None:
-    """Capture large steps in pieces; see :func:`make_graphs`."""
+    """Capture large steps in pieces, where the backend and the memory that is left allow it; see :func:`make_graphs`."""
     sizes = [size for size in SIZES if size <= budget.max_batched_tokens]
-    if not sizes or not attention.reads_apart or decoder.config.experts is not None:
-        return None
     device = attention.kv.keys.device
+    if not sizes or not attention.reads_apart or decoder.config.experts is not None or device.type != "cuda":
+        return None
+    needed = PIECES_BYTES + 3 * step_bytes(decoder, sizes[-1])
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < needed:
+        logger.warning("CUDA graphs in pieces: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
+        return None
     return _captured("CUDA graphs in pieces", decoder, wanted, lambda: StepPieces(decoder, attention, CudaCapture(device), sizes))
 
 

@@ -41,6 +41,10 @@ class PieceCapture(Protocol):
         """Capture ``work``, which may run more than once. It calls its argument wherever a piece ends. Nothing that is allocated in
         ``work`` may be read between pieces, because later pieces may use its memory."""
 
+    @property
+    def allocated(self) -> int:
+        """Bytes that everything captured holds on the device."""
+
 
 class CapturedPieces(NamedTuple):
     """Captured work in pieces, to be replayed in order."""

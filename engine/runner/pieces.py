@@ -26,6 +26,10 @@ SIZES = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 """Tokens. Smaller steps are captured whole (:mod:`engine.runner.graphs`); at most a fifth of a step is padding."""
 
 
+PIECES_BYTES = 2 << 30
+"""Memory of some 350 graphs, besides that of their largest step."""
+
+
 class StepPieces:
     """The decoder's part of a step, from tokens to hidden rows, in pieces, for every one of ``sizes``.
 
@@ -47,13 +51,16 @@ class StepPieces:
         self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int64, device=weight.device)
         self._slots = torch.full((most,), attention.kv.padding_slot, dtype=torch.int64, device=weight.device)
         heads = most, config.num_heads, config.head_dim
-        self._queries, self._attended = torch.zeros(2, *heads, dtype=weight.dtype, device=weight.device)
+        self._queries, self._attended = torch.zeros(2, *heads, dtype=weight.dtype, device=weight.device).unbind()
         start = time.monotonic()
         self._pieces: dict[int, CapturedPieces] = {}
         for size in reversed(self._sizes):
             self._pieces[size] = capture.in_pieces(partial(self._compute, decoder, size))
         logger.info(
-            "CUDA graphs in pieces: captured for %s tokens in %.1f s", ", ".join(map(str, self._sizes)), time.monotonic() - start
+            "CUDA graphs in pieces: captured for %s tokens in %.1f s, %.0f MiB",
+            ", ".join(map(str, self._sizes)),
+            time.monotonic() - start,
+            capture.allocated / 2**20,
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor | None:

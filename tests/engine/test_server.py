@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from engine import wire
+from engine.server import _listen
 from engine.serving.environment import WAITING
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
@@ -248,3 +250,18 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
 def test_the_server_imports_no_torch():
     code = "import sys, engine.serving.app, engine.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """asyncio leaves TCP_NODELAY off where a socket does not name its protocol."""
+    loop = asyncio.get_running_loop()
+    accepted: asyncio.Future[int] = loop.create_future()
+
+    class Connection(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.set_result(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    async with await loop.create_server(Connection, sock=_listen("127.0.0.1", 0, "--port")) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        assert await accepted
+        writer.close()

@@ -2,8 +2,8 @@
 
 A request touches objects all over the heap, so in pages of 4 KiB it misses the TLB often. ``madvise(MADV_COLLAPSE)`` copies a part
 of 2 MiB into one huge page. Only parts that are nearly full are collapsed, so resident memory hardly grows. A copy takes 1 to 6 ms,
-during which the thread does nothing else. Therefore the memory of the start is collapsed before the first request, and later memory,
-such as the tables of a model, one part at a time while there are no requests.
+during which the thread does nothing else. So the memory of the start is collapsed before the first request, and later memory, such
+as the tables of a model, one part at a time while there are no requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 256 << 20
 """Most memory that is collapsed. A gateway with a small model has 40 MB; cached results and items of catalogues take more."""
 MOST_SECONDS = 0.5
-"""Most time that all searches and copies take together. The kernel may take long to find a huge page in fragmented memory."""
+"""Most time for examining and copying parts, in all. The kernel may take long to find a huge page in fragmented memory."""
 MOST_REFUSALS = 8
 """Refusals of the kernel after which no more is tried: it has no huge page left, or is too old."""
 GROWTH_BYTES = 2 << 20
@@ -82,7 +82,7 @@ class Linux:
         return entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(_OWN).count(1) / pages
 
     def collapse(self, address: int) -> bool:
-        return self._madvise(address, self.part_bytes, _MADV_COLLAPSE) == 0
+        return bool(self._madvise(address, self.part_bytes, _MADV_COLLAPSE) == 0)
 
     def resident_bytes(self) -> int:
         return int((_PROCESS / "statm").read_text().split()[1]) * _PAGE_BYTES

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import platform
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -289,6 +290,11 @@ def rollup(gateway: Program, name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+def children(gateway: Program) -> list[int]:
+    """Processes that the gateway has started."""
+    return list(map(int, Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split()))
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[[], Program]]:
     programs: list[Program] = []
@@ -316,3 +322,7 @@ def test_a_gateway_takes_huge_pages_and_no_more_memory(start: Callable[[], Progr
     wait_until(lambda: rollup(gateway, "AnonHugePages") >= 16)
     assert gateway.client.post("/v1/completions", json=body).status_code == 200
     assert rollup(gateway, "Rss") < rollup(refused, "Rss") + 4
+    huge, first = rollup(gateway, "AnonHugePages"), children(gateway)
+    os.kill(first[0], signal.SIGKILL)  # the fork server
+    wait_until(lambda: children(gateway) not in ([], first))
+    assert rollup(gateway, "AnonHugePages") >= huge, "a new fork server starts without a copy of the gateway's memory"

@@ -27,7 +27,7 @@ def describe() -> dict[str, str | int | float]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": known if (known := commit()) != UNKNOWN else os.environ.get(COMMIT, UNKNOWN),
+        "commit": os.environ.get(COMMIT) or commit(),
     }
     for package in PACKAGES:
         try:

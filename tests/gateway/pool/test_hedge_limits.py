@@ -88,6 +88,7 @@ async def test_engines_that_all_become_slow_get_few_hedges(budget: int) -> None:
             engine.faults.hold = True
         asking = [asyncio.create_task(hedged.score()) for _ in range(200)]
         await until(lambda: sum(hedged.counts().values()) > 150)
+        await until(lambda: sum(len(engine.scores) for engine in hedged.engines) > 200)  # all of them have arrived, and hedges
         sent = sum(len(engine.scores) for engine in hedged.engines) - 200
         assert 0 < sent <= min(budget // TOKENS, hedging.MAX_HEDGES)
         for engine in hedged.engines:

@@ -113,8 +113,9 @@ def qk_norm_rope_write_triton(
     tokens, rows, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = rows - 2 * kv_heads
+    if out is not None:
+        expect("out", out, qkv, (tokens, heads, head_dim), (qkv.dtype,))
     q = qkv.new_empty((tokens, heads, head_dim)) if out is None else out
-    expect("out", q, qkv, (tokens, heads, head_dim), (qkv.dtype,))
     half = power_of_two(head_dim // 2)
     tile = min(power_of_two(rows), max(1, TILE // (2 * half)))
     grid = (tokens, -(-rows // tile))

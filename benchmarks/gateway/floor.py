@@ -42,14 +42,14 @@ class Floor:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
         if scope["type"] == "http" and scope["path"] == "/v1/chat/completions":
-            await self._stream(await _body(receive), send)
+            await self._stream(await read_body(receive), send)
         elif scope["type"] == "http":
             body = b"ok" if scope["method"] == "GET" else await self._score(receive)
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
             await send({"type": "http.response.body", "body": body})
 
     async def _score(self, receive: Any) -> bytes:
-        asked = _request.decode(await _body(receive))
+        asked = _request.decode(await read_body(receive))
         score = wire.Score(uuid.uuid4().hex, asked.query, asked.items, wire.Labels(asked.label_token_ids))  # type: ignore[arg-type]
         async with self._posted("score", score) as response:
             return _json.encode({"scores": _scored.decode(await response.read()).rows})
@@ -78,11 +78,12 @@ def _event(delta: wire.Delta) -> dict[str, Any]:
     return {"id": delta.id, "object": "chat.completion.chunk", "created": 0, "model": "fake", "choices": [choice]}
 
 
-async def _body(receive: Any) -> bytes:
+async def read_body(receive: Any) -> bytes:
+    """Return the body of a request to an ASGI application."""
     body, more = b"", True
     while more:
         message = await receive()
-        body, more = body + message["body"], message["more_body"]
+        body, more = body + message["body"], message.get("more_body", False)
     return body
 
 

@@ -36,6 +36,7 @@ import aiohttp
 import httpx
 
 from benchmarks.gateway.cpu import drained, serving, tree_seconds
+from benchmarks.gateway.floor import read_body
 from benchmarks.gateway.tokenise import WORDS
 from tests.fakes import FakeEngine, Faults, ids, library
 from tests.processes import Program, free_port, wait_until
@@ -64,10 +65,7 @@ class Server:
         if scope["path"] != "/v1/chat/completions":
             await self._engine(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message["body"], message.get("more_body", False)
+        body = await read_body(receive)
         asked = json.loads(body)
         count, stream = asked["max_tokens"], asked.get("stream", False)
         pieces = self._pieces[:count]

@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.gateway.cpu import cpu_seconds, drained, serving, tree_seconds
+from benchmarks.gateway.floor import read_body
 from engine import wire
 from tests.fakes import FakeEngine
 from tests.processes import Program, wait_until
@@ -45,10 +46,7 @@ class _Engine:
         if scope["type"] != "http" or scope["path"] != "/score":
             await self._fake(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message["body"], message.get("more_body", False)
+        body = await read_body(receive)
         asked = msgspec.msgpack.decode(body, type=wire.ScoreItems)
         scored = wire.Scored(asked.id, [[-1.0, -2.0]] * (len(asked.lengths) // 4), 0, 0)
         await send({"type": "http.response.start", "status": 200, "headers": []})

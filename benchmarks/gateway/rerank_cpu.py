@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.gateway.cpu import drained, serving, tree_seconds
+from benchmarks.gateway.floor import read_body
 from benchmarks.gateway.tokenise import TEXT, WORDS
 from engine import wire
 from gateway.presets.select import builtin
@@ -34,7 +35,7 @@ from tests.processes import Program
 CASES = {"1 short": (1, None), "5 short": (5, None), "20 short": (20, None), "20 long": (20, 4000)}
 """Documents of a request, and the characters of each; None: 50 to 100."""
 LONG_SHARE = 5
-"""Of the long request, which takes several times as long, this part of the number is sent."""
+"""Short requests for each long one, which takes several times as long."""
 CONNECTIONS = 4
 Rank = tuple[float, float]
 """CPU milliseconds of a request, and its median latency in milliseconds."""
@@ -51,10 +52,7 @@ class Engine:
         if scope["type"] != "http" or scope["path"] != "/score":
             await self._fake(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message["body"], message.get("more_body", False)
+        body = await read_body(receive)
         asked = msgspec.msgpack.decode(body, type=wire.Score)
         assert isinstance(asked.readout, wire.Labels)
         scored = wire.Scored(asked.id, [[-1.0] * len(asked.readout.tokens)] * len(asked.branches), 0, 0)

@@ -27,6 +27,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.gateway.cpu import FLOOR, cpu_seconds, drained, serving
+from benchmarks.gateway.floor import read_body
 from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.processes import Program
@@ -52,10 +53,7 @@ class SteppedEngine:
         if scope["type"] != "http" or scope["path"] != "/generate":
             await self._engine(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message["body"], message["more_body"]
+        body = await read_body(receive)
         request = msgspec.msgpack.decode(body, type=wire.Generate)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for delta in self._deltas(request):

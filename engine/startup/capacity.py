@@ -9,7 +9,6 @@ import torch
 from engine.device import cgroup
 from engine.models.decoder import Decoder
 from engine.runner.graphs import BUCKETS
-from engine.runner.pieces import SIZES
 from engine.settings import GPU_BATCHED_TOKENS
 
 MAX_SLOTS = 131_072
@@ -32,7 +31,7 @@ def default_slots(
     size = sum(map(slot_bytes, decoders, kept))
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
-        needed = GPU_FIXED_BYTES + max(step_bytes(decoder, tokens + max(BUCKETS[-1], SIZES[-1])) for decoder in decoders)
+        needed = GPU_FIXED_BYTES + max(step_bytes(decoder, tokens + BUCKETS[-1]) for decoder in decoders)
         return max(1024, int(min(free * GPU_MEMORY_SHARE, free - needed)) // size)
     return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * size)))
 

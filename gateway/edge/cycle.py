@@ -75,6 +75,8 @@ class Cycle(RequestResponseCycle):
     def write_now(self, data: bytes) -> None:
         """Do what :meth:`write` does, at once, unless earlier writes wait: it then follows them. For messages of a stream, of which
         an event loop iteration rarely has two; uvloop joins those."""
+        if not data:  # an empty chunk would end the body
+            return
         part = b"%x\r\n%b\r\n" % (len(data), data)
         transport = self.transport
         if transport.gathered:

@@ -77,8 +77,7 @@ class ChatTemplate:
         return name in self._variables
 
     def check_room(self, prompts: int) -> None:
-        """Check whether so many further prompts of a request can be rendered. A metered template raises :class:`NeedsWorker` if
-        not; this one has no limit."""
+        """Do nothing. A metered template raises :class:`NeedsWorker` if it may not render ``prompts`` more prompts of a request."""
 
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template

@@ -74,7 +74,8 @@ class MeteredTemplate(ChatTemplate):
         self._metered.left = ALLOWANCE
 
     def check_room(self, prompts: int) -> None:
-        """Raise :class:`NeedsWorker` if so many further prompts, each as costly as the request so far, exceed the allowance."""
+        """Raise :class:`NeedsWorker` if ``prompts`` more prompts exceed the allowance. Each is taken to cost as much as the request
+        so far."""
         if (ALLOWANCE - self._metered.left) * prompts > self._metered.left:
             raise NeedsWorker
 

@@ -68,7 +68,8 @@ class SmallTokenizer(Tokenizer):
         return super().encode_marked(text, limit=limit, add_special_tokens=add_special_tokens)
 
     def check_room(self, texts: int, characters: int) -> None:
-        """Raise :class:`NeedsWorker` if so many texts have more characters than are left for this request."""
+        """Raise :class:`NeedsWorker` if ``texts`` texts with ``characters`` characters in all exceed what this request may still
+        encode."""
         if characters + texts * TEXT_CHARACTERS > self._left:
             raise NeedsWorker
 

@@ -207,8 +207,8 @@ class Tokenizer(Vocabulary):
         return "", True
 
     def check_room(self, texts: int, characters: int) -> None:
-        """Check whether so many texts of a request, with so many characters in all, can be encoded. The tokeniser of the event loop
-        raises :class:`NeedsWorker` if not; this one has no limit."""
+        """Do nothing. The tokeniser of the event loop raises :class:`NeedsWorker` if a request may not encode ``texts`` texts with
+        ``characters`` characters in all."""
 
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:

@@ -1,4 +1,4 @@
-"""What :class:`CudaCapture` leaves behind when captures fail and graphs are destroyed.
+"""Graphs of :class:`CudaCapture` stay valid when another capture fails or another graph is destroyed.
 
 Without a GPU, the real ``torch.cuda.graph`` captures nothing on stand-ins for streams and graphs, which do what those of torch
 do: streams are handed out in turn, and a graph that is destroyed frees cuBLAS's workspace for the stream of its capture.

@@ -16,6 +16,7 @@ from llguidance import LLTokenizer
 from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.attention.branches import FixedBranches
+from engine.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
 from engine.device.compilations import Compilations
@@ -41,8 +42,7 @@ from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of, format_of
 from engine.models.source import located
 from engine.runner.adapters import StepAdapters
-from engine.runner.graphs import BUCKETS, StepGraphs
-from engine.runner.pieces import PIECES_BYTES, SIZES, StepPieces
+from engine.runner.graphs import BUCKETS, GRAPH_BYTES, LARGE_BUCKETS, FixedAttention, StepGraphs
 from engine.runner.runner import Runner
 from engine.runner.step_threads import StepThreads, step_threads
 from engine.scheduling.drafting import LookupSettings
@@ -159,10 +159,9 @@ def assemble(
     if paired is not None:
         compact = not on_gpu and not overlap
         lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
-    graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
-    pieces = make_pieces(decoder, attention, settings.cuda_graphs, budget) if memory is None and graphs is not None else None
+    graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, pieces)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
@@ -228,27 +227,26 @@ def _compiles(device: torch.device) -> bool:
 
 
 def make_graphs(
-    decoder: Decoder, kv: KVCache, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
-) -> StepGraphs | None:
-    """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible.
+    decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
+) -> list[StepGraphs]:
+    """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible, and large ones where
+    the memory that is left allows it.
 
     Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
     """
-    return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget, adapters))
-
-
-def make_pieces(decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget) -> StepPieces | None:
-    """Capture large steps in pieces, where the backend and the memory that is left allow it; see :func:`make_graphs`."""
-    sizes = [size for size in SIZES if size <= budget.max_batched_tokens]
+    small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention.kv, budget, adapters))
+    sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
+    if small is None or not sizes:
+        return [] if small is None else [small]
     device = attention.kv.keys.device
-    if not sizes or not attention.reads_apart or decoder.config.experts is not None or device.type != "cuda":
-        return None
-    needed = PIECES_BYTES + 3 * step_bytes(decoder, sizes[-1])
-    free, _ = torch.cuda.mem_get_info(device)
+    # Each size has two layouts, and with adapters twice as many graphs.
+    needed = (2 + 2 * (adapters is not None)) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, sizes[-1])
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
     if free < needed:
-        logger.warning("CUDA graphs in pieces: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
-        return None
-    return _captured("CUDA graphs in pieces", decoder, wanted, lambda: StepPieces(decoder, attention, CudaCapture(device), sizes))
+        logger.warning("CUDA graphs of large steps: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
+        return [small]
+    large = _captured("CUDA graphs of large steps", decoder, wanted, lambda: _capture_large(decoder, attention, sizes, adapters))
+    return [small] if large is None else [small, large]
 
 
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
@@ -292,6 +290,19 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget, adapters: AdapterMem
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets), decoder.config.attention_specs)
     rows = None if adapters is None else adapters.captured(buckets)
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets, rows)
+
+
+def _capture_large(
+    decoder: Decoder, attention: AttentionBackend, sizes: Sequence[int], adapters: AdapterMemory | None
+) -> StepGraphs:
+    """Capture steps of ``sizes`` with the engine's attention, up to that of the last layer."""
+    fixed: FixedAttention
+    if isinstance(attention, FlashInferAttention):
+        fixed = FixedFlashInfer(attention, max(sizes))
+    else:
+        fixed = FixedTritonAttention(attention.kv, decoder.config.num_heads, max(sizes), decoder.config.attention_specs)
+    rows = None if adapters is None else adapters.captured(sizes)
+    return StepGraphs(decoder, fixed, CudaCapture(attention.kv.keys.device), sizes, rows, above=BUCKETS[-1], whole=False)
 
 
 def _counted_parts(budget: Budget, most: int) -> list[int]:

@@ -86,8 +86,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ``auto`` chose.
     """
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
-    """Capture steps of up to 2,048 tokens at the start and replay them, which saves kernel launches; with FlashInfer, those of up
-    to 8,192 too, in pieces, if some GB of memory are left. With a length model, the same for its passes over the candidates of up
+    """Capture steps at the start and replay them, which saves kernel launches: those of up to 1,024 tokens, and larger ones if a GB
+    of memory is left. With a length model, the same for its passes over the candidates of up
     to 256 guided draws; one with more than eight counts as several. ``auto`` captures on a GPU without ``--tensor-parallel``;
     where a capture fails, the log says why and every step is launched. With ``on`` the engine then does not start.
     """

@@ -25,7 +25,6 @@ BACKEND_PARTS = {"FlashInfer": "flashinfer", "long layouts": "long_layouts", "ot
 WHOLE = (
     *sorted((TESTS / "kernels").glob("test_*.py")),
     TESTS / "engine/test_graphs.py",
-    TESTS / "engine/test_pieces.py",
     TESTS / "engine/lenvm/test_pass_graphs.py",
 )
 """Files whose tests take the device, whichever it is."""

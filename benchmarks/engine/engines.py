@@ -107,7 +107,7 @@ class Engine:
     @contextmanager
     def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:
         """Measure the decoder's time with ``watch``, for launched and replayed steps."""
-        places: list[Any] = [decoder, *filter(None, [self.loop._runner._graphs, self.loop._runner._pieces])]
+        places: list[Any] = [decoder, *self.loop._runner._graphs]
         for place in places:
             place.forward = watch.around(place.forward)
         try:

@@ -97,7 +97,7 @@ def null_loop(columns: int, *, guided: bool = False, tokenizer_json: bytes | Non
         model, lenvm_attention = NullLenVM(replace(config, vocab_size=columns)), _attention(config)
         passes = build._capture_passes(model, lenvm_attention.kv, budget)
         lenvm = LenVMRunner(model, lenvm_attention, 0.99, (EOS,), passes, compact=False)
-    graphs = build._capture(decoder, attention.kv, budget, None)
+    graphs = [build._capture(decoder, attention.kv, budget, None)]
     runner = Runner(decoder, attention, (EOS,), graphs, lenvm)
     scheduler = Scheduler(SlotPool(SLOTS), budget, run_ahead=True, lenvm_pool=SlotPool(SLOTS) if guided else None)
     structured = None

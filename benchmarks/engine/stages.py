@@ -27,8 +27,7 @@ class Stages:
         steering: Any = runner._lenvm
         places: list[tuple[Any, str, str]] = [
             (runner._decoder, "forward", "base model"),
-            *([] if runner._graphs is None else [(runner._graphs, "forward", "base model")]),
-            *([] if runner._pieces is None else [(runner._pieces, "forward", "base model")]),
+            *((graphs, "forward", "base model") for graphs in runner._graphs),
             (runner, "_logits", "base model's head"),
             (guided_draws, "candidates", "candidates"),
             (guided_draws, "needs_value", "candidates"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,21 +22,8 @@ MOST_SLOTS = 1 << 20
 """Slots that the contexts of a step with fixed tables may list together: 8 MiB, a fraction of a millisecond to copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Attention of one step to what others write."""
-
-    slots: Tensor
-    """[tokens] int64, where the keys and values of the step's tokens are to be written."""
-    read: Callable[[int, Tensor, Tensor], None]
-    """(layer, q, out): attend from ready queries, [tokens, heads, head_dim], when the layer's keys and values are written."""
-
-
 class AttentionBackend(ABC):
     """Attends from new tokens to slots."""
-
-    reads_apart = False
-    """Whether :meth:`plan_reading` can be called."""
 
     make_ready = staticmethod(qk_norm_rope_write)
     """Normalises and rotates queries and keys, and writes keys and values: one kernel on a GPU, plain PyTorch elsewhere."""
@@ -65,10 +51,6 @@ class AttentionBackend(ABC):
         keys and values to the segments' slots, then lets each query attend to its segment's context up to its own slot, as the
         layer's spec says.
         """
-
-    def plan_reading(self, segments: Sequence[ExtendSegment]) -> Reading:
-        """Prepare a step as :meth:`plan` does, for a caller who calls :meth:`write` by itself."""
-        raise NotImplementedError
 
     def write(self, layer: int, heads: Heads, out_cache_loc: Tensor, out: Tensor | None = None) -> Tensor:
         """Write keys, normalised and rotated, and values to the slots ``out_cache_loc``, [tokens] int64. Returns the queries,

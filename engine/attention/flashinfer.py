@@ -13,20 +13,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
-from itertools import cycle
-from typing import Any
+from itertools import accumulate, cycle
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, Reading
+from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
 from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from kernels.attention_layout import within
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.label_logprobs import multiprocessors
 from kernels.soft_cap import NO_CAP
@@ -37,8 +38,13 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 << 20
 """Least room for partial results of long rows; see :func:`workspace_bytes`."""
-TILE_ROWS = 128
-"""Most rows of a tile."""
+TILE_ROWS, MIDDLE_TILE_ROWS = 128, 64
+"""Most rows of a tile, and those of a tile for short segments or heads of more than :data:`MIDDLE_HEAD_DIM` elements."""
+MIDDLE_HEAD_DIM = 128
+MOST_LISTED = 4 * MOST_SLOTS
+"""Slots that the contexts of a captured step may list together: 16 MiB."""
+SMALL_WORKSPACE_BYTES = 16 << 20
+"""Room for the plan of one row, which is all that the wrappers of captured steps plan by themselves."""
 ALIGNMENT = 4
 """Numbers: each table starts at a multiple of 16 bytes."""
 
@@ -50,11 +56,9 @@ class FlashInferAttention(AttentionBackend):
     that buffer may be filled again only when the step is done; with at most two steps in flight, the one before the last is.
     """
 
-    reads_apart = True
-
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
-        self._heads = heads
+        self.heads = heads
         self._value_scales: Tensor | None = None
         """[layers, heads, 1], exact in the model's dtype."""
         if kv.scales is not None:
@@ -64,7 +68,7 @@ class FlashInferAttention(AttentionBackend):
         room = workspace_bytes(heads, kv_heads, head_dim, multiprocessors(kv.keys.device))
         workspace = torch.empty(room, dtype=torch.uint8, device=kv.keys.device)
         distinct = list(dict.fromkeys(self.specs))
-        self._wrappers = cycle([{spec: self._wrapper(workspace, spec) for spec in distinct} for _ in range(2)])
+        self._wrappers = cycle([{spec: self.wrapper(workspace, spec) for spec in distinct} for _ in range(2)])
         """Wrappers of a step by the spec of their layers."""
 
     @classmethod
@@ -72,32 +76,29 @@ class FlashInferAttention(AttentionBackend):
         return problem(device, config.head_dim, dtype, kept, config.attention_specs)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
-        reading = self.plan_reading(segments)
+        wrappers = next(self._wrappers)
+        slots = self._plan_step(wrappers, segments)
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, reading.slots)
+            q = self.write(layer, heads, slots)
             # Without an output tensor, the wrapper allocates one and fills it with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            reading.read(layer, q, out)
+            self.run(wrappers[self.specs[layer]], layer, q, out)
             return out
 
         return FusedAttend(attend)
 
-    def plan_reading(self, segments: Sequence[ExtendSegment]) -> Reading:
-        wrappers = next(self._wrappers)
-
-        def read(layer: int, q: Tensor, out: Tensor) -> None:
-            pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
-            wrappers[self.specs[layer]].run(q, pages, out=out)
-            if self._value_scales is not None:
-                out.mul_(self._value_scales[layer])
-
-        return Reading(self._plan_step(wrappers, segments), read)
+    def run(self, wrapper: Any, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend from ready queries, [tokens, heads, head_dim], as ``wrapper`` is planned, to the keys and values of ``layer``."""
+        pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
+        wrapper.run(q, pages, out=out)
+        if self._value_scales is not None:
+            out.mul_(self._value_scales[layer])
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
         return plan_branches(self.kv, prefixes, branches, counts)
 
-    def _wrapper(self, workspace: Tensor, spec: AttentionSpec) -> Any:
+    def wrapper(self, workspace: Tensor, spec: AttentionSpec) -> Any:
         """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths.
 
         Wrappers share ``workspace``, which a kernel uses only while it runs.
@@ -114,7 +115,7 @@ class FlashInferAttention(AttentionBackend):
             "logits_soft_cap": spec.soft_cap,
         }
         last = torch.ones(1, dtype=torch.int32)
-        wrapper.plan(ends, ends, page, last, self._heads, kv_heads, head_dim, 1, causal=True, **settled)
+        wrapper.plan(ends, ends, page, last, self.heads, kv_heads, head_dim, 1, causal=True, **settled)
         return wrapper
 
     def _plan_step(self, wrappers: Mapping[AttentionSpec, Any], segments: Sequence[ExtendSegment]) -> Tensor:
@@ -147,7 +148,7 @@ class FlashInferAttention(AttentionBackend):
             torch.from_numpy(lengths),
             int(qo_indptr[-1]),
             len(lengths),
-            self._heads,
+            self.heads,
             kv_heads,
             1,  # page size, in tokens
             False,  # no CUDA graph
@@ -159,6 +160,147 @@ class FlashInferAttention(AttentionBackend):
             False,  # long contexts may be split over blocks
             0,  # thread blocks of other kernels at the same time
         )
+
+
+class FixedFlashInfer:
+    """Attention of a :class:`FlashInferAttention` from tables of fixed address and size, so that a CUDA graph can capture it.
+
+    FlashInfer's own plan for CUDA graphs splits every context and merges the parts. The tables here are those of its plan for
+    unsplit contexts (``PrefillPlan`` in its ``attention/scheduler.cuh``), padded: tiles of padding belong to a segment without
+    tokens. The rows of a tile are pairs of a token and one of the query heads of a key head.
+    """
+
+    layouts = 2
+    """Few segments in large tiles; many in small ones."""
+
+    def __init__(self, backend: FlashInferAttention, most_tokens: int) -> None:
+        kv = backend.kv
+        self._backend = backend
+        self._group = backend.heads // kv.keys.shape[2]
+        numbers = max(self._room(most_tokens, layout).begins[-1] for layout in range(self.layouts)) + MOST_LISTED
+        self._tables = torch.zeros(numbers, dtype=torch.int32, device=kv.keys.device)
+        self._out = torch.zeros(most_tokens, backend.heads, kv.keys.shape[3], dtype=kv.dtype, device=kv.keys.device)
+        workspace = torch.empty(SMALL_WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
+        self._wrappers = {spec: backend.wrapper(workspace, spec) for spec in dict.fromkeys(backend.specs)}
+
+    def attend(self, tokens: int, layout: int = 0) -> FusedAttend:
+        """Attention of a step of ``tokens``, as :meth:`fill` last described it in ``layout``; until then all of them are padding.
+        Its output is valid until the next step is queued; rows of padding hold any numbers."""
+        self._fill((), self._room(tokens, layout))
+        room, backend = self._room(tokens, layout), self._backend
+        parts = room.within(self._tables)
+
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = backend.write(layer, heads, parts.out_cache_loc.view(torch.int64))
+            wrapper = self._wrappers[backend.specs[layer]]
+            wrapper._int_workspace_buffer = self._tables
+            wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = parts.qo_indptr, parts.kv_indptr
+            wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf = parts.kv_indices, parts.last_page_len
+            wrapper._batch_size = room.segments
+            wrapper._plan_info = room.plan_info()
+            out = self._out[:tokens]
+            backend.run(wrapper, layer, q, out)
+            return out
+
+        return FusedAttend(attend)
+
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> int | None:
+        """Queue the copy of the tables of ``segments``, padded to ``tokens``; return their layout. None, and no copy, where none
+        fits."""
+        layout = next((layout for layout in range(self.layouts) if len(segments) < self._room(tokens, layout).segments), None)
+        if layout is None:
+            return None
+        return layout if self._fill(segments, self._room(tokens, layout)) else None
+
+    def _fill(self, segments: Sequence[ExtendSegment], room: _Room) -> bool:
+        lengths = np.array([len(segment.context) for segment in segments], np.int32)
+        listed = int(lengths.sum())
+        if listed > MOST_LISTED:
+            return False
+        packed = torch.zeros(room.begins[-1] + listed, dtype=torch.int32, pin_memory=self._tables.is_cuda)
+        parts = room.within(packed)
+        counts = np.array([len(segment.tokens) for segment in segments], np.int32)
+        tiles = -(-counts * self._group // room.tile)
+        used = int(tiles.sum())
+        parts.request_indices.fill_(room.segments - 1)
+        parts.request_indices.numpy()[:used] = np.repeat(np.arange(len(segments), dtype=np.int32), tiles)
+        parts.qo_tile_indices.numpy()[:used] = within(tiles.astype(np.int64))
+        parts.kv_chunk_size.fill_(np.iinfo(np.int32).max)
+        for part, each in ((parts.qo_indptr, counts), (parts.kv_indptr, lengths)):
+            part.numpy()[1 : len(segments) + 1] = np.cumsum(each)
+            part[len(segments) + 1 :] = int(each.sum())
+        parts.last_page_len.fill_(1)
+        slots = parts.out_cache_loc.view(torch.int64)
+        slots[counts.sum() :] = self._backend.kv.padding_slot
+        if segments:
+            slots.numpy()[: counts.sum()] = as_ints(segment.context[-len(segment.tokens) :] for segment in segments)
+            parts.kv_indices.numpy()[:] = as_ints(segment.context for segment in segments)
+        self._tables[: len(packed)].copy_(packed, non_blocking=True)
+        return True
+
+    def _room(self, tokens: int, layout: int) -> _Room:
+        return _Room.of(tokens, layout, self._group, self._backend.kv.keys.shape[3])
+
+
+class _Tables(NamedTuple):
+    """Parts of the tables of a captured step, int32, in their order."""
+
+    request_indices: Tensor
+    """[tiles] segment of each tile"""
+    qo_tile_indices: Tensor
+    """[tiles] number of the tile within its segment"""
+    kv_tile_indices: Tensor
+    """[tiles] zeros: no context is split"""
+    kv_chunk_size: Tensor
+    """[1]"""
+    qo_indptr: Tensor
+    """[segments + 1], which is where outputs lie, too"""
+    kv_indptr: Tensor
+    """[segments + 1]"""
+    last_page_len: Tensor
+    """[segments] ones"""
+    out_cache_loc: Tensor
+    """[2 · tokens], int64 in pairs"""
+    kv_indices: Tensor
+    """the rest"""
+
+
+class _Room(NamedTuple):
+    """Sizes of the tables of a captured step."""
+
+    tokens: int
+    tile: int
+    """Rows of a tile."""
+    segments: int
+    """The last one stays empty: tiles of padding belong to it."""
+    tiles: int
+
+    @classmethod
+    def of(cls, tokens: int, layout: int, group: int, head_dim: int) -> _Room:
+        """Room for ``tokens`` in segments of on average 128 tokens or more, or of 16."""
+        tile = MIDDLE_TILE_ROWS if layout == 1 or head_dim > MIDDLE_HEAD_DIM else TILE_ROWS
+        segments = tokens // (16 if layout == 1 else 128) + 1
+        return cls(tokens, tile, segments, -(-tokens * group // tile) + segments)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.tiles, self.tiles, self.tiles, 1, self.segments + 1, self.segments + 1, self.segments, 2 * self.tokens
+
+    @property
+    def begins(self) -> list[int]:
+        """Where each of :class:`_Tables` begins. The last one has no end."""
+        return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes), initial=0))
+
+    def within(self, tables: Tensor) -> _Tables:
+        """The parts of ``tables``."""
+        *begins, last = self.begins
+        parts = (tables[begin : begin + size] for begin, size in zip(begins, self._sizes, strict=True))
+        return _Tables._make((*parts, tables[last:]))
+
+    def plan_info(self) -> list[int]:
+        """What FlashInfer's plan returns (``PrefillPlanInfo``). Offsets are in bytes; those of parts that are not used are 0."""
+        requests, qo_tiles, kv_tiles, chunk, qo_indptr, *_ = (4 * begin for begin in self.begins)
+        return [self.tiles, self.tokens, 0, self.tile, requests, qo_tiles, kv_tiles, 0, qo_indptr, chunk, 0, 0, 0, 0, 0]
 
 
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:

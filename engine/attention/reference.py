@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.base import AttentionBackend, Reading
+from engine.attention.base import AttentionBackend
 from engine.batch import ExtendSegment
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
@@ -88,7 +88,6 @@ class ReferenceAttention(AttentionBackend):
     """Serves a CPU. On a GPU it is the reference that other backends are compared with."""
 
     make_ready = staticmethod(qk_norm_rope_write_reference)
-    reads_apart = True
 
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
@@ -99,25 +98,17 @@ class ReferenceAttention(AttentionBackend):
         return None if device.type == "cpu" else "it computes on the CPU only"
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
-        reading = self.plan_reading(segments)
-
-        def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, reading.slots)
-            out = q.new_empty(q.shape)
-            reading.read(layer, q, out)
-            return out
-
-        return FusedAttend(attend)
-
-    def plan_reading(self, segments: Sequence[ExtendSegment]) -> Reading:
         slots = self._there(as_ints(segment.context[-len(segment.tokens) :] for segment in segments).astype(np.int64))
         groups = {window: self._groups(segments, window) for window in {spec.window for spec in self.specs}}
 
-        def read(layer: int, q: Tensor, out: Tensor) -> None:
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = self.write(layer, heads, slots)
+            out = q.new_empty(q.shape)
             for group in groups[self.specs[layer].window]:
                 self._attend(layer, q, group, out)
+            return out
 
-        return Reading(slots, read)
+        return FusedAttend(attend)
 
     def _groups(self, segments: Sequence[ExtendSegment], window: int | None) -> list[Group]:
         return [self._group(pieces, window) for pieces in gather_similar(cut(segments, window))]

@@ -66,24 +66,28 @@ class TritonAttention(AttentionBackend):
 class FixedTritonAttention(TritonAttention):
     """Attention from tables of fixed address and size, so that a CUDA graph can capture it."""
 
+    layouts = 1
+
     def __init__(self, kv: KVCache, heads: int, most_tokens: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, heads, specs)
         numbers = self._room(most_tokens).numbers + MOST_SLOTS
         self._tables = torch.zeros(numbers, dtype=torch.int64, device=kv.keys.device)
 
-    def attend(self, tokens: int) -> FusedAttend:
-        """Attention of a step of ``tokens``, some of them padding, as :meth:`fill` last described it."""
+    def attend(self, tokens: int, layout: int = 0) -> FusedAttend:  # noqa: ARG002
+        """Attention of a step of ``tokens``, as :meth:`fill` last described it; until then all of them are padding."""
+        fits = self.fill((), tokens)
+        assert fits is not None, tokens
         return self._attend(self._room(tokens).within(self._tables))
 
-    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
-        """Queue the copy of the tables of ``segments``, padded to ``tokens``. False, and no copy, where they do not fit."""
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> int | None:
+        """Queue the copy of the tables of ``segments``, padded to ``tokens``. None, and no copy, where they do not fit."""
         packed = self._room(tokens).pack(self._lay_out(segments), self.kv.padding_slot)
         if packed is None or len(packed) > len(self._tables):
-            return False
+            return None
         if self._tables.is_cuda:
             packed = packed.pin_memory()
         self._tables[: len(packed)].copy_(packed, non_blocking=True)
-        return True
+        return 0
 
     def _room(self, tokens: int) -> Room:
         return Room.of(tokens, group=self._group, kv_heads=self._kv_heads, rows=self._rows)

@@ -34,26 +34,6 @@ class Capture(Protocol):
         """Bytes that everything captured holds on the device."""
 
 
-class PieceCapture(Protocol):
-    """Turns work on the device into pieces, between which other work is launched."""
-
-    def in_pieces(self, work: Callable[[Callable[[], None]], Tensor]) -> CapturedPieces:
-        """Capture ``work``, which may run more than once. It calls its argument wherever a piece ends. Nothing that is allocated in
-        ``work`` may be read between pieces, because later pieces may use its memory."""
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that everything captured holds on the device."""
-
-
-class CapturedPieces(NamedTuple):
-    """Captured work in pieces, to be replayed in order."""
-
-    replays: Sequence[Callable[[], None]]
-    output: Tensor
-    """Tensor of the result of the last piece. It has the same address in every replay."""
-
-
 class CudaCapture:
     """CUDA graphs that share one memory pool. They may replay in any order, but one at a time and in one stream.
 
@@ -90,38 +70,6 @@ class CudaCapture:
                 raise
         return Captured(output, graph.replay)
 
-    def in_pieces(self, work: Callable[[Callable[[], None]], Tensor]) -> CapturedPieces:
-        """Capture a graph for each piece of ``work``."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work(_nothing)
-            self._stream.synchronize()
-            replays: list[Callable[[], None]] = []
-            graph = self._begin()
-
-            def cut() -> None:
-                nonlocal graph
-                graph.capture_end()
-                replays.append(graph.replay)
-                graph = self._begin()
-
-            with _no_collection():
-                try:
-                    output = work(cut)
-                    graph.capture_end()
-                except Exception:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    self._leave_pool()
-                    raise
-        return CapturedPieces([*replays, graph.replay], output)
-
-    def _begin(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)
-        graph.capture_begin(pool=self._pool)
-        return graph
-
     @property
     def allocated(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -132,10 +80,6 @@ class CudaCapture:
         could follow, because each begins with freeing unused memory, which torch does not do while one goes on."""
         with suppress(RuntimeError):  # has ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _unused_stream(device: torch.device, used: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:

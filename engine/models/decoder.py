@@ -93,11 +93,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, rotary_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
+        return self.projected(self.attended(x, cos, sin, attend), rows)
+
+    def attended(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """:meth:`forward` without the output projection. -> [tokens, heads · head_dim]"""
         projected: Tensor | Unadded = self.qkv_proj(x)
         qkv, delta = projected if isinstance(projected, Unadded) else (self._normed(projected), None)
         heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin, delta)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
-        return self.o_proj(_select_rows(out.flatten(1), rows))  # type: ignore[no-any-return]
+        return out.flatten(1)
+
+    def projected(self, attended: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The output projection. attended: [tokens, heads · head_dim]. -> [tokens, hidden], or those ``rows`` of it."""
+        return self.o_proj(_select_rows(attended, rows))  # type: ignore[no-any-return]
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """[tokens, (heads + 2 · kv_heads) · head_dim], normalised where norms are over all heads."""
@@ -163,8 +171,16 @@ class DecoderLayer(nn.Module):
 
         rows: the only rows to compute behind attention, as no other layer follows; None for all.
         """
-        x, residual = (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
-        x = self._added(self.attention(x, cos, sin, attend, rows), self.attention_out_norm)
+        normed, residual = self.normed(x, residual)
+        return self.after_attention(self.attention(normed, cos, sin, attend, rows), residual, rows)
+
+    def normed(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
+        """The input of attention, and the residual."""
+        return (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
+
+    def after_attention(self, x: Tensor, residual: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [rows, hidden], attention's output, already of ``rows``; residual: [tokens, hidden]. -> as :meth:`forward` returns."""
+        x = self._added(x, self.attention_out_norm)
         x, residual = self.post_attention_norm.add(x, _select_rows(residual, rows))
         return self._added(self.mlp(x), self.mlp_out_norm), residual
 
@@ -220,14 +236,39 @@ class Decoder(nn.Module):
         rows: [rows] int64, the tokens whose hidden rows are wanted, at least one; None for all. The last layer computes no others
         behind attention.
         """
+        x, residual, rotations = self._before_last_layer(tokens, positions, attend)
+        x, residual = self.layers[-1](x, residual, *rotations[self._rope_of[-1]], attend, rows)
+        return self.norm.add(x, residual)[0]
+
+    def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Compute :meth:`forward` up to the last layer's attention. -> its output, [tokens, heads · head_dim], and the residual."""
+        x, residual, rotations = self._before_last_layer(tokens, positions, attend)
+        layer = self._last_layer
+        normed, residual = layer.normed(x, residual)
+        return layer.attention.attended(normed, *rotations[self._rope_of[-1]], attend), residual
+
+    def from_last_attention(self, attended: Tensor, residual: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
+        layer = self._last_layer
+        x, residual = layer.after_attention(layer.attention.projected(attended, rows), residual, rows)
+        return self.norm.add(x, residual)[0]
+
+    @property
+    def _last_layer(self) -> DecoderLayer:
+        layer = self.layers[-1]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def _before_last_layer(
+        self, tokens: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """The last layer's input, its residual (None if it is the only layer), and the rotations."""
         rotations = self._rotations(positions.unsqueeze(1))
         x = self._embedded(tokens)
         residual: Tensor | None = None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, *rotations[self._rope_of[index]], attend, rows if index == last else None)
-        assert residual is not None
-        return self.norm.add(x, residual)[0]
+        for index, layer in zip(range(len(self.layers) - 1), self.layers, strict=False):
+            x, residual = layer(x, residual, *rotations[self._rope_of[index]], attend)
+        return x, residual, rotations
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""

@@ -27,7 +27,6 @@ from engine.readouts.plan import OutputPlan
 from engine.requests.core import PENDING, Branch
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
-from engine.runner.pieces import StepPieces
 from engine.runner.step_threads import StepThreads
 from engine.vision.steps import StepImages
 
@@ -81,19 +80,17 @@ class Runner:
         decoder: Decoder,
         attention: AttentionBackend,
         eos_token_ids: Sequence[int],
-        graphs: StepGraphs | None = None,
+        graphs: Sequence[StepGraphs] = (),
         lenvm: LenVMRunner | None = None,
         adapters: StepAdapters | None = None,
         images: StepImages | None = None,
         threads: StepThreads | None = None,
-        pieces: StepPieces | None = None,
     ) -> None:
-        """``pieces``: only without adapters. ``threads``: chooses the thread for each step; by default the calling thread
-        computes all."""
+        """``graphs``: the first that has a bucket for a step computes it. ``threads``: chooses the thread for each step; by default
+        the calling thread computes all."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
-        self._pieces = pieces
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
@@ -153,7 +150,7 @@ class Runner:
     @property
     def replayed(self) -> int:
         """Steps so far that replayed a CUDA graph."""
-        return sum(captured.replayed for captured in (self._graphs, self._pieces) if captured is not None)
+        return sum(captured.replayed for captured in self._graphs)
 
     @property
     def replayed_lenvm_passes(self) -> int:
@@ -212,18 +209,17 @@ class Runner:
         self._drawn_row = {branch: row for row, branch in enumerate(branches)}
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
-        """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        hidden = None
+        """Hidden ``rows``, [rows, hidden], from a CUDA graph where one fits."""
         if not (self.images.active or self._adapters.embeds):
-            for captured in (self._pieces, self._graphs):
-                if hidden is None and captured is not None:
-                    hidden = captured.forward(tokens, positions, segments)
-        if hidden is None:
-            attend = self._attention.plan(segments)
-            if 0 < len(rows) < len(tokens):
-                return self._decoder(tokens, positions, attend, rows)  # type: ignore[no-any-return]
-            hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
-        return hidden.index_select(0, rows)
+            for captured in self._graphs:
+                hidden = captured.forward(tokens, positions, segments, rows)
+                if hidden is not None:
+                    return hidden
+        attend = self._attention.plan(segments)
+        if 0 < len(rows) < len(tokens):
+            return self._decoder(tokens, positions, attend, rows)  # type: ignore[no-any-return]
+        hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
+        return hidden.index_select(0, rows)  # type: ignore[no-any-return]
 
     def _draw_rows(self, segments: Sequence[ExtendSegment]) -> list[int]:
         """Row among the draws of the step before of each pending token, in the order of ``segments``."""

@@ -4,7 +4,6 @@ and replayed from that record alone, on the same tensors. As in a graph, whateve
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.device.cuda_graphs import Captured, CapturedPieces
+from engine.device.cuda_graphs import Captured
 
 Step = Callable[[], None]
 
@@ -51,21 +50,6 @@ class Recorder(TorchDispatchMode):
 
         return Captured(output, replay)
 
-    def in_pieces(self, work: Callable[[Callable[[], None]], Tensor]) -> CapturedPieces:
-        work(lambda: None)
-        pieces: list[list[Step]] = [[]]
-        self._steps = pieces[0]
-
-        def cut() -> None:
-            pieces.append([])
-            self._steps = pieces[-1]
-
-        with self:
-            output = work(cut)
-        self._steps = None
-        assert all(pieces)
-        return CapturedPieces([partial(_replay, steps) for steps in pieces], output)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
@@ -73,11 +57,6 @@ class Recorder(TorchDispatchMode):
             places = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             self._steps.append(lambda: again(func, args, named, places))
         return result
-
-
-def _replay(steps: list[Step]) -> None:
-    for step in steps:
-        step()
 
 
 def again(func: Any, args: Any, named: Any, places: list[Tensor]) -> None:

@@ -33,15 +33,15 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Family, shape and settings by name. Two of three adapters have a place on the device."""
 
-MOST_TOKENS = 600
-"""Tokens of a step; the largest CUDA graph has 512."""
+MOST_TOKENS = 2100
+"""Tokens of a step; the largest CUDA graph has 2,048."""
 
 
 def messages(digests: list[str]) -> list[wire.Request]:
-    """Scores in small steps, and in one that is larger than CUDA graphs are; and generations, some of which share their steps."""
+    """Scores in small steps, in large ones, and in one that is larger than CUDA graphs are; and generations."""
     rng, found = random.Random(3), list[wire.Request]()
     for number, digest in enumerate(digests):
-        for size, items in (("small", (3, 1, 40)), ("large", (150,) * 6)):
+        for size, items in (("small", (3, 1, 40)), ("large", (150,) * 9), ("short", (12,) * 170)):
             branches = [some_tokens(rng, length, length) for length in items]
             readout = wire.Labels([5, 9, 17])
             found.append(wire.Score(f"{size} {number}", some_tokens(rng, 30, 60), branches, readout, adapter=digest))

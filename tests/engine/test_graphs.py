@@ -17,7 +17,9 @@ from torch import Tensor
 
 from engine import build, wire
 from engine.attention.base import AttentionBackend
+from engine.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from engine.attention.reference import ReferenceAttention
+from engine.attention.select import make_attention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.batch import Batch, ExtendSegment
 from engine.build import build_loop, make_graphs
@@ -28,8 +30,9 @@ from engine.loop import Loop
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
+from engine.models.quantization import format_of
 from engine.requests.core import Request
-from engine.runner.graphs import StepGraphs
+from engine.runner.graphs import LARGE_BUCKETS, StepGraphs
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Budget
 from engine.serving.metrics import render
@@ -95,14 +98,17 @@ class Replanned:
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
 
-    def attend(self, tokens: int) -> FusedAttend:
+    layouts = 1
+
+    def attend(self, tokens: int, layout: int = 0) -> FusedAttend:
+        self.fill((), tokens)
         return FusedAttend(lambda layer, heads: self.planned.attend(layer, heads))
 
-    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> int:
         padding = tokens - sum(len(segment.tokens) for segment in segments)
         slots = np.full(padding, self.backend.kv.padding_slot, np.int32)
         self.planned = self.backend.plan([*segments, a_segment(slots, padding)] if padding else segments)
-        return True
+        return 0
 
 
 def a_segment(context: Ints, new: int) -> ExtendSegment:
@@ -153,21 +159,24 @@ def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: Attentio
     device = kept.keys.device
     for seed, segments in enumerate(mixed_steps()):
         tokens, positions = inputs(segments, seed, device)
-        found = graphs.forward(tokens, positions, segments)
-        assert found is not None
         expected = decoder(tokens, positions, eager.plan(segments))
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        count = len(tokens)
+        rows = torch.tensor([[], [count - 1], [*range(count)], [count - 1, 0]][seed % 4], dtype=torch.int64, device=device)
+        found = graphs.forward(tokens, positions, segments, rows)
+        assert found is not None
+        torch.testing.assert_close(found, expected[rows], atol=tolerance, rtol=tolerance)
         for ours, theirs in ((kept.keys, eager.kv.keys), (kept.values, eager.kv.values)):
             torch.testing.assert_close(ours[:, :SLOTS], theirs[:, :SLOTS], atol=tolerance, rtol=tolerance)
     assert graphs.replayed == 5
 
 
 @pytest.mark.slow
-def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, capture, small_work) -> None:
-    """Replays the record alone; nothing in it plans again."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, whole: bool, capture, small_work) -> None:
+    """Replays the record alone; nothing in it plans again. What is not captured ``whole`` ends with the rows that are read."""
     kv = cache(decoder)
     heads, specs = decoder.config.num_heads, decoder.config.attention_specs
-    graphs = StepGraphs(decoder, FixedTritonAttention(kv, heads, max(BUCKETS), specs), capture, BUCKETS)
+    graphs = StepGraphs(decoder, FixedTritonAttention(kv, heads, max(BUCKETS), specs), capture, BUCKETS, whole=whole)
     if decoder.config.attends_plainly or kv.keys.is_cuda:
         tolerance = 1e-4 if kv.keys.is_cuda else 2e-6  # products of other shapes add up in another order there
         compare(decoder, graphs, kv, TritonAttention(cache(decoder), heads, specs), tolerance)
@@ -188,11 +197,12 @@ def test_steps_differ_without_the_specs(decoder: Decoder) -> None:
     assert (found[0] - found[1]).abs().max() > 1e-2
 
 
-def test_padding_changes_nothing_for_the_reference(decoder: Decoder) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_padding_changes_nothing_for_the_reference(decoder: Decoder, whole: bool) -> None:
     if decoder.embed.weight.is_cuda:
         pytest.skip("it computes on the CPU")
     heads, specs, kv = decoder.config.num_heads, decoder.config.attention_specs, cache(decoder)
-    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads, specs)), Rerun(), BUCKETS)
+    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads, specs)), Rerun(), BUCKETS, whole=whole)
     compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-6)
 
 
@@ -202,10 +212,12 @@ def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatc
     graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (1, 4))
     five = [a_segment(np.arange(5, dtype=np.int32), 5)]
     assert graphs.forward(*inputs(five, 0, kv.keys.device), five) is None
-    assert graphs.replayed == 0
-    assert attention.fill([a_segment(np.arange(4, dtype=np.int32), 4)], 4)
+    large = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (5, 8), above=5)
+    assert large.forward(*inputs(five, 0, kv.keys.device), five) is None
+    assert graphs.replayed == large.replayed == 0
+    assert attention.fill([a_segment(np.arange(4, dtype=np.int32), 4)], 4) == 0
     before = attention._tables.clone()
-    assert not attention.fill([a_segment(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
+    assert None is attention.fill([a_segment(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
     assert torch.equal(attention._tables, before)
 
 
@@ -271,7 +283,8 @@ def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
         monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
-        monkeypatch.setattr(build, "BUCKETS", (1, 4, 24))
+        monkeypatch.setattr(build, "BUCKETS", (1, 4, 16))
+        monkeypatch.setattr(build, "LARGE_BUCKETS", (30,))
 
 
 @pytest.mark.slow
@@ -294,8 +307,11 @@ def test_the_whole_engine_answers_the_same(
     assert launched.stats.replayed_steps == 0
     assert 0 < captured.stats.replayed_steps < captured.stats.steps
     assert f"yardstick_engine_replayed_steps_total {captured.stats.replayed_steps}.0" in render(captured.stats)
-    (message,) = caplog.messages
-    assert message.startswith("CUDA graphs: captured for 1, ")
+    small, large = captured._runner._graphs
+    assert small.replayed > 0
+    assert large.replayed > 0
+    assert caplog.messages[0].startswith("CUDA graphs: captured for 1, ")
+    assert caplog.messages[1].startswith("CUDA graphs: captured for 30 tokens")
 
 
 def test_slots_for_padding_are_not_handed_out(checkpoint: Path) -> None:
@@ -307,11 +323,11 @@ def test_slots_for_padding_are_not_handed_out(checkpoint: Path) -> None:
 
 def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     decoder = load_model(checkpoint)
-    kv, budget = cache(decoder), Budget(48, 4)
-    assert make_graphs(decoder, kv, "auto", budget) is None
-    assert make_graphs(decoder, kv, "off", budget) is None
+    attention, budget = ReferenceAttention(cache(decoder), decoder.config.num_heads), Budget(48, 4)
+    assert make_graphs(decoder, attention, "auto", budget) == []
+    assert make_graphs(decoder, attention, "off", budget) == []
     with pytest.raises(ModelError, match=r"CUDA graphs cannot be used here: they need an NVIDIA GPU\. Start without"):
-        make_graphs(decoder, kv, "on", budget)
+        make_graphs(decoder, attention, "on", budget)
 
     def out_of_memory(device: torch.device) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it.")
@@ -319,10 +335,45 @@ def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
     monkeypatch.setattr(build, "CudaCapture", out_of_memory)
     with caplog.at_level(logging.WARNING):
-        assert make_graphs(decoder, kv, "auto", budget) is None
+        assert make_graphs(decoder, attention, "auto", budget) == []
     assert caplog.messages == ["CUDA graphs: off, capturing them failed: CUDA out of memory"]
     with pytest.raises(ModelError, match=r"capturing them failed: CUDA out of memory\. "):
-        make_graphs(decoder, kv, "on", budget)
+        make_graphs(decoder, attention, "on", budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+@pytest.mark.parametrize("products", [None, "fp8"])
+@torch.inference_mode()
+def test_large_steps_with_flashinfer(products: str | None, kept: str, tmp_path: Path, device: torch.device) -> None:
+    """Captured steps of a query and items, of many short segments, and of one long prompt, beside the same steps launched."""
+    skip_without_flashinfer(device, 128, torch.bfloat16, torch.float8_e4m3fn if kept == "fp8" else None)
+    shape = {"num_hidden_layers": 2, "head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
+    directory = make_checkpoint(tmp_path, "qwen3", **shape)
+    decoder = load_model(directory, torch.bfloat16, format_of(products, device, torch.bfloat16)).to(device)
+    sizes = [size for size in LARGE_BUCKETS if size <= 8192]
+    ours, theirs = (make_attention(decoder, 20_000, "flashinfer", kept) for _ in range(2))
+    assert isinstance(ours, FlashInferAttention)
+    graphs = StepGraphs(decoder, FixedFlashInfer(ours, sizes[-1]), CudaCapture(device), sizes, above=1024, whole=False)
+    rng = np.random.default_rng(0)
+    free = rng.permutation(20_000).astype(np.int32)
+    query = free[:120]
+    items = [as_ints([query, free[begin : begin + 180]]) for begin in range(120, 7800, 180)]
+    short = [as_ints([query, free[begin : begin + 20]]) for begin in range(120, 4000, 20)]
+    steps = [
+        [a_segment(query, 120), *(a_segment(context, 180) for context in items)],
+        [a_segment(query, 120), *(a_segment(context, 20) for context in short)],
+        [a_segment(free[:5000], 5000), a_segment(free[5000:5001], 1)],
+        [a_segment(query, 120), *(a_segment(context, 180) for context in items[:7])],
+    ]
+    for seed, segments in enumerate(steps * 2):
+        tokens, positions = inputs(segments, seed, device)
+        rows = torch.tensor(np.cumsum([len(segment.tokens) for segment in segments]) - 1, device=device)
+        found = graphs.forward(tokens, positions, segments, rows)
+        assert found is not None
+        expected = decoder(tokens, positions, theirs.plan(segments), rows)
+        assert (found - expected).float().norm() < 0.01 * expected.float().norm(), seed
+    assert graphs.replayed == len(steps) * 2
 
 
 @pytest.mark.gpu

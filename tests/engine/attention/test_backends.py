@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import FlashInferAttention, send
+from engine.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.batch import ExtendSegment
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
-from engine.models.decoder import Heads
+from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from engine.requests.core import Request
 from kernels.attention_spec import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
@@ -28,7 +31,7 @@ LAYERS = 2
 LONG = [(torch.bfloat16, group) for group in range(1, 9)] + [(torch.float16, 1), (torch.float16, 8)]
 CPU = torch.device("cpu")
 
-Backend = Callable[[KVCache, int], AttentionBackend]
+Backend = Callable[..., AttentionBackend]
 
 
 @dataclass
@@ -235,6 +238,97 @@ def test_a_step_does_not_wait_for_the_gpu(make: type[TritonAttention] | type[Fla
     torch.cuda.synchronize()
     with no_waiting():
         backend.plan(segments).attend(0, heads)
+
+
+class Interpreted:
+    """Computes what FlashInfer's kernel computes from the tables of an unsplit plan (``BatchPrefillWithPagedKVCacheKernel``)."""
+
+    scale = 1.0
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+        wrapper: Any = self
+        info, tables = wrapper._plan_info, wrapper._int_workspace_buffer
+        request, tile, part, place, chunk = (tables[info[at] // 4 :] for at in (4, 5, 6, 8, 9))
+        keys, values = (kept.squeeze(1).repeat_interleave(q.shape[1] // kept.shape[2], 1).float() for kept in pages)
+        group, queries, contexts = q.shape[1] // pages[0].shape[2], wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf
+        assert chunk[0] == np.iinfo(np.int32).max
+        assert len(contexts) == len(queries) == len(wrapper._paged_kv_last_page_len_buf) + 1 == wrapper._batch_size + 1
+        for nth in range(info[0]):
+            segment = int(request[nth])
+            begin, end = (int(bound) for bound in queries[segment : segment + 2])
+            listed = wrapper._paged_kv_indices_buf[contexts[segment] : contexts[segment + 1]].long()
+            assert (part[nth], place[segment]) == (0, begin)
+            for row in range(int(tile[nth]) * info[3], min((int(tile[nth]) + 1) * info[3], (end - begin) * group)):
+                token, offset = divmod(row, group)
+                seen = listed[: len(listed) - (end - begin) + token + 1]
+                heads = torch.arange(offset, q.shape[1], group)
+                scores = torch.einsum("hd,shd->hs", q[begin + token, heads].float(), keys[seen][:, heads]) * self.scale
+                out[begin + token, heads] = torch.einsum("hs,shd->hd", scores.softmax(-1), values[seen][:, heads]).to(out.dtype)
+
+
+class FixedTables(AttentionBackend):
+    """Plans each step through tables of fixed size; ``size`` tokens, of which some are padding."""
+
+    layouts: ClassVar[set[int]] = set()
+
+    def __init__(self, backend: FlashInferAttention, size: int) -> None:
+        super().__init__(backend.kv, backend.specs)
+        self.size, self.fixed = size, FixedFlashInfer(backend, size)
+        self.attends = [self.fixed.attend(size, layout).attend for layout in range(2)]
+
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        layout = self.fixed.fill(segments, self.size)
+        assert layout is not None
+        self.layouts.add(layout)
+
+        def attend(layer: int, heads: Heads) -> Tensor:
+            count = len(heads.qkv)
+            padded = {
+                name: getattr(heads, name).new_zeros(self.size, *getattr(heads, name).shape[1:]) for name in ("qkv", "cos", "sin")
+            }
+            for name, tensor in padded.items():
+                tensor[:count] = getattr(heads, name)
+            return self.attends[layout](layer, replace(heads, **padded))[:count]
+
+        return FusedAttend(attend)
+
+    def plan_branches(self, *_: Any) -> PlainAttend:
+        raise NotImplementedError
+
+
+def fixed_tables(size: int, kv: KVCache, heads: int, specs: Sequence[AttentionSpec]) -> FixedTables:
+    return FixedTables(FlashInferAttention(kv, heads, specs), size)
+
+
+def test_fixed_tables_describe_a_step_as_flashinfer_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few segments and many, with padding between steps of other lengths."""
+    monkeypatch.setattr(Interpreted, "scale", 32**-0.5)
+    monkeypatch.setattr(FlashInferAttention, "wrapper", lambda *_: Interpreted())
+    monkeypatch.setattr(FixedTables, "layouts", set())
+    for seed, size in ((1, 300), (2, 1300)):
+        compare(partial(fixed_tables, size), CPU, seed, 40, 2, 32, torch.float32, layers=1)
+    assert FixedTables.layouts == {0, 1}
+
+
+def test_steps_that_no_layout_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashInferAttention, "wrapper", lambda *_: Interpreted())
+    kv = KVCache(layers=1, slots=64, kv_heads=1, head_dim=32, dtype=torch.float32)
+    fixed = FixedFlashInfer(FlashInferAttention(kv, 1), 320)
+    one = np.arange(1, dtype=np.int32)
+    assert fixed.fill([run(one, 1)] * 2, 320) == 0
+    assert fixed.fill([run(one, 1)] * 20, 320) == 1
+    assert fixed.fill([run(one, 1)] * 21, 320) is None
+    monkeypatch.setattr(flashinfer, "MOST_LISTED", 39)
+    assert fixed.fill([run(np.arange(20, dtype=np.int32), 1)] * 2, 320) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "group"), LONG)
+@pytest.mark.parametrize("longest", [150, 3000])
+def test_flashinfer_with_fixed_tables(longest: int, dtype: torch.dtype, group: int, device: torch.device) -> None:
+    skip_without_flashinfer(device, 128, dtype)
+
+    compare(partial(fixed_tables, 4 * longest + 600), device, group, longest, group, 128, dtype, turned=True)
 
 
 def test_tables_travel_as_one() -> None:

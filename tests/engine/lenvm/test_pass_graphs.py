@@ -153,7 +153,7 @@ def test_what_fits_no_bucket_is_left_to_be_launched(checkpoints: tuple[Path, Pat
 @pytest.fixture
 def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where passes can be captured, by the stand-in; the base model's steps are launched."""
-    monkeypatch.setattr(build, "make_graphs", lambda *_: None)
+    monkeypatch.setattr(build, "make_graphs", lambda *_: [])
     monkeypatch.setattr(build, "PARTS", (1, 3))
     if not torch.cuda.is_available():
         monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)

@@ -34,7 +34,7 @@ END_SECONDS = 8.0
 """Time that a part has to write its tables after its own limit, before it is killed."""
 WELL = "well"
 OUT_OF_TIME = "no time left"
-NEED_A_GPU = "tests", "kernels"
+NEED_A_GPU = "tests", "kernels", "cross-encoder"
 TESTS = ("pieces", "engine,", "graphs", "gpu", "FlashInfer")
 """Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
@@ -58,7 +58,7 @@ class Part:
 
 def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     """Return the parts of a run in their order; their times fit two calls. ``quick``: on tiny models, which a CPU computes too;
-    tests and kernels are left out without a GPU."""
+    tests, kernels and sentence-transformers are left out without a GPU."""
     models = ["--models", str(out / MODELS)]
     bf16 = ["--dtype", "float32" if quick else "bfloat16"]
     fp8 = [*bf16, "--quantize", "fp8"]
@@ -84,13 +84,15 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
 
     length = ["--shape", "demo" if quick else "7b", "--rows", "1,4" if quick else "1,16,64,100,800", "--repeats", "2"]
     length += ["--output", "6" if quick else "24", "--no-distributions"]
-    known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 3 --in-flight 400"
+    known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 2 --in-flight 400"
     logprobs = ["--shape", "tiny"] if quick else []
     middle = "--requests 256 --prompt 1194 --output 64"
     offline = ["--offline", "--no-sweeps", "--quick"]
     few_adapters = "--shape tiny --adapters 2 --pairs 1" if quick else "--shape qwen3-0.6b --layers 28 --adapters 8"
-    few_grammars = "--vocabulary 2000 --rows 4 --tokens 3 --layers 1 --repeats 1" if quick else "--rows 64"
+    few_grammars = "--vocabulary 2000 --rows 4 --tokens 3 --layers 1 --repeats 1" if quick else "--shape qwen3-0.6b --rows 64"
     few_drafts = "--shape tiny --rounds 1 --tokens 8 --batches 2 --outputs copy" if quick else "--shape qwen3-0.6b --rounds 2"
+    few_documents = "--layers 1 --hidden 128 --rounds 1" if quick else "--hidden 1024 --layers 28 --head-dim 128 --words 200 250"
+    peer = ["--sentence-transformers", sys.executable]
     few_images = ["--quick"] if quick else []
     runs = {
         "a": (
@@ -121,6 +123,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             score("rerank shape", 50, *bf16, *offline, "--workload", "3/8/4" if quick else "32/480/20"),
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
+            Part("cross-encoder", ["benchmarks", "rerank", *peer, *few_documents.split()], 80, resumes=False),
             Part("adapters", ["benchmarks.engine.lora", *few_adapters.split(), "--out", str(out / "adapters")], 60, resumes=False),
             Part("grammars", ["benchmarks", "structured", *few_grammars.split()], 80, resumes=False),
             Part("drafts", ["benchmarks", "lookup", *few_drafts.split(), "--out", str(out / "drafts")], 60, resumes=False),

@@ -133,6 +133,8 @@ def subject(
     with tempfile.TemporaryDirectory(prefix="yardstick-bench-", dir=models) as name:
         made = Path(name) / "model"
         save_model(random_decoder(SHAPES[shape], device=default_device()), SHAPES[shape], made, getattr(torch, dtype))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # servers that other processes start take what is free
         _write_tokenizer(made)
         yield Subject(made if kept is None else made.rename(kept), SHAPES[shape], dtype, quantize)
 

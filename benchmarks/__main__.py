@@ -23,15 +23,16 @@ BENCHMARKS = {
     "catalogue": Benchmark("benchmarks.engine.cli:catalogue", "items first, kept in the prefix cache, beside query first"),
     "eviction": Benchmark("benchmarks.engine.eviction:main", "hit rate of cached items, beside bounds; no model runs"),
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
+    "decode": Benchmark("benchmarks.engine.cli:decode", "tokens a second of many generations: log-probabilities, guidance"),
+    "step": Benchmark("benchmarks.engine.cli:step", "full scoring steps: wall time, and each kernel's"),
     "accuracy": Benchmark(
         "benchmarks.engine.cli:accuracy", "accuracy of bfloat16, FP8 and int8, on the demo models and random weights"
     ),
-    "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in two calls of 8 minutes"),
+    "gpu": Benchmark("benchmarks.engine.cli:gpu", "a run on a GPU machine, in two calls of 8 minutes"),
     "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
     "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
     "against": Benchmark("benchmarks.engine.against:main", "scoring and decoding on a CPU, beside another checkout's engine"),
     "products": Benchmark("benchmarks.engine.products:main", "matrix products on a CPU with each library"),
-    "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),
     "host": Benchmark(
         "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
     ),
@@ -40,8 +41,6 @@ BENCHMARKS = {
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
-    "placement": Benchmark("benchmarks.gateway.placement:main", "items on several simulated replicas"),
-    "hedging": Benchmark("benchmarks.gateway.hedging:main", "latencies with one slow engine, with and without hedges"),
     "registered": Benchmark("benchmarks.gateway.registered:main", "CPU time of the gateway for requests of registered items"),
     "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),

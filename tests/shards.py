@@ -1,8 +1,8 @@
-"""``python -m tests.shards``: what tests a GPU, a process for each file, because most of the time goes into compiling kernels.
+"""``python -m tests.shards [WORD ...]``: what tests a GPU, a process for each file, because most time goes into compiling kernels.
 
 Kernels and backends run all their quick tests there, not only those marked ``gpu``: on other machines the interpreter runs them.
 After a test that breaks the GPU for its process, ends the process or does not end, another process runs the tests left
-(:mod:`tests.gpu_session`).
+(:mod:`tests.gpu_session`). With words, only processes run whose names have one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,9 +52,9 @@ TEST_SECONDS = 130
 """Time of one test, its compilations included. A longer one ends its process."""
 
 
-def main() -> int:
+def main(words: Sequence[str] = ()) -> int:
     """Run all; each test's line is printed as it ends, with the name of its process. Returns how many processes failed."""
-    chosen = shards()
+    chosen = {name: given for name, given in shards().items() if not words or any(word in name for word in words)}
     with ThreadPoolExecutor(PROCESSES) as pool:
         ended = dict(zip(chosen, pool.map(run, chosen, chosen.values()), strict=True))
     failed = [name for name, code in ended.items() if code not in (0, NOTHING_TO_RUN)]
@@ -104,4 +105,4 @@ def _pytest(name: str, arguments: list[str], begun: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.engine.budget_kernels import Kernel
 from benchmarks.engine.h200 import ATTENTION, BANDWIDTH, BF16, COPIES
-from benchmarks.engine.subject import QWEN3_06B
+from benchmarks.engine.subject import QWEN3_06B, QWEN3_8B
 from engine.models.config import ModelConfig
 from kernels.lora_layout import ROW_BLOCKS, most_blocks
 from kernels.lora_tiles import RANK_TILE
 
-QWEN3_8B = replace(QWEN3_06B, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, tied=False)
 ITEMS, TOKENS = 43, 192
 """Items of the step, and tokens of each."""
 ADAPTERS, RANK = 16, 16

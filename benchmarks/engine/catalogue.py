@@ -1,12 +1,13 @@
 """Scoring a catalogue: items first and kept in the prefix cache, beside query first: ``python -m benchmarks catalogue``.
 
-A catalogue of items is scored with a new query for each request, in one process and without a gateway. Four variants answer the
-same requests in turn: the query first, which computes every item again; items first and none cached; items first with room for the
-whole catalogue; and items first with room for a part of it, where popularity follows Zipf's law. The caches are warm when the
-measurement begins; requests of the third variant name items of which it has computed the keys and values before. All but the second
-also answer with the readout of ``/v1/rerank``, the logits of the labels alone. Ratios are medians of the rounds' ratios. The
-expected ratio of the last variant follows from its hit rate and from the times of cached items and of those that are not. Some
-item-first scores are compared with each prompt computed alone. The last line is JSON, with machine and commit.
+A catalogue of items is scored with a new query for each request, in one process and without a gateway, ``--in-flight`` requests at
+a time. Four variants answer the same requests in turn: the query first, which computes every item again; items first and none
+cached; items first with room for the whole catalogue; and items first with room for a part of it, where popularity follows Zipf's
+law; ``--room 0`` leaves the last one out. The caches are warm when the measurement begins; requests of the third variant name items
+of which it has computed the keys and values before. All but the second also answer with the readout of ``/v1/rerank``, the logits
+of the labels alone. Ratios are medians of the rounds' ratios. The expected ratio of the last variant follows from its hit rate and
+from the times of cached items and of those that are not. Some item-first scores are compared with each prompt computed alone. The
+last line is JSON, with machine and commit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.engine import machine
+from benchmarks.engine.cli import add_output
 from benchmarks.engine.engines import Engine
+from benchmarks.engine.offline import agrees, spread
+from benchmarks.engine.records import Records
+from benchmarks.engine.store import Store
 from benchmarks.engine.subject import SHAPES, Subject, subject
 from engine import wire
 from engine.ints import Ints, as_ints
 from engine.kvcache.prefix_cache import PrefixCache
+from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
 
 LABELS = wire.Labels([17, 42])
 LOGITS = wire.Labels([17, 42], raw=True)
@@ -35,8 +43,14 @@ KINDS = "", ", logits"
 VARIANTS = "query first", "none cached", "all cached", "part cached"
 EXPECTED = "part cached, expected"
 KEEPS, KEEPS_NOTHING = wire.Caller(), wire.Caller(keep_prefix=False)
-WORKING_TOKENS = 4096
-"""Slots beside those of items: for queries, and for items of the step that are not cached yet."""
+SHARE_OF_COMPUTED = 20
+"""Requests in flight for each one of the variants that compute every item, which take that much longer."""
+WORKING_STEPS = 2
+"""Steps whose tokens have slots beside those of items: queries, and items that are not cached yet."""
+RESERVED = 0.02
+"""``reserved_share`` of the engine that has the whole catalogue. With the default, items leave a quarter of its slots free."""
+SECONDS = 10.0
+"""Time that a round must have left to begin."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +97,28 @@ class Variants:
         decoder = model.load()
         tokens, per_request = options.item_tokens, options.per_request * (options.item_tokens + options.query_tokens)
         room = int(options.room * options.items) * tokens
+        step = options.max_batched_tokens or (GPU_BATCHED_TOKENS if torch.cuda.is_available() else CPU_BATCHED_TOKENS)
+        working = WORKING_STEPS * step
         self._catalogue, self._options = catalogue, options
         self._rng = np.random.default_rng(1)
         self.vocab_size = model.config.vocab_size
-        self.plain = Engine(decoder, model.dtype, slots=2 * per_request)
-        self.whole = Engine(decoder, model.dtype, slots=options.items * tokens + WORKING_TOKENS)
-        self.part = Engine(decoder, model.dtype, slots=room + WORKING_TOKENS)
-        query = self.query()[:1]
-        only_schedule(self.part, [catalogue.items_first("warm", query, self.popular(), LOGITS) for _ in range(options.warm_up)])
-        kept = [place for place, item in enumerate(catalogue.items) if cache_of(self.part).matched_length("", item)]
-        others = self._rng.choice(options.items, options.per_request, replace=False)
+        self.plain = Engine(decoder, model.dtype, slots=max(2 * per_request, working), max_batched_tokens=step)
+        whole = int(options.items * tokens / (1 - RESERVED)) + working
+        self.whole = Engine(decoder, model.dtype, slots=whole, max_batched_tokens=step, reserved_share=RESERVED)
+        self.part = Engine(decoder, model.dtype, slots=room + working, max_batched_tokens=step) if room else None
+        query, kept = self.query()[:1], list[int]()
+        if self.part is not None:
+            only_schedule(self.part, [catalogue.items_first("warm", query, self.popular(), LOGITS) for _ in range(options.warm_up)])
+            kept = [place for place, item in enumerate(catalogue.items) if cache_of(self.part).matched_length("", item)]
+        known = options.items if self.part is None else options.per_request
+        others = self._rng.choice(options.items, known, replace=False)
         self._known = np.union1d(kept, others).astype(np.int32)
-        """Items that the third variant has computed: those that the last variant keeps, and others."""
+        """Items that the third variant has computed: those that the last one keeps, and others; all without the last one."""
         for begin in range(0, self._known.size, options.per_request):
             places = self._known[begin : begin + options.per_request]
             self.whole.run([catalogue.items_first("warm", query, places, LOGITS)])
-        copy_items(self.part, self.whole, catalogue.items[kept])
+        if self.part is not None:
+            copy_items(self.part, self.whole, catalogue.items[kept])
 
     def query(self) -> Ints:
         """Return a new query."""
@@ -126,7 +146,8 @@ def only_schedule(engine: Engine, asked: Sequence[wire.ScoreItems]) -> None:
     """Bring the prefix cache into the state after many requests, within seconds: the model does not run, so the keys and values of
     what is cached then are still missing."""
     runner, size = engine.loop._runner, engine.loop._runner._decoder.config.hidden_size
-    runner._forward = lambda tokens, positions, segments, rows: torch.zeros(len(rows), size)  # type: ignore[method-assign]  # noqa: ARG005
+    weight = runner._decoder.embed.weight
+    runner._forward = lambda tokens, positions, segments, rows: weight.new_zeros(len(rows), size)  # type: ignore[method-assign]  # noqa: ARG005
     for message in asked:
         engine.run([message])
     del runner._forward
@@ -156,70 +177,115 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--room", type=float, default=0.2, help="part of the catalogue that the last variant can cache")
     parser.add_argument("--zipf", type=float, default=0.9, help="exponent of the popularity's law")
     parser.add_argument("--warm-up", type=int, default=400, help="requests before the measurement, of the last variant")
+    parser.add_argument("--in-flight", type=int, default=1, help="requests at a time (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+    parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step (the engine's default)")
+    parser.add_argument("--models", type=Path, help="folder in which random weights are kept for other runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--threads", type=int, default=0, help="1: on one core, in processor time, which other processes hardly change"
     )
+    add_output(parser)
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    with subject(options.shape, None, "float32") as model:
+    records = Records(Store(options.out, resume=options.resume, limit=options.limit))
+    with subject(options.shape, None, options.dtype, options.quantize, options.models) as model:
         catalogue = Catalogue.of(options, model.config.vocab_size)
         variants = Variants(catalogue, options, model)
         print(f"warm after {time.process_time():.0f} s of processor time", file=sys.stderr)
-        report = measure(catalogue, variants, options)
-    print(json.dumps(vars(options) | {"machine": machine.describe()} | report))
+        report = measure(catalogue, variants, options, model, records.store)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    summary = settings | {"limit": None, "machine": machine.describe(), "left_out": records.store.left_out} | report
+    if options.out is not None:
+        records.write(options.out, summary)
+    print(json.dumps(summary))
     return 0
 
 
-def measure(catalogue: Catalogue, variants: Variants, options: argparse.Namespace) -> dict[str, float]:
+def measure(
+    catalogue: Catalogue, variants: Variants, options: argparse.Namespace, model: Subject, store: Store
+) -> dict[str, float]:
     """Return medians: items a second of each variant, ratios to the query first, and the hit rate of the last variant."""
     rates: dict[str, list[float]] = {}
     ratios: dict[str, list[float]] = {}
     hits: list[float] = []
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-
-    def seconds(engine: Engine, message: wire.Score | wire.ScoreItems, replies: list[wire.Reply]) -> float:
-        began = clock()
-        replies += engine.run([message])
-        return clock() - began
-
     for number in range(options.rounds):
-        query, places, others = variants.query(), variants.any(), variants.popular()
-        replies: list[wire.Reply] = []
-        times, popular = {}, [variants.popular(), variants.popular()]
-        for readout, kind, asked in zip((LABELS, LOGITS), KINDS, popular, strict=True):
-            times[f"query first{kind}"] = seconds(variants.plain, catalogue.query_first("first", query, places, readout), [])
-            for name, engine, chosen, caller in (
-                ("none cached", variants.plain, others, KEEPS_NOTHING),
-                ("all cached", variants.whole, places, KEEPS),
-                ("part cached", variants.part, asked, KEEPS),
-            ):
-                message = catalogue.items_first(f"i{number}", query, chosen, readout, caller)
-                times[f"{name}{kind}"] = seconds(engine, message, replies if engine is variants.part else [])
-        for reply in replies:
-            assert isinstance(reply, wire.Scored)
-            hits.append(reply.cached_items / len(reply.rows))
-        check(catalogue, variants, query, popular[0][:3], replies[0])
+        found = store.measure(f"round {number}", SECONDS, partial(one_round, catalogue, variants, options, model, number))
+        if not found:
+            break
+        times = found["seconds_an_item"]
+        hits += found["hits"].values()
         for name, taken in times.items():
-            rates.setdefault(name, []).append(options.per_request / taken)
-        for kind, hit in zip(KINDS, hits[-2:], strict=True):
-            first, none, whole, part = (times[f"{name}{kind}"] for name in VARIANTS)
-            found = {"none cached": none, "all cached": whole, "part cached": part, EXPECTED: hit * whole + (1 - hit) * none}
-            for name, taken in found.items():
+            rates.setdefault(name, []).append(1 / taken)
+        for kind in KINDS:
+            first, none, whole = (times[f"{name}{kind}"] for name in VARIANTS[:3])
+            compared = {"none cached": none, "all cached": whole}
+            if kind in found["hits"]:
+                hit = found["hits"][kind]
+                compared |= {"part cached": times[f"part cached{kind}"], EXPECTED: hit * whole + (1 - hit) * none}
+            for name, taken in compared.items():
                 ratios.setdefault(f"{name}{kind}", []).append(first / taken)
         print(f"round {number + 1}: " + ", ".join(f"{name} {rates[name][-1]:.1f} items/s" for name in rates), file=sys.stderr)
     report = {f"{name}, items/s": round(statistics.median(values), 1) for name, values in rates.items()}
     for name, values in ratios.items():
         report |= {f"{name}, ratio": round(statistics.median(values), 2), f"{name}, least ratio": round(min(values), 2)}
         report[f"{name}, greatest ratio"] = round(max(values), 2)
-    return report | {"hit rate, part cached": round(statistics.mean(hits), 3)}
+    return report | ({"hit rate, part cached": round(statistics.mean(hits), 3)} if hits else {})
 
 
-def check(catalogue: Catalogue, variants: Variants, query: Ints, places: Ints, scored: wire.Reply) -> None:
+def one_round(
+    catalogue: Catalogue, variants: Variants, options: argparse.Namespace, model: Subject, number: int
+) -> dict[str, dict[str, float]]:
+    """Return the seconds an item of each variant, and the hit rates of the last variant."""
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    queries, places, others = (
+        [draw() for _ in range(options.in_flight)] for draw in (variants.query, variants.any, variants.popular)
+    )
+    few = -(-options.in_flight // SHARE_OF_COMPUTED)
+    times: dict[str, float] = {}
+    hits: dict[str, float] = {}
+
+    def run(name: str, engine: Engine, messages: Sequence[wire.Score | wire.ScoreItems]) -> list[wire.Reply]:
+        began = clock()
+        replies = engine.run(messages)
+        times[name] = (clock() - began) / (len(messages) * options.per_request)
+        return replies
+
+    for readout, kind in zip((LABELS, LOGITS), KINDS, strict=True):
+
+        def items_first(chosen: Sequence[Ints], caller: wire.Caller, readout: wire.Labels = readout) -> list[wire.ScoreItems]:
+            pairs = enumerate(zip(queries, chosen, strict=False))
+            return [catalogue.items_first(f"i{number}-{at}", query, which, readout, caller) for at, (query, which) in pairs]
+
+        asked = [variants.popular() for _ in range(options.in_flight)]
+        pairs = enumerate(zip(queries, places[:few], strict=False))
+        run(
+            f"query first{kind}",
+            variants.plain,
+            [catalogue.query_first(f"f{at}", query, which, readout) for at, (query, which) in pairs],
+        )
+        run(f"none cached{kind}", variants.plain, items_first(others[:few], KEEPS_NOTHING))
+        known = run(f"all cached{kind}", variants.whole, items_first(places, KEEPS))
+        assert all(isinstance(reply, wire.Scored) and reply.cached_items == len(reply.rows) for reply in known)
+        scored, which = known, places
+        if variants.part is not None:
+            scored, which = run(f"part cached{kind}", variants.part, items_first(asked, KEEPS)), asked
+            found = [reply for reply in scored if isinstance(reply, wire.Scored)]
+            hits[kind] = sum(reply.cached_items for reply in found) / sum(len(reply.rows) for reply in found)
+        if readout is LABELS:
+            first = next(reply for reply in scored if reply.id == f"i{number}-0")
+            check(catalogue, variants, queries[0], which[0][:3], first, model)
+    return {"seconds_an_item": times, "hits": hits}
+
+
+def check(catalogue: Catalogue, variants: Variants, query: Ints, places: Ints, scored: wire.Reply, model: Subject) -> None:
     """Raise :class:`AssertionError` unless the first rows equal the scores of each prompt alone."""
     assert isinstance(scored, wire.Scored)
+    apart: list[float] = []
     for row, place in zip(scored.rows, places, strict=False):
         prompt = [*catalogue.items[place].tolist(), *query.tolist()]
         alone = variants.plain.score(wire.Score("alone", [], [prompt], LABELS))
-        torch.testing.assert_close(torch.tensor(row), torch.tensor(alone[0]), atol=1e-4, rtol=0)
+        apart += np.abs(np.subtract(row, alone[0])).tolist()
+    assert agrees(spread(apart), model.tolerance, exact=model.is_exact), apart

@@ -1,5 +1,5 @@
-"""Command lines of the engine's benchmarks: ``python -m benchmarks score``, ``length``, ``accuracy``, ``catalogue``
-and ``gpu``."""
+"""Command lines of the engine's benchmarks: ``python -m benchmarks score``, ``length``, ``accuracy`` and ``gpu``; ``catalogue``,
+``decode`` and ``step`` have their own, and start here in the environment of an engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
+from benchmarks.engine.workload import Workload
 from engine.serving.environment import with_defaults
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 
-PARTS = ("offline", "ablations", "online")
+PARTS = ("offline", "online")
+SHAPES = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
+"""Keys of :data:`benchmarks.engine.subject.SHAPES`, which imports torch."""
+RUNS = {
+    "a": "tests, profile, kernels, rates, guidance and decoding, for an H100",
+    "b": "profile, rates, log-probabilities, guidance, catalogues and accuracy, for an H200",
+    "c": "what they leave out: other systems, steps of 16,384 tokens, adapters, experts, grammars, drafts and images",
+}
+"""Runs of ``gpu``."""
 QUICK_REPEATS, REPEATS = 3, 15
 QUICK_SECONDS, SECONDS = 4.0, 30.0
 
@@ -47,6 +57,8 @@ def score(arguments: Sequence[str]) -> int:
         rates=parsed.rates,
         seconds=parsed.seconds or (QUICK_SECONDS if parsed.quick else SECONDS),
         engine_flags=tuple(shlex.split(parsed.engine_flags)),
+        max_batched_tokens=parsed.max_batched_tokens,
+        workload=parsed.workload,
         out=parsed.out,
         resume=parsed.resume,
         limit=parsed.limit,
@@ -67,7 +79,6 @@ def length(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, help="of every measurement (5)")
     parser.add_argument("--output", type=int, help="tokens a text (64; 48 on a GPU)")
     parser.add_argument("--texts", type=int, help="at each scale, for the distributions of lengths (128)")
-    parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
     parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
     parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
     add_output(parser)
@@ -81,7 +92,6 @@ def length(arguments: Sequence[str]) -> int:
         shape=parsed.shape,
         rows=parsed.rows,
         **(quick | given),
-        ablations=not parsed.no_ablations,
         distributions=not parsed.no_distributions,
         out=parsed.out,
         resume=parsed.resume,
@@ -111,27 +121,47 @@ def accuracy(arguments: Sequence[str]) -> int:
 
 
 def catalogue(arguments: Sequence[str]) -> int:
-    """Run the benchmark of catalogues in the environment of an engine; returns the exit code."""
-    if not {"-h", "--help"}.intersection(arguments):
-        _restart_as_engine("catalogue", arguments)
-    from benchmarks.engine.catalogue import main
+    """Run the benchmark of catalogues; returns the exit code."""
+    return _as_engine("catalogue", arguments)
 
-    return main(arguments)
+
+def decode(arguments: Sequence[str]) -> int:
+    """Run the benchmark of many generations; returns the exit code."""
+    return _as_engine("decode", arguments)
+
+
+def step(arguments: Sequence[str]) -> int:
+    """Run the benchmark of full steps; returns the exit code."""
+    return _as_engine("step", arguments)
+
+
+def _as_engine(benchmark: str, arguments: Sequence[str]) -> int:
+    """Run a benchmark with a command line of its own in the environment of an engine."""
+    if not {"-h", "--help"}.intersection(arguments):
+        _restart_as_engine(benchmark, arguments)
+    run: Callable[[Sequence[str]], int] = import_module(f"benchmarks.engine.{benchmark}").main
+    return run(arguments)
 
 
 def gpu(arguments: Sequence[str]) -> int:
-    """Parse ``arguments`` and run everything that needs a GPU machine; returns the exit code."""
-    parser = _parser(
-        "gpu", "Everything that needs a GPU machine: tests, scoring, guidance, kernels; two calls of at most 8 minutes."
-    )
+    """Parse ``arguments`` and make a run on a GPU machine; returns the exit code."""
+    parser = _parser("gpu", "A run on a GPU machine, in two calls of at most 8 minutes.")
+    parser.add_argument("--run", choices=RUNS, required=True, help="; ".join(f"{name}: {what}" for name, what in RUNS.items()))
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds of this call (%(default)g)")
     parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder without models, written all the time")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts, in the order of the run (all)")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few repeats, to see on any machine that it works")
     parsed = parser.parse_args(arguments)
-    from benchmarks.engine.gpu import run
+    from benchmarks.engine.gpu import parts, run
 
-    return run(parsed.out, limit=parsed.limit, resume=parsed.resume, archive=parsed.archive)
+    known = [part.name for part in parts(parsed.run, parsed.out, quick=parsed.quick)]
+    if unknown := sorted(set(parsed.only) - set(known)):
+        parser.error(f"run {parsed.run} has no part {', '.join(unknown)}; it has {', '.join(known)}")
+    todo = [part for part in parts(parsed.run, parsed.out, quick=parsed.quick) if not parsed.only or part.name in parsed.only]
+    given = {"limit": parsed.limit, "resume": parsed.resume, "archive": parsed.archive, "quick": parsed.quick}
+    return run(parsed.run, todo, parsed.out, **given)
 
 
 def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:
@@ -156,7 +186,6 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_argument_group("what to run (only --offline unless given)")
     parts.add_argument("--offline", action="store_true", help="against transformers, the roofline, and sweeps over lengths")
     parts.add_argument("--no-sweeps", action="store_true", help="leave the sweeps out")
-    parts.add_argument("--ablations", action="store_true", help="what each optimisation is worth")
     parts.add_argument("--online", action="store_true", help="through a gateway over HTTP, with Poisson arrivals")
     parts.add_argument("--url", help="a running gateway that serves the model (starts an engine and a gateway)")
     parts.add_argument("--rates", type=_rates, default=(), help="items a second, such as 600,800,1000 (fractions of the capacity)")
@@ -166,10 +195,21 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
-    model.add_argument("--shape", choices=("small", "qwen3-0.6b"), default="small", help="of random weights (%(default)s)")
+    model.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
     model.add_argument("--model", help="a model directory or hub id, instead of random weights")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     model.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+    model.add_argument("--max-batched-tokens", type=int, help="tokens of a step (the engine's default)")
+    model.add_argument(
+        "--workload", type=_workload, default=Workload(), help="tokens of the query and of an item, and items (120/180/10)"
+    )
+
+
+def _workload(text: str) -> Workload:
+    query, item, items = map(int, text.split("/"))
+    if query < 0 or min(item, items) <= 0:
+        raise argparse.ArgumentTypeError("a workload is three numbers such as 120/180/10; only the first may be 0")
+    return Workload(query, item, items)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +17,7 @@ from engine import wire
 from engine.build import assemble
 from engine.loop import Loop
 from engine.models.decoder import Decoder
-from engine.settings import EngineSettings
+from engine.settings import RESERVED_SHARE, EngineSettings
 
 Scores = list[list[float]]
 """Log-probabilities, [item][label]."""
@@ -83,19 +84,21 @@ class Engine:
         decoder: Decoder,
         dtype: str,
         *,
-        overlap: bool | None = None,
         slots: int = 131_072,
-        cuda_graphs: str = "auto",
         kv_dtype: str = "auto",
+        max_batched_tokens: int | None = None,
+        reserved_share: float = RESERVED_SHARE,
     ) -> None:
         settings = EngineSettings(
             model="bench",
             name="bench",
             dtype=dtype,
             max_total_tokens=slots,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
             kv_dtype=kv_dtype,
+            max_batched_tokens=max_batched_tokens,
+            reserved_share=reserved_share,
+            max_waiting=1 << 16,
+            max_wait_seconds=3600,  # no request is refused, however slow the machine
         )
         self.loop: Loop = assemble(decoder, settings, "bench")
 
@@ -150,13 +153,23 @@ class Transformers:
         self._model = model.to(device)
         self._device = device
 
-    @torch.inference_mode()
     def score(self, message: wire.Score) -> Scores:
-        """Score all prompts as one batch; they have equal lengths, so there is no padding."""
-        prompts = torch.tensor([message.prefix + branch for branch in message.branches], device=self._device)
-        logits = self._model(prompts, logits_to_keep=1, use_cache=False).logits[:, -1].float()
-        assert isinstance(message.readout, wire.Labels)
-        return logits.log_softmax(-1)[:, message.readout.tokens].tolist()  # type: ignore[no-any-return]
+        """Score all prompts of a request as one batch."""
+        return self.score_all([message], len(message.branches))[0]
+
+    @torch.inference_mode()
+    def score_all(self, messages: Sequence[wire.Score], batch: int) -> list[Scores]:
+        """Score the prompts of all requests, ``batch`` of them at a time; they have equal lengths, so there is no padding."""
+        asked = [(message.prefix + branch, message.readout) for message in messages for branch in message.branches]
+        rows: list[list[float]] = []
+        for start in range(0, len(asked), batch):
+            part = asked[start : start + batch]
+            prompts = torch.tensor([prompt for prompt, _ in part], device=self._device)
+            logprobs = self._model(prompts, logits_to_keep=1, use_cache=False).logits[:, -1].float().log_softmax(-1)
+            labels = torch.tensor([readout.tokens for _, readout in part if isinstance(readout, wire.Labels)], device=self._device)
+            rows += logprobs.gather(1, labels).tolist()
+        left = iter(rows)
+        return [list(islice(left, len(message.branches))) for message in messages]
 
 
 def seconds(work: Callable[[], object]) -> float:

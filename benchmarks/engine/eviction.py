@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.engine.catalogue import LABELS, WORKING_TOKENS, with_common_beginnings
+from benchmarks.engine.catalogue import LABELS, with_common_beginnings
 from engine import wire
 from engine.ints import Ints
 from engine.kvcache.slots import SlotPool
@@ -34,6 +34,9 @@ from engine.scheduling.scheduler import Budget, Scheduler
 
 Trace = Ints
 """[requests, items of a request] the items that are asked for"""
+
+WORKING_TOKENS = 4096
+"""Slots beside those of items: for queries, and for items of the step that are not cached yet."""
 
 
 def main(arguments: Sequence[str]) -> int:

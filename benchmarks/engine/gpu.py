@@ -1,8 +1,9 @@
-"""``python -m benchmarks gpu``: runs everything that needs a GPU machine, in two calls of limited time, and writes one folder.
+"""``python -m benchmarks gpu --run a|b|c``: a run on a GPU machine, in two calls of limited time, which writes one folder.
 
-The most valuable parts come first. Each is a program with a time limit that writes what it measures at once; one that fails or
-runs out of time does not stop the others. A call with ``--continue`` runs what earlier calls left: parts that did not begin and
-the rest of those that were stopped, then those that failed. The files are valid at every moment, and so is the archive of them.
+Run *a* is for an H100 and *b* for an H200; *c* has what they leave out. The parts come in a fixed order. Each is a program with a
+time limit that writes what it measures at once; one that fails or runs out of time does not stop the others. A call with
+``--continue`` runs what earlier calls left: parts that did not begin and the rest of those that were stopped, then those that
+failed. The files are valid at every moment, and so is the archive of them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from benchmarks.engine import machine
 from benchmarks.engine.store import replace
 
 LIMIT_SECONDS = 480.0
-RATES = "2500,1200,2000,3000,1600,1000,800,600"
-"""Items a second: the target first, then those of the published tables and higher ones."""
-FP8_RATES = "3500,2500,3000,4000,2000,1200"
 END_SECONDS = 8.0
 """Time that a part has to write its tables after its own limit, before it is killed."""
 WELL = "well"
+OUT_OF_TIME = "no time left"
+NEED_A_GPU = "tests", "kernels", "cross-encoder"
+TESTS = ("pieces", "engine,", "graphs", "gpu", "FlashInfer")
+"""Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
 MODELS = "models"
 """Folder of random weights, which no archive has."""
@@ -54,55 +56,115 @@ class Part:
     """Whether it understands ``--limit`` and ``--continue``."""
 
 
-def parts(out: Path) -> tuple[Part, ...]:
-    """Return the parts, the most valuable first. Their times fit two calls, and those of the first four fit the first call."""
-    score = ["benchmarks", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16", "--models", str(out / MODELS)]
-    fp8 = [*score, "--quantize", "fp8"]
-    length = [
-        "benchmarks",
-        "length",
-        "--shape",
-        "7b",
-        "--rows",
-        "100,16,1,800",
-        "--repeats",
-        "2",
-        "--output",
-        "24",
-        "--no-ablations",
-    ]
-    online = ["--online", "--quick", "--seconds", "3", "--rates"]
-    offline = ["--offline", "--no-sweeps", "--quick", "--out"]
-    return (
-        Part("tests", ["tests.shards"], 160, resumes=False),
-        Part("offline", [*score, *offline, str(out / "offline")], 80),
-        Part("online", [*score, *online, RATES, "--out", str(out / "online")], 130),
-        Part("kernels", ["benchmarks", "kernels", "--out", str(out / "kernels")], 80),
-        Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 110),
-        Part("length", [*length, "--out", str(out / "lenvm")], 150),
-        Part("fp8 offline", [*fp8, *offline, str(out / "fp8-offline")], 70),
-        Part("accuracy", ["benchmarks", "accuracy", "--quick", "--out", str(out / "accuracy")], 80),
-        Part("sweeps", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "sweeps")], 90),
-    )
+def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
+    """Return the parts of a run in their order; their times fit two calls. ``quick``: on tiny models, which a CPU computes too;
+    tests, kernels and sentence-transformers are left out without a GPU."""
+    models = ["--models", str(out / MODELS)]
+    bf16 = ["--dtype", "float32" if quick else "bfloat16"]
+    fp8 = [*bf16, "--quantize", "fp8"]
+    shape = ["--shape", "tiny" if quick else "qwen3-0.6b"]
+    rates = ["--quick", "--seconds", "0.5" if quick else "3", "--rates"]
+
+    def part(name: str, seconds: float, *arguments: str) -> Part:
+        return Part(name, ["benchmarks", *arguments, "--out", str(out / name.replace(" ", "-"))], seconds)
+
+    def step(name: str, seconds: float, *form: str) -> Part:
+        few = ["--max-batched-tokens", "512", "--steps", "2"] if quick else []
+        return part(name, seconds, "step", *shape, *form, *few)
+
+    def score(name: str, seconds: float, *options: str) -> Part:
+        return part(name, seconds, "score", *shape, *models, *options)
+
+    def online(name: str, seconds: float, values: str, *form: str) -> Part:
+        return score(name, seconds, *form, "--online", *rates, "20,40" if quick else values)
+
+    def decode(name: str, seconds: float, *options: str) -> Part:
+        few = "--requests 4 --prompt 9 --output 12 --slots 4096 --max-batched-tokens 64" if quick else ""
+        return part(name, seconds, "decode", *few.split(), *options)
+
+    length = ["--shape", "demo" if quick else "7b", "--rows", "1,4" if quick else "1,16,64,100,800", "--repeats", "2"]
+    length += ["--output", "6" if quick else "24", "--no-distributions"]
+    known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 2 --in-flight 400"
+    logprobs = ["--shape", "tiny"] if quick else []
+    middle = "--requests 256 --prompt 1194 --output 64"
+    offline = ["--offline", "--no-sweeps", "--quick"]
+    few_adapters = "--shape tiny --adapters 2 --pairs 1" if quick else "--shape qwen3-0.6b --layers 28 --adapters 8"
+    few_grammars = "--vocabulary 2000 --rows 4 --tokens 3 --layers 1 --repeats 1" if quick else "--shape qwen3-0.6b --rows 64"
+    few_drafts = "--shape tiny --rounds 1 --tokens 8 --batches 2 --outputs copy" if quick else "--shape qwen3-0.6b --rounds 2"
+    few_documents = "--layers 1 --hidden 128 --rounds 1" if quick else "--hidden 1024 --layers 28 --head-dim 128 --words 200 250"
+    peer = ["--sentence-transformers", sys.executable]
+    few_images = ["--quick"] if quick else []
+    runs = {
+        "a": (
+            Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
+            step("step", 40, *bf16),
+            step("step fp8", 30, *fp8),
+            part("kernels", 70, "kernels"),
+            online("online", 80, "2400,2600,2800", *bf16),
+            online("online fp8", 80, "3000,3300,3600", *fp8),
+            part("length", 120, "length", *length),
+            decode("decode", 90, *logprobs, *("" if quick else middle).split()),
+        ),
+        "b": (
+            step("step", 35, *bf16),
+            step("step fp8", 25, *fp8),
+            online("online", 80, "2600,2800,3000", *bf16),
+            online("online fp8", 80, "3600,4000,4200", *fp8),
+            decode("logprobs", 190, *logprobs, *(() if quick else ("--output", "384"))),
+            decode("guided", 100, *("--guided demo --samples 2" if quick else "--guided 7b --output 192").split()),
+            part("catalogue", 60, "catalogue", *shape, *bf16, *models, "--room", "0", *known.split()),
+            part("accuracy", 60, "accuracy", "--quick"),
+        ),
+        "c": (
+            score("offline", 60, *bf16, *offline),
+            score("offline fp8", 50, *fp8, *offline),
+            step("step 16384", 40, *bf16, *([] if quick else ["--max-batched-tokens", "16384"])),
+            online("online 16384", 80, "2400,2600,2800", *bf16, "--max-batched-tokens", "16384"),
+            score("rerank shape", 50, *bf16, *offline, "--workload", "3/8/4" if quick else "32/480/20"),
+            score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
+            decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
+            Part("cross-encoder", ["benchmarks", "rerank", *peer, *few_documents.split()], 80, resumes=False),
+            Part("adapters", ["benchmarks.engine.lora", *few_adapters.split(), "--out", str(out / "adapters")], 60, resumes=False),
+            Part("grammars", ["benchmarks", "structured", *few_grammars.split()], 80, resumes=False),
+            Part("drafts", ["benchmarks", "lookup", *few_drafts.split(), "--out", str(out / "drafts")], 60, resumes=False),
+            Part("images", ["benchmarks", "images", *few_images, "--out", str(out / "images")], 60, resumes=False),
+        ),
+    }  # fmt: skip
+    on_gpu = torch.cuda.is_available()
+    return tuple(part for part in runs[run] if on_gpu or not quick or part.name not in NEED_A_GPU)
 
 
-def run(out: Path, *, limit: float = LIMIT_SECONDS, resume: bool = False, archive: Path | None = None) -> int:
-    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU, or if a part failed or is not complete.
+def run(
+    name: str,
+    todo: Sequence[Part],
+    out: Path,
+    *,
+    limit: float = LIMIT_SECONDS,
+    resume: bool = False,
+    archive: Path | None = None,
+    quick: bool = False,
+) -> int:
+    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU unless ``quick``, or if a part failed or is not
+    complete.
 
     ``archive``: a .tar.gz for all files but the models.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not quick:
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, Any] = {"bench": "gpu", "machine": machine.describe()}
+    begun = time.monotonic()
+    summary: dict[str, Any] = {"bench": "gpu", "run": name, "machine": machine.describe()}
     print(json.dumps(summary), flush=True)
     with archived(out, archive):
-        summary["parts"] = run_parts(parts(out), out, limit, resume=resume)
+        summary["parts"] = run_parts(todo, out, limit, resume=resume, about=summary)
+    summary |= {"seconds": time.monotonic() - begun, "not_reached": not_reached(todo, summary["parts"])}
     table = Table("part", "seconds", "ended", "last line")
-    for name, result in summary["parts"].items():
-        table.add_row(name, f"{result['seconds']:.0f}", result["ended"], result["last_line"][:80])
-    Console().print(table)
+    for part, result in summary["parts"].items():
+        table.add_row(part, f"{result['seconds']:.0f}", result["ended"], result["last_line"][:80])
+    console = Console()
+    console.print(table)
+    console.print(f"{summary['seconds']:.0f} s in this call; not reached: {', '.join(summary['not_reached']) or 'nothing'}")
     print(json.dumps(summary), flush=True)
     return int(any(result["ended"] != WELL for result in summary["parts"].values()))
 
@@ -115,9 +177,10 @@ def run_parts(
     resume: bool = False,
     clock: Callable[[], float] = time.monotonic,
     start: Callable[[Part, Path, float, bool], str] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run the parts of ``todo`` that are not complete, one after the other, none beyond ``limit`` seconds from now. Returns the
-    state of all, which ``out/summary.json`` has after each part. What a part says goes to ``out/NAME.txt``."""
+    state of all, which ``out/summary.json`` has after each part, behind ``about``. What a part says goes to ``out/NAME.txt``."""
     start = start or run_part
     end = clock() + limit
     done = _earlier(out / SUMMARY) if resume else {}
@@ -126,14 +189,19 @@ def run_parts(
             continue
         begun, again = clock(), part.name in done
         seconds = min(part.seconds, end - begun)
-        ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else "no time left"
-        if ended == "no time left" and again:
+        ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else OUT_OF_TIME
+        if ended == OUT_OF_TIME and again:
             continue
         took = clock() - begun + (done[part.name]["seconds"] if again else 0)
         done[part.name] = {"ended": ended, "seconds": took, "last_line": _last_line(out / f"{part.name}.txt")}
-        content = {"bench": "gpu", "machine": machine.describe(), "parts": done}
+        content = {**(about or {}), "parts": done, "not_reached": not_reached(todo, done)}
         replace(out / SUMMARY, (json.dumps(content, indent=1) + "\n").encode())
     return done
+
+
+def not_reached(todo: Sequence[Part], done: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parts that did not begin or that lack measurements."""
+    return [part.name for part in todo if part.name not in done or not _complete(part, done[part.name])]
 
 
 def run_part(part: Part, log: Path, seconds: float, again: bool) -> str:

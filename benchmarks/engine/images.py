@@ -2,9 +2,10 @@
 
 *Pixels* is what a text worker of the gateway does with a file: decode it, resize it, and put its pixels into the order of patches.
 transformers' processor does the same and also normalises, which is part of the engine's tower here. *Tower* is the forward pass of
-one image in float32 on the CPU, with random weights: a quarter of the width of Qwen2.5-VL-3B's tower, and four layers, one of them
-with full attention. Both sides get the same files and images, and their results are compared. They alternate; a time is the median
-of the rounds' CPU times, a ratio the median of the rounds' ratios. The last line is JSON.
+one image in float32 on ``--device``, with random weights: a quarter of the width of Qwen2.5-VL-3B's tower, and four layers, one of
+them with full attention. Both sides get the same files and images, and their results are compared. They alternate; a time is the
+median of the rounds' CPU times (of a tower on a GPU, of the times until the GPU has computed), a ratio the median of the rounds'
+ratios. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.engine.machine import describe
 from engine.models.loader import load_model
 from engine.models.vision.tower import VisionTower
 from engine.models.vision.windows import grid_of
+from engine.settings import DEVICES
 from engine.wire import Image, VisionInfo
 from gateway.images.decode import decode
 from gateway.images.patches import patch_order, prepare
@@ -45,9 +47,10 @@ Work = Callable[[], Any]
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a line for each case and one line of JSON; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks images", description="Images, beside transformers, on a CPU.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks images", description="Images, beside transformers.")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=1, help="of the tower; files are read by one thread")
+    parser.add_argument("--device", choices=DEVICES, default="cuda" if torch.cuda.is_available() else "cpu", help="of the tower")
     parser.add_argument("--quick", action="store_true", help="few rounds and small images, only to check the benchmark")
     parser.add_argument("--out", type=Path, help="folder for summary.json")
     asked = parser.parse_args(arguments)
@@ -55,13 +58,14 @@ def main(arguments: Sequence[str]) -> int:
     rounds = 2 if asked.quick else asked.rounds
     files = [("JPEG", 64, 48), ("PNG", 64, 48)] if asked.quick else FILES
     result: dict[str, Any] = {
-        "unit": "ms CPU an image",
+        "unit": "ms CPU an image" if asked.device == "cpu" else "ms an image",
         "pixels": {f"{kind} {width} x {height}": pixels(kind, width, height, rounds) for kind, width, height in files},
     }
     with tempfile.TemporaryDirectory() as root:
         checkpoint = make_vision_checkpoint(Path(root), **TOWER)
-        tower, reference = load_model(checkpoint).tower, Reference(checkpoint)
+        tower, reference = load_model(checkpoint).tower.to(asked.device), Reference(checkpoint)
         assert isinstance(tower, VisionTower)
+        reference.model.to(asked.device)
         result["tower"] = {
             f"{rows} x {columns} patches": embeddings(tower, reference, rows, columns, rounds)
             for rows, columns in (GRIDS[:1] if asked.quick else GRIDS)
@@ -111,9 +115,9 @@ def pixels(kind: str, width: int, height: int, rounds: int) -> dict[str, Any]:
 
 def embeddings(tower: VisionTower, reference: Reference, rows: int, columns: int, rounds: int) -> dict[str, Any]:
     """Measure the towers. Raises SystemExit if their embeddings differ."""
-    image = some_image(1, rows, columns)
+    image, device = some_image(1, rows, columns), next(tower.parameters()).device
     config, size = tower.config, PATCH * PATCH * 3
-    given = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(1, -1, size)
+    given = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(1, -1, size).to(device)
     made = Qwen2VLImageProcessorPil()(
         picture(image), do_resize=False, return_tensors="pt", input_data_format="channels_first"
     )  # as their processor leaves it: normalised
@@ -126,13 +130,14 @@ def embeddings(tower: VisionTower, reference: Reference, rows: int, columns: int
     @torch.inference_mode()
     def theirs() -> torch.Tensor:
         visual = reference.model.model.visual
-        found: torch.Tensor = visual(made["pixel_values"], grid_thw=made["image_grid_thw"]).pooler_output
+        found: torch.Tensor = visual(made["pixel_values"].to(device), grid_thw=made["image_grid_thw"].to(device)).pooler_output
         return found
 
     difference = (ours() - theirs()).abs().max().item()
     if difference > 1e-3:
         raise SystemExit(f"{rows} x {columns} patches: the embeddings differ from those of transformers by {difference}")
-    return compared(ours, theirs, rounds) | {"largest_difference": difference}
+    clock = time.process_time if device.type == "cpu" else seconds_on_gpu
+    return compared(ours, theirs, rounds, clock) | {"largest_difference": difference}
 
 
 def photograph(kind: str, width: int, height: int) -> bytes:
@@ -145,12 +150,12 @@ def photograph(kind: str, width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def compared(ours: Work, theirs: Work, rounds: int) -> dict[str, Any]:
+def compared(ours: Work, theirs: Work, rounds: int, clock: Callable[[], float] = time.process_time) -> dict[str, Any]:
     """Measure both in turn, after each has run once."""
     pairs = []
     for number in range(rounds):
         order = (theirs, ours) if number % 2 else (ours, theirs)
-        taken = {work: milliseconds(work) for work in order}
+        taken = {work: milliseconds(work, clock) for work in order}
         pairs.append((taken[ours], taken[theirs]))
     ratios = sorted(mine / other for mine, other in pairs)
     return {
@@ -161,8 +166,14 @@ def compared(ours: Work, theirs: Work, rounds: int) -> dict[str, Any]:
     }
 
 
-def milliseconds(work: Work) -> float:
-    """CPU milliseconds of ``work``."""
-    before = time.process_time()
+def seconds_on_gpu() -> float:
+    """Return the time on the clock once the GPU has computed everything."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def milliseconds(work: Work, clock: Callable[[], float] = time.process_time) -> float:
+    """Milliseconds of ``work`` on ``clock``."""
+    before = clock()
     work()
-    return (time.process_time() - before) * 1e3
+    return (clock() - before) * 1e3

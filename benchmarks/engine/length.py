@@ -13,26 +13,28 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.engine import length_ablations, length_plot, machine
+from benchmarks.engine import length_plot, machine
 from benchmarks.engine.engines import describe_loop
 from benchmarks.engine.records import Records
 from benchmarks.engine.stages import Stages
 from benchmarks.engine.store import Store
+from benchmarks.engine.subject import QWEN25_7B, QWEN25_15B, default_device
 from benchmarks.engine.writers import (
     CANDIDATES,
-    QWEN25_7B,
-    QWEN25_15B,
+    MIX_MIN_P,
+    PLAIN,
     Writer,
     Writing,
     guided_flops_ratio,
+    mixed,
     random_pair,
     survivors,
 )
-from engine import wire
 from engine.build import PairedLenVM
 from engine.demo import MODELS
 from engine.models.config import ModelConfig
@@ -52,10 +54,6 @@ ROWS_SECONDS, STAGES_SECONDS = 15.0, 6.0
 """Time that one measurement may take on a GPU, its compilations included."""
 BESIDE_ROWS = 64
 """Numbers of plain rows and of guided rows in one step."""
-MIX_MIN_P = 0.01
-MIX_SURVIVORS = 2.0
-TEMPERATURES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
-"""Temperatures, the highest first; the first that leaves few enough candidates is used."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class Options:
     """Tokens per text; 0: 64, or 48 on a GPU."""
     texts: int = 128
     """Number of texts of each scale, for the distributions."""
-    ablations: bool = True
     distributions: bool = True
     out: Path | None = None
     resume: bool = False
@@ -84,22 +81,24 @@ class Pair:
     """The two measured models."""
 
     decoder: Decoder
-    length: PairedLenVM
+    length: PairedLenVM | None
+    """None if no text is guided."""
     dtype: str
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Configurations of the base model and of the length model."""
+        assert self.length is not None
         return self.decoder.config, self.length.model.config
 
-    def writer(self, slots: int, rows: int, *, cuda_graphs: str = "auto") -> Writer:
+    def writer(self, slots: int | None, rows: int) -> Writer:
         """Return an engine with both models for ``rows`` texts at a time."""
-        return Writer(self.decoder, self.length, self.dtype, slots=slots, rows=rows, cuda_graphs=cuda_graphs)
+        return Writer(self.decoder, self.length, self.dtype, slots=slots, rows=rows)
 
 
 def load_pair(shape: str) -> Pair:
     """Load both models, on a GPU if there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     if shape == "7b":
         return Pair(*random_pair(QWEN25_7B, QWEN25_15B, device, getattr(torch, dtype)), dtype)
@@ -134,11 +133,6 @@ def run(options: Options) -> None:
     summary["stages_ms"] = measure("stages", STAGES_SECONDS, partial(stages, writer, small, records))
     both = replace(writings[-1], rows=min(rows[-1], BESIDE_ROWS))
     summary["beside"] = measure("beside", ROWS_SECONDS, partial(beside, writer, both, options.repeats, records))
-    if options.ablations:
-        loads = {"five candidates": small, "survivor mix": replace(small, sampling=mix)}
-        launched = pair.writer(_slots(small), small.rows, cuda_graphs="off") if on_gpu else None
-        summary["ablations_ms"] = length_ablations.ablate(writer, launched, loads, options.repeats, records)
-        length_ablations.show(summary["ablations_ms"], records)
     if options.distributions and options.shape == "demo":
         lengths = length_plot.by_scale(writer, options.texts, records)
         length_plot.show(lengths, records)
@@ -158,9 +152,11 @@ def _slots(writing: Writing) -> int:
 
 
 def costs(pair: Pair, writer: Writer, writing: Writing, mix: Writing, repeats: int, records: Records) -> dict[str, float]:
-    """Guided over plain, taken in turn on prompts of the same lengths, with five candidates and with a survivor mix."""
+    """Measure guided and plain steps in turn, on prompts of the same lengths: guided ones with five candidates and with a survivor
+    mix, plain ones as a request without options has them and with the candidates' ``top_k``."""
     rng = np.random.default_rng(writing.rows)
-    loads = {"plain": (writing, False), "guided": (writing, True), "plain mix": (mix, False), "guided mix": (mix, True)}
+    filtered = replace(writing, sampling=msgspec.structs.replace(PLAIN, top_k=CANDIDATES))
+    loads = {"plain": (writing, False), "plain top-k": (filtered, False), "guided": (writing, True), "guided mix": (mix, True)}
     times: dict[str, list[float]] = {name: [] for name in loads}
     for place in records.progress(range(repeats + 1), f"{writing.rows} rows"):
         for name, (load, steered) in loads.items():
@@ -168,29 +164,24 @@ def costs(pair: Pair, writer: Writer, writing: Writing, mix: Writing, repeats: i
             if place:  # the first round warms up
                 times[name].append(seconds)
                 records.rows.append({"kind": "guided step", "rows": writing.rows, "name": name, "seconds": seconds})
-    ratios = [guided / plain for guided, plain in zip(times["guided"], times["plain"], strict=True)]
+    ratios, filtered_ratios, mix_ratios = (
+        [one / other for one, other in zip(times[name], times[base], strict=True)]
+        for name, base in (("guided", "plain"), ("guided", "plain top-k"), ("guided mix", "plain"))
+    )
     flops = guided_flops_ratio(*pair.configs, writing.prompt + writing.output / 2)
-    mix_ratios = [guided / plain for guided, plain in zip(times["guided mix"], times["plain mix"], strict=True)]
+    middle = {name.replace(" ", "_").replace("-", "_"): statistics.median(values) for name, values in times.items()}
     return {
-        **{f"{name.replace(' ', '_')}_ms": 1000 * statistics.median(values) for name, values in times.items()},
+        **{f"{name}_ms": 1000 * seconds for name, seconds in middle.items()},
+        **{f"{name}_tokens_per_s": writing.rows / seconds for name, seconds in middle.items()},
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
+        "top_k_ratio": statistics.median(filtered_ratios),
         "flops_ratio": flops,
         "over_flops_ratio": statistics.median(ratios) / flops,
         "mix_ratio": statistics.median(mix_ratios),
         "mix_candidates": survivors(writer, replace(mix, output=16), rng),
     }
-
-
-def mixed(writer: Writer, writing: Writing) -> wire.Sampling:
-    """``min_p``, at the temperature that leaves some :data:`MIX_SURVIVORS` candidates a draw of texts like ``writing``."""
-    rng, few = np.random.default_rng(9), min(8, writer.rows)
-    for temperature in TEMPERATURES:
-        mix = wire.Sampling(top_k=CANDIDATES, min_p=MIX_MIN_P, temperature=temperature, ignore_eos=True)
-        if survivors(writer, replace(writing, sampling=mix, rows=few, output=16), rng) <= MIX_SURVIVORS * 1.15:
-            break
-    return mix
 
 
 def beside(writer: Writer, writing: Writing, repeats: int, records: Records) -> dict[str, float]:
@@ -237,16 +228,15 @@ def stages(writer: Writer, writing: Writing, records: Records) -> dict[str, floa
 
 def show_costs(by_rows: dict[int, dict[str, float]], bounded: bool, records: Records) -> None:
     """Show guided and plain steps at each number of rows; ``bounded``: the published shapes on a GPU."""
-    table = Table("rows", "plain, ms", "guided, ms", "guided ÷ plain", title=f"A step of decoding, {CANDIDATES} candidates")
-    for heading in ("FLOPs, guided ÷ plain", "÷ FLOPs' ratio", f"min_p {MIX_MIN_P}", "candidates there"):
-        table.add_column(heading)
-    if bounded:
-        table.add_column("bound")
-        table.add_column("÷ bound")
+    headings = ["rows", "plain, ms", "guided, ms", "plain, tokens/s", "guided, tokens/s", "guided ÷ plain", "÷ plain, top-k"]
+    headings += ["FLOPs, guided ÷ plain", "÷ FLOPs' ratio", f"min_p {MIX_MIN_P}", "candidates there"]
+    table = Table(*headings, *(["bound", "÷ bound"] if bounded else []), title=f"A step of decoding, {CANDIDATES} candidates")
     for rows, cost in by_rows.items():
-        cells = [f"{rows}", f"{cost['plain_ms']:.2f}", f"{cost['guided_ms']:.2f}"]
-        cells += [f"{cost['ratio']:.2f}× ({cost['ratio_min']:.2f}–{cost['ratio_max']:.2f})", f"{cost['flops_ratio']:.2f}×"]
-        cells += [f"{cost['over_flops_ratio']:.2f}", f"{cost['mix_ratio']:.2f}×", f"{cost['mix_candidates']:.1f}"]
+        cells = [f"{rows}", *(f"{cost[f'{name}_ms']:.2f}" for name in ("plain", "guided"))]
+        cells += [f"{cost[f'{name}_tokens_per_s']:.0f}" for name in ("plain", "guided")]
+        cells += [f"{cost['ratio']:.2f}× ({cost['ratio_min']:.2f}–{cost['ratio_max']:.2f})", f"{cost['top_k_ratio']:.2f}×"]
+        cells += [f"{cost['flops_ratio']:.2f}×", f"{cost['over_flops_ratio']:.2f}", f"{cost['mix_ratio']:.2f}×"]
+        cells.append(f"{cost['mix_candidates']:.1f}")
         if bounded and rows in BOUNDS:
             cells += [f"{BOUNDS[rows]:.2f}×", f"{cost['ratio'] / BOUNDS[rows]:.2f} (target {TARGETS['cuda']})"]
         table.add_row(*cells)

@@ -1,9 +1,9 @@
-"""Cost of LoRA adapters in a step of 43 items on a CPU: ``python -m benchmarks.engine.lora``.
+"""Cost of LoRA adapters in a step of 43 items: ``python -m benchmarks.engine.lora``.
 
 The same requests, with an adapter each and with none, in turn in one process: 43 items of different tokens in 16 requests, one for
 each adapter. Nothing is found in the prefix cache. ``--shape`` is a random model of that shape with ``--layers`` layers, which all
-cost the same. The ratio is that of the process's CPU time, which other processes change less than the time on the clock. One JSON
-line comes last, with machine and commit.
+cost the same. The ratio is that of the process's CPU time, which other processes change less than the time on the clock, and on a
+GPU that of the time on the clock. One JSON line comes last, with machine and commit.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def main() -> int:
             order = (True, False) if number % 2 else (False, True)
             taken = {adapted: _seconds(loop, rng, digests, digests if adapted else [""] * len(digests)) for adapted in order}
             pairs.append((taken[False], taken[True]))
-    ratios = [adapted.cpu / base.cpu for base, adapted in pairs]
+    on_gpu = torch.cuda.is_available()
+    ratios = [adapted.clock / base.clock if on_gpu else adapted.cpu / base.cpu for base, adapted in pairs]
     result = {
+        "base_seconds": median(base.clock for base, _ in pairs),
+        "adapted_seconds": median(adapted.clock for _, adapted in pairs),
         "base_cpu_seconds": median(base.cpu for base, _ in pairs),
         "adapted_cpu_seconds": median(adapted.cpu for _, adapted in pairs),
         "ratio": median(ratios),

@@ -6,7 +6,7 @@ Both run in this process with the same threads and weights, in turn on the same 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.engine.engines import Engine, Scorer, Stopwatch
+from benchmarks.engine.engines import Engine, Scorer, Stopwatch, Transformers
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import Subject
 from benchmarks.engine.workload import Workload
@@ -45,14 +45,21 @@ SWEEPS = (
 QUICK_SWEEPS = (Sweep("items", (1, 10, 50)), Sweep("query", (15, 500)), Sweep("item", (20, 180)))
 
 
+QUEUED = {"cpu": 4, "cuda": 40}
+"""Requests queued at once."""
+QUEUED_REPEATS = 3
+PEER_BATCHES = {"cpu": (10,), "cuda": (10, 40, 100, 200)}
+"""Prompts of a batch of transformers, whose best is reported."""
+
+
 class Head:
     """The engine's last step alone, on as many rows as a request has items: it is the model's time, not the engine's."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, workload: Workload) -> None:
         self._decoder = decoder
         weight = decoder.embed.weight
-        self._hidden = torch.randn(Workload().items, weight.shape[1], device=weight.device).to(weight.dtype)
-        self._labels = torch.zeros(Workload().items, Workload().labels, dtype=torch.int64, device=weight.device)
+        self._hidden = torch.randn(workload.items, weight.shape[1], device=weight.device).to(weight.dtype)
+        self._labels = torch.zeros(workload.items, workload.labels, dtype=torch.int64, device=weight.device)
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
@@ -60,9 +67,11 @@ class Head:
         return label_logprobs(self._hidden, self._decoder.head_operand, self._labels)
 
 
-def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, repeats: int, records: Records) -> dict[str, Any]:
-    """Measure the standard workload, alternating between engine and peer on the same requests."""
-    workload, rng, head = Workload(), np.random.default_rng(0), Head(decoder)
+def compare(
+    engine: Engine, decoder: Decoder, peer: Scorer, workload: Workload, vocab_size: int, repeats: int, records: Records
+) -> dict[str, Any]:
+    """Measure a workload, one request at a time, alternating between engine and peer on the same requests."""
+    rng, head = np.random.default_rng(0), Head(decoder, workload)
     watch = Stopwatch(gpu=decoder.embed.weight.is_cuda)
     timed_head = watch.around(head.run)
     engine.score(workload.request("warm", rng, vocab_size))  # compiles kernels
@@ -89,6 +98,36 @@ def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, rep
         "differences": spread(apart),
         "largest_difference": max(apart),
     }
+
+
+def queued(
+    engine: Engine, peer: Callable[[], Transformers], workload: Workload, vocab_size: int, repeats: int, records: Records
+) -> dict[str, Any]:
+    """Measure many requests queued at once, in turn: in the engine, and in the peer as batches of full prompts."""
+    device, rng = engine.loop._runner._decoder.embed.weight.device.type, np.random.default_rng(4)
+    count = QUEUED[device]
+    scorers: dict[str, Callable[[list[wire.Score]], object]] = {"engine": engine.score_all}
+    for batch in PEER_BATCHES[device]:
+        scorers[str(batch)] = partial(peer().score_all, batch=batch)
+    rates: dict[str, list[float]] = {name: [] for name in scorers}
+    for repeat in records.progress(range(repeats + 1), f"{count} requests queued"):
+        messages = [workload.request(f"q{repeat}-{place}", rng, vocab_size) for place in range(count)]
+        for name, score in scorers.items():
+            taken = records.timed("queued", name, partial(score, messages))
+            if repeat:  # the first round warms up
+                rates[name].append(count * workload.items / taken)
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    ours, peers = middle.pop("engine"), middle
+    return {"requests": count, "engine_items_per_s": ours, "transformers_items_per_s": peers, "ratio": ours / max(peers.values())}
+
+
+def show_queued(found: Mapping[str, Any], measured: Subject, records: Records) -> None:
+    """Print the rates of engine and peer."""
+    peers = ", ".join(f"{rate:.1f} in batches of {batch}" for batch, rate in found["transformers_items_per_s"].items())
+    records.console.print(
+        f"{found['requests']} requests queued, {measured.format}: {found['engine_items_per_s']:.1f} items/s; transformers in "
+        f"{measured.dtype} {peers} prompts; {found['ratio']:.2f} × the best of them"
+    )
 
 
 def differences(engine: Scorer, peer: Scorer, message: wire.Score) -> list[float]:
@@ -123,7 +162,7 @@ def sweep(engine: Engine, vocab_size: int, what: Sweep, repeats: int, records: R
 
 def show_comparison(comparison: Mapping[str, Any], measured: Subject, records: Records) -> None:
     """Print the times of engine and peer."""
-    table = Table(f"120/180/10, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
+    table = Table(f"one request at a time, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
     spread = f"{comparison['ratio']:.2f}× ({comparison['ratio_min']:.2f}–{comparison['ratio_max']:.2f})"
     table.add_row("Yardstick", f"{comparison['engine_items_per_s']:.1f}", spread)
     table.add_row(f"transformers, one batch, {measured.dtype}", f"{comparison['transformers_items_per_s']:.1f}", "1")

@@ -47,12 +47,12 @@ class Plan:
 class Online:
     """Results of all runs against one gateway."""
 
-    def __init__(self, url: str, vocab_size: int, records: Records) -> None:
+    def __init__(self, url: str, vocab_size: int, records: Records, workload: Workload) -> None:
         self._url = url
         self._vocab_size = vocab_size
         self._records = records
         self._runs = 0
-        self._items = Workload().items
+        self._workload, self._items = workload, workload.items
 
     def measure(self, plan: Plan) -> dict[str, Any]:
         """Measure capacity, single requests, the rates, and repeated items with the cache on. Raises :class:`ServerError`."""
@@ -88,6 +88,7 @@ class Online:
             url=self._url,
             arrivals=arrivals,
             vocab_size=self._vocab_size,
+            workload=self._workload,
             seed=self._runs,
             repeated=repeated or 0.0,
             cached=repeated is not None,

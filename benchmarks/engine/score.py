@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.engine import ablations, machine, offline, online
+from benchmarks.engine import machine, offline, online
 from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.records import Records, plot
 from benchmarks.engine.roofline import measure_peaks, roofline
@@ -25,17 +25,9 @@ from benchmarks.engine.subject import Subject, subject
 from benchmarks.engine.workload import Workload
 from engine.models.decoder import Decoder
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-"""Largest difference of a log-probability between two methods; in fewer bits than float32, of nine tenths of them. In bfloat16 the
-standard deviation is about 0.03."""
-FP8_TOLERANCE = 1.5
-"""Largest difference if one method or both use FP8. Random weights magnify its rounding: of 2 million log-probabilities after 28
-layers, one in a thousand differed by more than 0.9, and one by 1.6."""
-
+STANDARD = Workload()
 SHORT_SECONDS = 10.0
 """Time that one measurement of the offline part may take on a GPU, its compilations included."""
-LAUNCHED_SLOTS = 16_384
-"""Slots of the engine without CUDA graphs, which gets one request at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,6 @@ class Options:
     """Options of the command line."""
 
     offline: bool = True
-    ablations: bool = False
     online: bool = False
     sweeps: bool = True
     """Whether ``offline`` also measures the sweeps over lengths."""
@@ -60,6 +51,9 @@ class Options:
     rates: tuple[float, ...] = ()
     seconds: float = 30.0
     engine_flags: tuple[str, ...] = ()
+    max_batched_tokens: int | None = None
+    """Tokens of a step; None: the engine's default."""
+    workload: Workload = STANDARD
     out: Path | None = None
     resume: bool = False
     """Measure only what the results in ``out`` lack."""
@@ -73,10 +67,11 @@ def run(options: Options) -> int:
     """Print the tables and the JSON line; with ``out``, write a folder. Returns the exit code: 1 if scores do not agree."""
     records = Records(Store(options.out, resume=options.resume, limit=options.limit))
     summary: dict[str, Any] = {"bench": "score", "machine": machine.describe(), "dtype": options.dtype}
+    summary |= {"workload": str(options.workload), "max_batched_tokens": options.max_batched_tokens}
     summary["quantize"] = options.quantize
     with subject(options.shape, options.model, options.dtype, options.quantize, options.models) as measured:
         summary["model"] = options.model or options.shape
-        if options.offline or options.ablations:
+        if options.offline:
             summary |= _in_process(measured, options, records)
         if options.online:
             summary["online"] = _online(measured, options, records)
@@ -85,7 +80,7 @@ def run(options: Options) -> int:
     if options.out is not None:
         records.write(options.out, summary)
         if options.online:
-            plot(options.out, summary["online"]["rates"], f"120/180/10, {summary['model']}, {measured.format}")
+            plot(options.out, summary["online"]["rates"], f"{options.workload}, {summary['model']}, {measured.format}")
     print(json.dumps(summary), flush=True)
     if records.wrong:
         print(f"bench: the scores of {', '.join(records.wrong)} do not agree with the engine's", file=sys.stderr)
@@ -94,31 +89,8 @@ def run(options: Options) -> int:
 
 def _in_process(measured: Subject, options: Options, records: Records) -> dict[str, Any]:
     decoder = measured.load()
-    engine = Engine(decoder, measured.dtype)
-    found: dict[str, Any] = {}
-    if options.offline:
-        found |= _offline(measured, decoder, engine, options, records)
-    if options.ablations:
-        on_gpu = decoder.embed.weight.is_cuda
-        launched = Engine(decoder, measured.dtype, slots=LAUNCHED_SLOTS, cuda_graphs="off") if on_gpu else None
-        scorers = ablations.variants(engine, decoder, launched)
-        given = measured.config.vocab_size, options.repeats
-
-        def ablate() -> dict[str, Any]:
-            times = ablations.ablate(scorers, *given, _tolerance(measured), records, exact=_exact(measured))
-            return {"ms": times, "disagree": records.wrong}
-
-        if ablated := records.store.measure("ablations", SHORT_SECONDS, ablate):
-            found["ablations_ms"] = ablated["ms"]
-            records.wrong = sorted({*records.wrong, *ablated["disagree"]})
-            ablations.show_ablations(ablated["ms"], records)
-        if on_gpu:
-            loops = {"overlapped": engine, "synchronous": Engine(decoder, measured.dtype, overlap=False)}
-            times = records.store.measure("loops", SHORT_SECONDS, partial(ablations.compare_loops, loops, *given, records))
-            if times:
-                found["loops_ms"] = times
-                ablations.show_loops(times, records)
-    return found | {"engine": engine.description}
+    engine = Engine(decoder, measured.dtype, max_batched_tokens=options.max_batched_tokens)
+    return _offline(measured, decoder, engine, options, records) | {"engine": engine.description}
 
 
 def _offline(measured: Subject, decoder: Decoder, engine: Engine, options: Options, records: Records) -> dict[str, Any]:
@@ -126,13 +98,14 @@ def _offline(measured: Subject, decoder: Decoder, engine: Engine, options: Optio
     vocabulary = measured.config.vocab_size
     measure, found = records.store.measure, dict[str, Any]()
 
+    peer = cache(lambda: Transformers(measured, device))
+
     def compare() -> dict[str, Any]:
-        peer = Transformers(measured, device)
         before = measure_peaks(device, getattr(torch, measured.dtype), measured.quantize)
-        comparison = offline.compare(engine, decoder, peer, vocabulary, options.repeats, records)
-        comparison["agrees"] = offline.agrees(comparison["differences"], _tolerance(measured), exact=_exact(measured))
+        comparison = offline.compare(engine, decoder, peer(), options.workload, vocabulary, options.repeats, records)
+        comparison["agrees"] = offline.agrees(comparison["differences"], measured.tolerance, exact=measured.is_exact)
         peaks = before.or_better(measure_peaks(device, getattr(torch, measured.dtype), measured.quantize))
-        workload = Workload()
+        workload = options.workload
         limits = roofline(measured.config, measured.dtype, workload, peaks, workload.items / comparison["engine_items_per_s"])
         return {**comparison, "roofline": limits}
 
@@ -141,6 +114,11 @@ def _offline(measured: Subject, decoder: Decoder, engine: Engine, options: Optio
         records.wrong += [] if comparison["agrees"] else ["transformers"]
         offline.show_comparison(comparison, measured, records)
         show_roofline(comparison["roofline"], records)
+    repeats = min(options.repeats, offline.QUEUED_REPEATS)
+    queued = partial(offline.queued, engine, lambda: peer(), options.workload, vocabulary, repeats, records)
+    if rates := measure("queued", SHORT_SECONDS, queued):
+        found["queued"] = rates
+        offline.show_queued(rates, measured, records)
     for what in (offline.QUICK_SWEEPS if options.quick else offline.SWEEPS) if options.sweeps else ():
         repeats = 1 if options.quick else max(3, options.repeats // 5)
         per_item = measure(f"sweep {what.name}", SHORT_SECONDS, partial(_sweep, engine, vocabulary, what, repeats, records))
@@ -154,18 +132,10 @@ def _sweep(engine: Engine, vocabulary: int, what: offline.Sweep, repeats: int, r
     return {str(value): taken for value, taken in offline.sweep(engine, vocabulary, what, repeats, records).items()}
 
 
-def _exact(measured: Subject) -> bool:
-    return measured.dtype == "float32" and measured.quantize is None
-
-
-def _tolerance(measured: Subject) -> float:
-    return TOLERANCE[measured.dtype] if measured.quantize is None else FP8_TOLERANCE
-
-
 def _online(measured: Subject, options: Options, records: Records) -> dict[str, Any]:
     plan = online.Plan(options.rates, options.seconds, *((4, 2) if options.quick else ()))
     with _gateway(measured, options) as (url, engine):
-        results = online.Online(url, measured.config.vocab_size, records).measure(plan)
+        results = online.Online(url, measured.config.vocab_size, records, options.workload).measure(plan)
         described = {} if engine is None else {"engine": describe_engine(engine)}
     online.show(results, records)
     return results | described
@@ -177,7 +147,8 @@ def _gateway(measured: Subject, options: Options) -> Iterator[tuple[str, str | N
     if options.url is not None:
         yield options.url.rstrip("/").removesuffix("/v1"), None
     else:
-        with serving(measured, options.engine_flags) as urls:
+        tokens = [] if options.max_batched_tokens is None else ["--max-batched-tokens", str(options.max_batched_tokens)]
+        with serving(measured, [*tokens, *options.engine_flags]) as urls:
             yield urls
 
 

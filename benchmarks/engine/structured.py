@@ -100,7 +100,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each row")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocabulary", type=int, default=TOKENS, help="tokens of the vocabulary, the special ones not counted")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the model")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the random model (%(default)s)")
+    parser.add_argument("--layers", type=int, help="layers of the model (those of the shape)")
     parser.add_argument("--threads", type=int, help="threads of the model")
     parser.add_argument("--xgrammar", metavar="PYTHON", help="interpreter with xgrammar")
     options = parser.parse_args(arguments)
@@ -179,7 +180,8 @@ def measure_peer(text: bytes, options: argparse.Namespace) -> dict[str, float]:
 def make_loop(directory: Path, text: bytes, options: argparse.Namespace) -> Loop:
     """An engine with random weights and the vocabulary of ``text``."""
     rows = options.vocabulary + HEAD_ROWS - TOKENS
-    config = replace(SHAPES["small"], vocab_size=rows, num_layers=options.layers, eos_token_ids=(options.vocabulary + 2,))
+    config = replace(SHAPES[options.shape], vocab_size=rows, eos_token_ids=(options.vocabulary + 2,))
+    config = replace(config, num_layers=options.layers or config.num_layers)
     save_model(random_decoder(config), config, directory, torch.float32)
     (directory / "tokenizer.json").write_bytes(text)
     slots = 2 * options.rows * (options.tokens + 64)

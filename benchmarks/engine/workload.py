@@ -22,6 +22,9 @@ class Workload:
     items: int = 10
     labels: int = 2
 
+    def __str__(self) -> str:
+        return f"{self.query}/{self.item}/{self.items}"
+
     @property
     def tokens(self) -> int:
         """Number of tokens that must be computed: the query once and every item once."""

@@ -14,39 +14,24 @@ import numpy as np
 import torch
 
 from benchmarks.engine.roofline import Work, flops
-from benchmarks.engine.subject import SMALL
+from benchmarks.engine.subject import random_decoder, randomise
 from engine import wire
 from engine.build import PairedLenVM, assemble
 from engine.loop import Loop
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lenvm import LenVM
-from engine.models.rope import Rope
 from engine.settings import EngineSettings
 
 CANDIDATES = 5
 GUIDED = wire.LengthGuidance(scale=1.0, top_k=CANDIDATES)
 """Guidance in which every draw has this number of candidates, unless ``min_p`` removes some."""
-PLAIN = wire.Sampling(top_k=CANDIDATES, ignore_eos=True)
-
-QWEN25_7B = replace(
-    SMALL,
-    architecture="Qwen2ForCausalLM",
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    max_context=32_768,
-    rope=Rope(1_000_000.0),
-    tied=False,
-    qk_norm=False,
-    qkv_bias=True,
-)
-QWEN25_15B = replace(QWEN25_7B, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2, tied=True)
-"""Shape of the published measurements; the length model has the base model's vocabulary."""
+PLAIN = wire.Sampling(ignore_eos=True)
+"""Sampling as a request without options has it. Guidance keeps its own ``top_k`` of the same distribution."""
+MIX_MIN_P = 0.01
+MIX_SURVIVORS = 2.0
+TEMPERATURES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
+"""Temperatures, the highest first; the first that leaves few enough candidates is used."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +61,17 @@ class Writer:
     """The loop, driven in this process."""
 
     def __init__(
-        self, decoder: Decoder, length: PairedLenVM | None, dtype: str, *, slots: int, rows: int, cuda_graphs: str = "auto"
+        self,
+        decoder: Decoder,
+        length: PairedLenVM | None,
+        dtype: str,
+        *,
+        slots: int | None,
+        rows: int,
+        kv_dtype: str = "auto",
+        max_batched_tokens: int | None = None,
     ) -> None:
-        """``rows``: largest number of texts at a time."""
+        """``slots``: None for as many as memory allows. ``rows``: largest number of texts at a time."""
         settings = EngineSettings(
             model="bench",
             name="bench",
@@ -86,7 +79,9 @@ class Writer:
             max_total_tokens=slots,
             max_running_requests=rows,
             max_wait_seconds=3600,  # no request is refused, however slow the machine
-            cuda_graphs=cuda_graphs,
+            max_waiting=max(4096, rows),
+            kv_dtype=kv_dtype,
+            max_batched_tokens=max_batched_tokens,
         )
         self.loop: Loop = assemble(decoder, settings, "bench", length)
         self.vocab_size = self.loop.info.vocab_size
@@ -125,6 +120,17 @@ def survivors(writer: Writer, writing: Writing, rng: np.random.Generator) -> flo
     return statistics.mean(len(row) for top in tops for row in top)
 
 
+def mixed(writer: Writer, writing: Writing) -> wire.Sampling:
+    """Return sampling with ``min_p`` at the temperature that leaves some :data:`MIX_SURVIVORS` candidates a draw of texts like
+    ``writing``."""
+    rng, few = np.random.default_rng(9), min(8, writer.rows)
+    for temperature in TEMPERATURES:
+        mix = wire.Sampling(min_p=MIX_MIN_P, temperature=temperature, ignore_eos=True)
+        if survivors(writer, replace(writing, sampling=mix, rows=few, output=16), rng) <= MIX_SURVIVORS * 1.15:
+            break
+    return mix
+
+
 def guided_flops_ratio(base: ModelConfig, length: ModelConfig, context: float, candidates: float = CANDIDATES) -> float:
     """Matrix products and attention of a guided token, as a multiple of a plain one's; ``context``: tokens before it.
 
@@ -137,14 +143,9 @@ def guided_flops_ratio(base: ModelConfig, length: ModelConfig, context: float, c
 
 
 def random_pair(base: ModelConfig, length: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, PairedLenVM]:
-    """Random weights on ``device``, scaled so that activations stay near one. gamma is that of published checkpoints."""
-    torch.manual_seed(0)
+    """Random weights on ``device``. gamma is that of published checkpoints."""
+    decoder = random_decoder(base, dtype=dtype, device=device)
     with device:
-        decoder, model = Decoder(base, dtype), LenVM(length, dtype)
-    with torch.no_grad():
-        for name, parameter in (*decoder.named_parameters(), *model.named_parameters()):
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.05 if "embed" in name else parameter.shape[1] ** -0.5)
-            elif name.endswith("bias"):
-                parameter.zero_()
-    return decoder.eval(), PairedLenVM(model.eval(), 0.997)
+        model = LenVM(length, dtype)
+    randomise(model)
+    return decoder, PairedLenVM(model.eval(), 0.997)

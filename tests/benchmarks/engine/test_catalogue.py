@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main as main_command
 from benchmarks.engine.catalogue import main
-from benchmarks.gateway.placement import main as placement
 
 
 @pytest.mark.slow
@@ -37,16 +38,18 @@ def test_cached_items_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["none cached, ratio"] < report["part cached, expected, logits, ratio"] <= report["all cached, logits, ratio"]
 
 
-SMALL = ["--items", "1000", "--item-tokens", "90", "--query-tokens", "10", "--requests", "200"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [SMALL, []], ids=["small", "2000 items"])
-def test_replicas_share_a_catalogue(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The simulation is deterministic, so its limits are those that placement has to keep."""
-    assert placement(options) == 0
+@pytest.mark.parametrize("form", [["--dtype", "bfloat16"], ["--quantize", "fp8"]])
+def test_many_requests_name_known_items(
+    form: list[str], tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--shape tiny --items 12 --per-request 6 --item-tokens 30 --query-tokens 4 --room 0 --rounds 2 --in-flight 5"
+    command = ["catalogue", *sizes.split(), *form, "--out", str(tmp_path)]
+    assert main_command([*command, "--limit", "0"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["round 0"]
+    assert main_command([*command, "--continue"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["throughput beside one replica of the same size"] >= 3.6
-    assert report["throughput beside one replica with all slots"] >= 3.6
-    assert report["hit rate"] >= report["hit rate of one replica with all slots"] - 0.02
-    assert 0.15 <= report["items that a further replica takes"] <= 0.25
+    assert report["all cached, logits, items/s"] > 0
+    assert not any("part cached" in name for name in report)
+    rounds = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    rates = [1 / each["result"]["seconds_an_item"]["all cached"] for each in rounds]
+    assert report["all cached, items/s"] == pytest.approx(sum(rates) / 2, abs=0.1)

@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.servers import ServerError, serving
 from benchmarks.engine.subject import subject
+from benchmarks.engine.workload import Workload
 from tests.checkpoints import make_checkpoint
 
 
@@ -60,14 +61,27 @@ def test_online_from_end_to_end(tmp_path, in_this_process, capsys):
 def test_all_of_it_in_fp8(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 256, "cuda": 1024})
     model = make_checkpoint(tmp_path / "model", "qwen3")
-    parts = {"offline": True, "ablations": True, "online": True, "sweeps": False}
-    run(Options(**parts, model=str(model), quantize="fp8", repeats=1, quick=True, rates=(50.0,), seconds=1.0))
+    parts = {"offline": True, "online": True, "sweeps": False}
+    given = {"max_batched_tokens": 512, "workload": Workload(30, 20, 4)}
+    run(Options(**parts, **given, model=str(model), quantize="fp8", repeats=1, quick=True, rates=(50.0,), seconds=1.0))
     said = capsys.readouterr().out.splitlines()
     summary = json.loads(said[-1])
     assert any("float32, FP8" in line for line in said)
     assert 1e-3 < summary["largest_difference"] < 1.5  # from transformers, which computes in float32
     assert summary["roofline"]["peak_gflops_of_layers"] != summary["roofline"]["peak_gflops"]
     assert summary["online"]["rates"][0]["failures"] == {}
+    assert (summary["workload"], summary["max_batched_tokens"]) == ("30/20/4", 512)
+    assert summary["online"]["rates"][0]["requests"] == 12, "50 items/s for one second, four a request"
+    queued = summary["queued"]
+    assert queued["engine_items_per_s"] > 0 < min(queued["transformers_items_per_s"].values())
+
+
+@pytest.mark.slow
+def test_the_server_has_the_step_of_the_command(tmp_path):
+    """An engine refuses a step of less than one token, so a wrong value is seen."""
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    with pytest.raises(ServerError, match="--max-batched-tokens"):
+        run(Options(offline=False, online=True, model=str(model), max_batched_tokens=0, rates=(50.0,), seconds=1.0))
 
 
 @pytest.mark.slow
@@ -92,7 +106,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path, in_this_process, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_gpu_command_says_so_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--run", "a", "--out", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stdout == ""

@@ -11,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, WELL, Part, archived, parts, run_part, run_parts
+from benchmarks.__main__ import main
+from benchmarks.engine import gpu, workload
+from benchmarks.engine.cli import RUNS
+from benchmarks.engine.cli import SHAPES as NAMES
+from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, OUT_OF_TIME, WELL, Part, archived, parts, run_part, run_parts
 from benchmarks.engine.offline import agrees, spread
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.store import FILE, Store
@@ -85,10 +89,12 @@ def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == b""
 
 
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("seed", seeds(quick=2, slow=5, deep=20))
-def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed: int) -> None:
+def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed: int, name: str) -> None:
     rng, clock = random.Random(seed), Clock()
-    todo, needed = parts(tmp_path), {part.name: rng.uniform(20, 2 * part.seconds) for part in parts(tmp_path)}
+    todo = parts(name, tmp_path)
+    needed = {part.name: rng.uniform(20, 2 * part.seconds) for part in todo}
     runs: list[tuple[str, bool]] = []
 
     def start(part: Part, log: Path, seconds: float, again: bool) -> str:
@@ -118,23 +124,90 @@ def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed:
         if all(part["ended"] == WELL or part["ended"] == "exit code 1" for part in state.values()):
             break
     assert set(state) == {part.name for part in todo}
-    assert runs[0][0] == "tests"
+    assert runs[0][0] == todo[0].name
     assert json.loads((tmp_path / "summary.json").read_text())["parts"] == state
 
 
-def test_two_calls_have_time_for_all(tmp_path: Path) -> None:
-    """And each ends within the ten minutes that a command may take."""
-    todo = parts(tmp_path)
+SECONDS = {"a": [110, 70, 70, 80, 80, 120, 90], "b": [60, 80, 80, 190, 100, 60, 60]}
+"""Seconds of the parts of the runs; those of the two profiles, in bfloat16 and FP8, together."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_calls_have_time_for_all(tmp_path: Path, name: str) -> None:
+    """Each ends within the ten minutes that a command may take, and both together within twelve minutes less the installation."""
+    todo = parts(name, tmp_path)
     assert LIMIT_SECONDS + END_SECONDS <= 540
     assert sum(part.seconds for part in todo) <= 2 * LIMIT_SECONDS
-    first = todo[:4]
-    assert [part.name for part in first] == ["tests", "offline", "online", "kernels"]
-    assert sum(part.seconds for part in first) <= LIMIT_SECONDS
+    assert len({part.name for part in todo}) == len(todo)
+    if name in SECONDS:
+        profile = sum(part.seconds for part in todo if part.name.startswith("step"))
+        others = [part.seconds for part in todo if not part.name.startswith("step")]
+        assert sorted([profile, *others]) == sorted(SECONDS[name])
+        assert profile + sum(others) <= 12 * 60 - 90
     assert all(
         part.arguments[part.arguments.index("--models") + 1] == str(tmp_path / "models")
         for part in todo
         if "score" in part.arguments
     )
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_run_names_what_it_did_not_reach(tmp_path: Path, name: str) -> None:
+    """With parts that need all of their time, in two calls."""
+    clock, todo, begun = Clock(), parts(name, tmp_path), list[str]()
+    needed = {part.name: part.seconds for part in todo}
+
+    def start(part: Part, log: Path, seconds: float, again: bool) -> str:
+        begun.append(part.name)
+        spent = min(seconds, needed[part.name])
+        clock.now += spent
+        needed[part.name] -= spent
+        return "incomplete" if needed[part.name] else WELL
+
+    state = run_parts(todo, tmp_path, LIMIT_SECONDS, clock=clock, start=start, about={"run": name})
+    assert begun == [part.name for part in todo][: len(begun)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    left = [part.name for part in todo][len(begun) - 1 :]
+    assert summary["run"] == name
+    assert summary["not_reached"] == left
+    assert {state[part]["ended"] for part in left[1:]} == {OUT_OF_TIME}
+    begun.clear()
+    run_parts(todo, tmp_path, LIMIT_SECONDS, resume=True, clock=clock, start=start)
+    assert sorted(begun) == sorted(left)
+    assert json.loads((tmp_path / "summary.json").read_text())["not_reached"] == []
+    assert clock.now <= 12 * 60 - 90
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_tiny_models_measures_every_part(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, in processes of their own; a busy machine with two cores gets more time."""
+    slower = [replace(part, seconds=300.0) for part in parts(name, tmp_path, quick=True)]
+    monkeypatch.setattr(gpu, "parts", lambda *_, **__: slower)
+    assert main(["gpu", "--run", name, "--quick", "--out", str(tmp_path), "--limit", "3000"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*summary["parts"]] == [part.name for part in slower]
+    assert summary["not_reached"] == []
+    assert all(json.loads(part["last_line"]) for part in summary["parts"].values())
+
+
+def test_the_command_knows_the_shapes() -> None:
+    assert tuple(SHAPES) == NAMES
+    assert str(workload.Workload()) == "120/180/10"
+
+
+def test_parts_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen: list[Part] = []
+    monkeypatch.setattr(gpu, "run", lambda name, todo, out, **_: chosen.extend(todo) or 0)
+    command = ["gpu", "--run", "b", "--out", str(tmp_path)]
+    assert main([*command, "--only", "accuracy", "step"]) == 0
+    assert [part.name for part in chosen] == ["step", "accuracy"]
+    with pytest.raises(SystemExit):
+        main([*command, "--only", "kernels"])
+    assert "run b has no part kernels; it has step, step fp8" in capsys.readouterr().err
 
 
 def test_a_call_that_continues_runs_what_failed_after_what_did_not_begin(tmp_path: Path) -> None:
@@ -240,7 +313,9 @@ def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, 
 def test_random_weights_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setitem(SHAPES, "small", replace(SMALL, num_layers=1, hidden_size=64, intermediate_size=64, vocab_size=300))
-    monkeypatch.setattr("benchmarks.engine.subject.random_decoder", lambda config: made.append(config) or random_decoder(config))
+    monkeypatch.setattr(
+        "benchmarks.engine.subject.random_decoder", lambda config, **_: made.append(config) or random_decoder(config)
+    )
     for _ in range(2):
         with subject("small", None, "float32", models=tmp_path) as measured:
             assert measured.directory == tmp_path / "small-float32"

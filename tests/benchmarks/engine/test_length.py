@@ -1,4 +1,4 @@
-"""The benchmark of length guidance: its arithmetic, its ablations, its command."""
+"""The benchmark of length guidance: its arithmetic, its command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.engine import length, length_plot
-from benchmarks.engine.length_ablations import VARIANTS, YARDSTICK, guided_by
 from benchmarks.engine.stages import REST, Stages
-from benchmarks.engine.subject import SMALL
-from benchmarks.engine.writers import QWEN25_7B, QWEN25_15B, Writer, Writing, guided_flops_ratio, random_pair, survivors
+from benchmarks.engine.subject import QWEN25_7B, QWEN25_15B, SMALL
+from benchmarks.engine.writers import PLAIN, Writer, Writing, guided_flops_ratio, mixed, random_pair, survivors
 from engine.lenvm import guided_draws
 
 FEW = Writing(4, 12, 10)
@@ -44,52 +43,18 @@ def test_random_weights_keep_activations_near_one() -> None:
     decoder, model = random_pair(base, dataclasses.replace(base, hidden_size=256), torch.device("cpu"), torch.float32)
     writer = Writer(decoder, model, "float32", slots=1024, rows=4)
     assert 1 < survivors(writer, FEW, np.random.default_rng(0)) <= 5
-    mix = dataclasses.replace(FEW, sampling=length.mixed(writer, FEW))
+    mix = dataclasses.replace(FEW, sampling=mixed(writer, FEW))
     assert 1 < survivors(writer, mix, np.random.default_rng(0)) <= 3
+
+
+def test_plain_texts_are_sampled_as_users_sample_them() -> None:
+    assert (PLAIN.top_k, PLAIN.top_p, PLAIN.min_p, PLAIN.temperature) == (0, 1.0, 0.0, 1.0)
 
 
 def drawn(writer: Writer, writing: Writing) -> list[list[int]]:
     """The tokens of each text."""
     replies = writer.write(writing.requests(np.random.default_rng(1), writer.vocab_size, [True] * writing.rows)).values()
     return [[token for delta in deltas for token in delta.tokens] for deltas in replies]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != YARDSTICK])
-@pytest.mark.parametrize("load", ["five candidates", "survivor mix"])
-def test_ablations_draw_the_very_tokens_of_the_engine(writer: Writer, variant: str, load: str) -> None:
-    writing = FEW if load == "five candidates" else dataclasses.replace(FEW, sampling=length.mixed(writer, FEW))
-    expected = drawn(writer, writing)
-    assert {len(tokens) for tokens in expected} == {writing.output}
-    with guided_by(writer.loop, VARIANTS[variant]):
-        assert drawn(writer, writing) == expected
-    assert drawn(writer, writing) == expected
-
-
-def test_ablations_do_what_their_names_say(writer: Writer) -> None:
-    def lenvm_tokens(variant: str) -> int:
-        writer.loop._scheduler.cache.clear()
-        before = writer.loop.stats.lenvm_tokens
-        passes = 0
-        forward = writer.loop._runner._lenvm._model.forward
-
-        def counted(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
-            nonlocal passes
-            passes += len(tokens)
-            return forward(tokens, *rest)
-
-        writer.loop._runner._lenvm._model.forward = counted
-        try:
-            with guided_by(writer.loop, VARIANTS[variant]):
-                drawn(writer, FEW)
-        finally:
-            del writer.loop._runner._lenvm._model.forward
-        assert writer.loop.stats.lenvm_tokens > before
-        return passes
-
-    drawn(writer, FEW)  # the length model keeps the prompts
-    steps = FEW.rows * (FEW.output - 1)  # the first draw has its prompt's last token pending
-    assert lenvm_tokens("no adoption") - lenvm_tokens(YARDSTICK) == pytest.approx(steps, abs=FEW.rows)
 
 
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
@@ -113,11 +78,13 @@ def test_the_command(tmp_path: Path, in_this_process: None, monkeypatch: pytest.
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     (cost,) = summary["rows"].values()
     assert cost["ratio"] > 1
+    assert min(cost["top_k_ratio"], cost["mix_ratio"]) > 0
+    assert cost["plain_tokens_per_s"] == pytest.approx(4000 / cost["plain_ms"])
+    assert cost["guided_tokens_per_s"] < cost["plain_tokens_per_s"]
     assert math.isfinite(summary["beside"]["excess"])
     assert summary["mean_tokens_by_scale"]["-40.0"] < summary["mean_tokens_by_scale"]["40.0"]
-    assert {name for load in summary["ablations_ms"].values() for name in load} == set(VARIANTS)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     rows = [msgspec.json.decode(line) for line in (tmp_path / "records.jsonl").read_bytes().splitlines()]
-    assert {row["kind"] for row in rows} == {"guided step", "beside", "guided ablation", "length"}
+    assert {row["kind"] for row in rows} == {"guided step", "beside", "length"}
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "lengths.svg").read_text()

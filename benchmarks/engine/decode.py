@@ -1,0 +1,233 @@
+"""Tokens a second of many generations at once, as in published measurements: ``python -m benchmarks decode``.
+
+The engine's loop runs in this process, without HTTP, on random weights and random prompts of one length; every text has one length.
+
+- By default, the settings are log-probabilities off, of the chosen token, and of the five most probable ones too. The workload is
+  LMDeploy's: 1,024 requests of 170 tokens, 2,048 tokens each.
+- With ``--guided``, they are sampling without options, length guidance, and guidance with the constraints ``eq`` and ``le``. The
+  workload is LenVM's: 50 prompts, 16 samples of each. Guided draws have ``top_k`` 5 and ``min_p`` 0.01, at the temperature that
+  leaves two candidates on average.
+
+*All* counts from the first prompt to the last token. *Steady* is the part of it between the last text that begins and the first one
+that ends: every row gets a token in each step there. Its bound is the longer of the bytes (weights once, keys and values of every
+row) and the operations of such a step, at the peaks measured in the same run. ``--output`` shortens a run and changes *all* more
+than *steady*; a longer ``--prompt`` with fewer ``--requests`` gives the rows and contexts of the middle of the whole workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.engine import machine
+from benchmarks.engine.cli import add_output
+from benchmarks.engine.engines import describe_loop
+from benchmarks.engine.length import Pair, load_pair
+from benchmarks.engine.records import Records
+from benchmarks.engine.roofline import Peaks, Work, flops, measure_peaks, weight_bytes
+from benchmarks.engine.store import Store
+from benchmarks.engine.subject import SHAPES, default_device, random_decoder
+from benchmarks.engine.writers import CANDIDATES, PLAIN, Writer, Writing, mixed, survivors
+from engine import wire
+from engine.loop import Loop
+from engine.models.decoder import Decoder
+from engine.settings import DTYPES
+from engine.startup.capacity import slot_bytes
+
+PUBLISHED = {
+    False: "LMDeploy, 8B on one H800: 6,230 tokens/s with the top 5 sent again in each message, 6,518 sent once",
+    True: "LenVM, 7B + 1.5B on one H100: about 11,900 tokens/s plain, 3,000 guided (4.03 × slower; arXiv 2604.27039)",
+}
+SECONDS = 20.0
+"""Time that a setting must have left to begin."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the requests of a measurement ask for."""
+
+    sampling: wire.Sampling = PLAIN
+    logprobs: int | None = None
+    guidance: wire.LengthGuidance | None = None
+
+
+LOGPROBS = {"off": Setting(), "chosen": Setting(logprobs=0), "top 5": Setting(logprobs=5)}
+
+
+def guided(mix: wire.Sampling, output: int) -> dict[str, Setting]:
+    """Return the settings of ``--guided``. Plain texts have no filters; their temperature is that of the others."""
+    constraint = wire.LengthGuidance(top_k=CANDIDATES, target_length=output)
+    return {
+        "plain": Setting(msgspec.structs.replace(PLAIN, temperature=mix.temperature)),
+        "guided": Setting(mix, guidance=wire.LengthGuidance(scale=1.0, top_k=CANDIDATES)),
+        "guided, eq": Setting(mix, guidance=msgspec.structs.replace(constraint, constraint="eq")),
+        "guided, le": Setting(mix, guidance=msgspec.structs.replace(constraint, constraint="le")),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure all settings, print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks decode", description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the random model (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    parser.add_argument("--guided", choices=("demo", "7b"), help="with length guidance: the demo models, or random 7B and 1.5B")
+    parser.add_argument("--requests", type=int, help="prompts (1,024; 50 with --guided)")
+    parser.add_argument("--samples", type=int, help="texts of each prompt (1; 16 with --guided)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt (170; 100 with --guided)")
+    parser.add_argument("--output", type=int, help="tokens of a text (2,048; 286 with --guided)")
+    parser.add_argument("--slots", type=int, help="tokens whose keys and values are kept (as many as memory allows)")
+    parser.add_argument("--max-batched-tokens", type=int, help="of the engine (its default)")
+    add_output(parser)
+    asked = parser.parse_args(arguments)
+    usual = (50, 16, 100, 286) if asked.guided else (1024, 1, 170, 2048)
+    requests, samples, prompt, output = (
+        getattr(asked, name) or default for name, default in zip(("requests", "samples", "prompt", "output"), usual, strict=True)
+    )
+    records = Records(Store(asked.out, resume=asked.resume, limit=asked.limit))
+    pair, peaks = load(asked)
+    writer = Writer(
+        pair.decoder, pair.length, pair.dtype, slots=asked.slots, rows=requests * samples,
+        kv_dtype=asked.kv_dtype, max_batched_tokens=asked.max_batched_tokens,
+    )  # fmt: skip
+    writing = Writing(requests, prompt, output)
+    summary: dict[str, Any] = {"bench": "decode", "machine": machine.describe(), "model": asked.guided or asked.shape}
+    summary |= {"dtype": pair.dtype, "requests": requests, "samples": samples, "prompt": prompt, "output": output}
+    settings = LOGPROBS
+    if asked.guided:
+        mix = mixed(writer, writing)
+        settings = guided(mix, output)
+        few = replace(writing, sampling=mix, rows=min(8, requests), output=min(16, output))
+        summary |= {"temperature": mix.temperature, "candidates": survivors(writer, few, np.random.default_rng(1))}
+    found: dict[str, Any] = {}
+    for name, setting in settings.items():
+        result = records.store.measure(name, SECONDS, partial(measure, writer, writing, samples, setting))
+        if result:
+            found[name] = result | bound(pair.decoder, writer.loop, result, peaks, bounded=not asked.guided)
+    summary |= {"settings": found, "published": PUBLISHED[bool(asked.guided)], "left_out": records.store.left_out}
+    summary["engine"] = describe_loop(writer.loop) | {"slots": writer.loop.stats.slots_total}
+    show(summary, found, records)
+    if asked.out is not None:
+        records.write(asked.out, summary)
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def load(asked: argparse.Namespace) -> tuple[Pair, Peaks]:
+    """Return the model, with a length model where texts are guided, and the peaks of its device."""
+    device = default_device()
+    if asked.guided:
+        pair = load_pair(asked.guided)
+    else:
+        dtype = asked.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        pair = Pair(random_decoder(SHAPES[asked.shape], dtype=getattr(torch, dtype), device=device), None, dtype)
+    return pair, measure_peaks(device, getattr(torch, pair.dtype))
+
+
+def measure(writer: Writer, writing: Writing, samples: int, setting: Setting) -> dict[str, float]:
+    """Run all requests with ``setting``, after a few that warm up, and return their rates."""
+    rng = np.random.default_rng(0)  # the same prompts for each setting, which later ones may find in the prefix cache
+    few = replace(writing, rows=min(8, writing.rows), output=min(4, writing.output))
+    run(writer.loop, requests(few, rng, writer.vocab_size, samples, setting))
+    return run(writer.loop, requests(writing, rng, writer.vocab_size, samples, setting))
+
+
+def requests(writing: Writing, rng: np.random.Generator, vocab_size: int, samples: int, setting: Setting) -> list[wire.Generate]:
+    """Return the requests of a setting."""
+    load = replace(writing, sampling=msgspec.structs.replace(setting.sampling, n=samples))
+    plain = load.requests(rng, vocab_size, [False] * writing.rows, logprobs=setting.logprobs)
+    return [msgspec.structs.replace(request, length_guidance=setting.guidance) for request in plain]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """State between two steps."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    rows: int
+    """Texts that have begun."""
+
+
+def run(loop: Loop, requests: Sequence[wire.Generate]) -> dict[str, float]:
+    """Run all requests to their end and return what :mod:`this module <benchmarks.engine.decode>` calls all and steady."""
+    begun, tokens, steps = set[tuple[str, int]](), 0, 0
+    for request in requests:
+        loop.submit(request)
+    start = time.perf_counter()
+    first, last = Mark(start, 0, 0, 0), None
+    while not loop.idle:
+        before, ended = len(begun), False
+        for reply in loop.step():
+            assert isinstance(reply, wire.Delta), reply
+            begun.add((reply.id, reply.index))
+            tokens += len(reply.tokens)
+            ended = ended or reply.finish is not None
+        steps += 1
+        now = Mark(time.perf_counter(), tokens, steps, len(begun))
+        if last is None and len(begun) > before:
+            first = now
+        if last is None and ended:
+            last = now
+    seconds = time.perf_counter() - start
+    found = {"tokens": float(tokens), "seconds": seconds, "tokens_per_s": tokens / seconds}
+    if last is None or last.steps <= first.steps:  # one step wrote everything
+        return found
+    spent, drawn = last.seconds - first.seconds, last.tokens - first.tokens
+    context = len(requests[0].prompt) + (first.tokens + last.tokens) / 2 / last.rows
+    return found | {
+        "steady_tokens_per_s": drawn / spent,
+        "steady_rows": drawn / (last.steps - first.steps),
+        "steady_step_ms": 1000 * spent / (last.steps - first.steps),
+        "steady_context": context,
+    }
+
+
+def bound(decoder: Decoder, loop: Loop, found: Mapping[str, float], peaks: Peaks, *, bounded: bool) -> dict[str, float]:
+    """Return the most tokens a second that memory and arithmetic allow in steps like the steady ones."""
+    if not bounded or "steady_rows" not in found:
+        return {}
+    config, weight, rows = decoder.config, decoder.embed.weight, found["steady_rows"]
+    kept = loop.info.slot_bytes or slot_bytes(decoder, weight.dtype)
+    read = weight_bytes(config, weight.dtype.itemsize) + rows * found["steady_context"] * kept
+    pairs = round(rows * (found["steady_context"] + 1))
+    needed = flops(config, Work(tokens=round(rows), pairs=pairs, rows=round(rows), context=0))
+    seconds = max(read / peaks.bandwidth, needed / peaks.flops)
+    return {
+        "bound_tokens_per_s": rows / seconds,
+        "bandwidth_bound_tokens_per_s": rows * peaks.bandwidth / read,
+        "of_bound": found["steady_tokens_per_s"] * seconds / rows,
+        "peak_gb_per_s": peaks.bandwidth / 1e9,
+        "peak_gflops": peaks.flops / 1e9,
+    }
+
+
+def show(summary: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], records: Records) -> None:
+    """Print a row for each setting; ratios are to the first one."""
+    texts = f"{summary['requests']:,} prompts of {summary['prompt']:,} tokens, {summary['samples']} texts of each"
+    headings = ("setting", "tokens/s", "÷ first", "steady, tokens/s", "÷ first", "rows", "ms a step", "context", "of the bound")
+    table = Table(*headings, title=f"{summary['model']}, {summary['dtype']}: {texts} of {summary['output']:,} tokens")
+    first = next(iter(found.values()), {})
+    for name, one in found.items():
+        cells = [f"{one['tokens_per_s']:.0f}", f"{one['tokens_per_s'] / first['tokens_per_s']:.3f}"]
+        if "steady_rows" in one:
+            steady = one["steady_tokens_per_s"]
+            cells += [f"{steady:.0f}", f"{steady / first['steady_tokens_per_s']:.3f}" if "steady_rows" in first else ""]
+            cells += [f"{one['steady_rows']:.0f}", f"{one['steady_step_ms']:.2f}", f"{one['steady_context']:.0f}"]
+            cells.append(f"{one['of_bound']:.0%} of {one['bound_tokens_per_s']:.0f}" if "of_bound" in one else "")
+        table.add_row(name, *cells)
+    records.console.print(table)
+    if "candidates" in summary:
+        records.console.print(f"{summary['candidates']:.1f} candidates a draw at temperature {summary['temperature']:g}")
+    records.console.print(f"Published: {summary['published']}")

@@ -1,0 +1,195 @@
+"""Wall time and kernels of full scoring steps: ``python -m benchmarks step``.
+
+The engine's loop runs in this process on random weights, with enough requests of 120/180/10 queued that every measured step is
+full. The wall time is that of steps without the profiler; torch's profiler then gives each kernel of as many further steps.
+*Busy* is the time in which at least one kernel runs, and the gap is the rest of the wall time. Tokens are the mean of the profiled
+steps: a step ends with an item, so that it has some tokens less than ``--max-batched-tokens``. On a CPU, operators take the place
+of kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine import machine
+from benchmarks.engine.cli import add_output
+from benchmarks.engine.engines import Engine, describe_loop
+from benchmarks.engine.records import Records
+from benchmarks.engine.roofline import Work, layer_flops, measure_peaks
+from benchmarks.engine.store import Store
+from benchmarks.engine.subject import SHAPES, Subject, default_device, random_decoder
+from benchmarks.engine.workload import Workload
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
+
+WARM_STEPS = 4
+SECONDS = 12.0
+"""Time that a measurement must have left to begin."""
+SHOWN = 24
+"""Kernels of the table."""
+KINDS = (
+    ("qk_norm_rope_write", re.compile("qk_norm_rope|rope_write")),
+    ("silu_mul", re.compile("silu|lora_gate")),
+    ("quantize_rows", re.compile("quantize_rows")),
+    ("norms", re.compile("rms_?norm", re.IGNORECASE)),
+    ("attention", re.compile("flashinfer|attention|merge_state", re.IGNORECASE)),
+    ("label_logprobs", re.compile("logsumexp|label_logprobs")),
+    (
+        "products",
+        re.compile(r"nvjet|gemm|cutlass|cublas|splitk|_linear|aten::(addmm|mm|linear|matmul)|mkldnn|onednn", re.IGNORECASE),
+    ),
+)
+"""Kinds of kernels by their names; the first that matches counts."""
+OTHER = "other"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each number of tokens, print tables and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks step", description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the random model (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+    parser.add_argument("--max-batched-tokens", type=int, nargs="+", help="tokens of a step, one measurement for each")
+    parser.add_argument("--steps", type=int, default=8, help="measured without the profiler, and as many with it (%(default)s)")
+    add_output(parser)
+    asked = parser.parse_args(arguments)
+    records = Records(Store(asked.out, resume=asked.resume, limit=asked.limit))
+    device, config, dtype = default_device(), SHAPES[asked.shape], getattr(torch, asked.dtype)
+    decoder = random_decoder(config, dtype=dtype, device=device, quantize=asked.quantize)
+    form = Subject(asked.out, config, asked.dtype, asked.quantize).format
+    summary: dict[str, Any] = {"bench": "step", "machine": machine.describe(), "model": asked.shape, "format": form}
+    found: dict[str, Any] = {}
+    peaks = records.store.measure("peaks", 5.0, lambda: vars(measure_peaks(device, dtype, asked.quantize)))
+    usual = GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
+    for tokens in asked.max_batched_tokens or [usual]:
+        work = partial(measure, decoder, asked.dtype, tokens, asked.steps)
+        if result := records.store.measure(f"{tokens} tokens", SECONDS, work):
+            found[str(tokens)] = result | speeds(config, result, peaks or {})
+            show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
+    summary |= {"peaks": peaks, "steps": found, "left_out": records.store.left_out}
+    if asked.out is not None:
+        records.write(asked.out, summary)
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def measure(decoder: Decoder, dtype: str, tokens: int, steps: int) -> dict[str, Any]:
+    """Return the times of ``steps`` full steps, in milliseconds, and of the kernels of as many others."""
+    engine, workload, rng = Engine(decoder, dtype, max_batched_tokens=tokens), Workload(), np.random.default_rng(0)
+    loop, on_gpu = engine.loop, decoder.embed.weight.is_cuda
+    count = (WARM_STEPS + 2 * steps + 3) * tokens // workload.tokens + 2
+    for place in range(count):
+        loop.submit(workload.request(f"s{place}", rng, decoder.config.vocab_size))
+    for _ in range(WARM_STEPS):
+        loop.step()
+    walls = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        loop.step()
+        walls.append(1000 * (time.perf_counter() - began))
+    before = loop.stats
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            loop.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    after = loop.stats
+    assert not loop.idle, "a measured step was not full"
+    kernels = kernels_of(profiler, DeviceType.CUDA if on_gpu else DeviceType.CPU)
+    while not loop.idle:
+        loop.step()
+    count, total = Counter[str](), Counter[str]()
+    for name, _, _, own in kernels:
+        count[name] += 1
+        total[name] += own
+    by_kind = Counter[str]()
+    for name, microseconds in total.items():
+        by_kind[kind_of(name)] += microseconds
+    busy, span = union((begin, end) for _, begin, end, _ in kernels)
+    wall = statistics.mean(walls)  # not the median: with overlap, a wait moves from one step to the next
+    return {
+        "tokens": (after.computed_tokens - before.computed_tokens) / steps,
+        "replayed": (after.replayed_steps - before.replayed_steps) / steps,
+        "wall_ms": wall,
+        "walls_ms": walls,
+        "busy_ms": busy / steps / 1000,
+        "gap_ms": wall - busy / steps / 1000,
+        "profiled_span_ms": span / steps / 1000,
+        "launches": len(kernels) / steps,
+        "kinds_ms": {kind: microseconds / steps / 1000 for kind, microseconds in by_kind.most_common()},
+        "kernels": [
+            {"name": name, "ms": microseconds / steps / 1000, "launches": count[name] / steps, "us": microseconds / count[name]}
+            for name, microseconds in total.most_common()
+        ],
+        "engine": describe_loop(loop),
+    }
+
+
+def kernels_of(profiler: profile, device: DeviceType) -> list[tuple[str, float, float, float]]:
+    """Return the name, the begin, the end and the own time of each kernel or, on a CPU, of each operator, in microseconds."""
+    found = []
+    for event in profiler.events() or []:  # type: ignore[no-untyped-call]
+        begin, end = event.time_range.start, event.time_range.end
+        if event.device_type == device and end > begin:
+            found.append((event.name, begin, end, event.self_cpu_time_total if device == DeviceType.CPU else end - begin))
+    assert found, "torch's profiler saw no kernel"
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel, see :data:`KINDS`."""
+    return next((kind for kind, names in KINDS if names.search(name)), OTHER)
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the length of the union of ``intervals``, and that from the first begin to the last end."""
+    ordered = sorted(intervals)
+    covered, reached = 0.0, ordered[0][0]
+    for begin, end in ordered:
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered, reached - ordered[0][0]
+
+
+def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, float | None]) -> dict[str, float]:
+    """Return items a second of full steps, and the speed of the layers' products if all rows pass all layers: a step that leaves
+    rows out of its last layer has up to one part in ``num_layers`` less."""
+    workload, seconds = Workload(), found["kinds_ms"].get("products", 0.0) / 1000
+    told = {"items_per_s": found["tokens"] / workload.tokens * workload.items / found["wall_ms"] * 1000}
+    if seconds and config.experts is None:
+        rate = layer_flops(config, Work(tokens=round(found["tokens"]), pairs=0, rows=0, context=0)) / seconds
+        told["products_gflops"] = rate / 1e9
+        if peak := peaks.get("quantized_flops") or peaks.get("flops"):
+            told["products_of_peak"] = rate / peak
+    return told
+
+
+def show(title: str, found: Mapping[str, Any], records: Records) -> None:
+    """Print the kernels and the sums."""
+    table = Table("ms a step", "of busy", "launches", "µs each", "kernel", title=title)
+    for kernel in found["kernels"][:SHOWN]:
+        cells = f"{kernel['ms']:.3f}", f"{kernel['ms'] / found['busy_ms']:.1%}", f"{kernel['launches']:g}", f"{kernel['us']:.1f}"
+        table.add_row(*cells, kernel["name"][:60])
+    records.console.print(table)
+    records.console.print(", ".join(f"{kind} {milliseconds:.2f} ms" for kind, milliseconds in found["kinds_ms"].items()))
+    products = f", products at {found['products_gflops'] / 1000:.0f} TFLOP/s" if "products_gflops" in found else ""
+    products += f", {found['products_of_peak']:.0%} of the measured peak" if "products_of_peak" in found else ""
+    records.console.print(
+        f"{found['tokens']:.0f} tokens a step: wall {found['wall_ms']:.2f} ms ({found['items_per_s']:.0f} items/s), "
+        f"busy {found['busy_ms']:.2f} ms, gap {found['gap_ms']:.2f} ms, {found['launches']:.0f} launches{products}"
+    )

@@ -1,9 +1,14 @@
 """Thresholds at which top-k, top-p and min-p cut off a row's logits, one number for each row, without sorting the vocabulary.
 
-Both cuts are the same question about the gaps ``peak - logit`` of a row: which is the largest g such that the tokens with a gap
-below g are fewer than k, or have together less than p of the probability? The float32 gaps are not negative, so that their bits
-as integers are in their order: the kernel finds g bit by bit, from a sum over the row at a few pivots a pass. At V = 151936 a row
-is 608 kB: sixteen passes over it come out of the level-2 cache, where a sort would move it through memory several times.
+On a GPU, one read of the logits (:mod:`kernels.largest`) suffices for top-k up to 64, also with top-p: the filters see the largest
+logits only. For top-p alone, the same read leaves sums of probabilities above some edges. They give two edges between which the
+sum reaches p; the tokens between them, of groups that have any, are collected, and a program for each row searches these few. At
+V = 151936 a row is 608 kB, so 800 rows take 160 µs a read at 3 TB/s.
+
+Other rows (larger top-k, so flat that the collected tokens have no room) are searched whole, with the same question for both
+cuts about the gaps ``peak - logit``: which is the largest g such that the tokens with a gap below g are fewer than k, or have
+together less than p of the probability? The float32 gaps are not negative, so that their bits as integers are in their order, and
+the search finds g bit by bit.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.largest import GROUP, MOST, STEP, STEPS, filters, largest_keys, logit_of, rate_of, row_sum, survey
 from kernels.row_chunks import row_chunks
 from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
@@ -20,8 +26,14 @@ FIRST_LOOK = 2048
 BLOCK = 4096
 PIVOTS = 4
 """Two bits of the answer a pass."""
+ROOM = 384
+"""Collected tokens of a split of a row at most: those of 38 splits, 16,384 with padding, fit the registers of a program."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
-LOG2_E = tl.constexpr(1.4426950408889634)
+_MARGIN = tl.constexpr(2.0**-10)
+"""Added to the edges of a bracket: gaps relative to a split's largest logit are rounded in another way than those to the row's."""
+_DONE, _SEARCHED = tl.constexpr(0.0), tl.constexpr(-1.0)
+"""In place of a bracket's upper edge: the threshold is known; the whole row is searched."""
+_STEPS, _STEP, _GROUP = tl.constexpr(STEPS), tl.constexpr(STEP), tl.constexpr(GROUP)
 
 
 def scale(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -72,7 +84,7 @@ def _last_kept(logits: Tensor, width: int, temperatures: Tensor, top_p: Tensor) 
 
 
 def keep_thresholds_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
-    """:func:`keep_thresholds` on a GPU, a program a row. All contiguous. Raises ValueError for other shapes, dtypes or devices."""
+    """:func:`keep_thresholds` on a GPU. All contiguous. Raises ValueError for other shapes, dtypes or devices."""
     expect_device("logits", logits)
     rows, vocab = logits.shape
     expect("logits", logits, logits, (rows, vocab), (torch.float32,))
@@ -80,33 +92,221 @@ def keep_thresholds_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, 
     expect("top_k", top_k, logits, (rows,), (torch.int64,))
     expect("top_p", top_p, logits, (rows,), (torch.float32,))
     expect("floors", floors, logits, (rows,), (torch.float32,))
-    out = torch.empty_like(floors)
-    block = min(power_of_two(vocab), BLOCK)
-    _keep_thresholds[(rows,)](logits, temperatures, top_k, top_p, floors, out, vocab, block, PIVOTS, num_warps=16)
+    out, brackets = torch.empty_like(floors), logits.new_empty((rows, 3))
+    seen = survey(logits, temperatures, top_k, top_p)
+    groups, splits = seen.groups.shape[1], seen.peaks.shape[1]
+    given = temperatures, top_k, top_p, floors, out, brackets
+    _cut[(rows,)](logits, seen.groups, seen.parts, seen.peaks, seen.totals, seen.below, *given, vocab, **seen.sizes(MOST))
+    gaps, above = logits.new_empty((rows, splits, ROOM)), logits.new_empty((rows, splits))
+    counts = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
+    _collect[(rows, splits)](
+        logits, seen.groups, seen.peaks, temperatures, brackets, gaps, above, counts,
+        vocab, splits, power_of_two(splits), groups // splits, ROOM, num_warps=8,
+    )  # fmt: skip
+    _select[(rows,)](
+        gaps, above, counts, temperatures, floors, out, brackets,
+        splits, power_of_two(splits), ROOM, power_of_two(splits * ROOM), num_warps=max(4, min(32, power_of_two(splits))),
+    )  # fmt: skip
+    _search[(rows,)](logits, *given, vocab, min(power_of_two(vocab), BLOCK), PIVOTS, num_warps=16)
     return out
 
 
 @jit("temperatures", "top_k", "top_p", "floors")
-def _keep_thresholds(
+def _cut(
+    logits: tl.tensor,
+    groups: tl.tensor,
+    parts: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    below: tl.tensor,
+    temperatures: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    floors: tl.tensor,
+    out: tl.tensor,
+    brackets: tl.tensor,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """The threshold of a row with a small top-k or without filters; the bracket of a row with top-p alone."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    rate = rate_of(temperature)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    by_k, by_p = filters(row, top_k, top_p, VOCAB)
+    low, high, limit = tl.full([], 0.0, tl.float32), tl.full([], _DONE, tl.float32), tl.full([], 0.0, tl.float32)
+    threshold = tl.load(floors + row)
+    if (temperature > 0) & by_k:
+        high = tl.where(k > WIDTH, _SEARCHED, _DONE)
+        if k <= WIDTH:
+            largest = largest_keys(row, logits, groups, parts, VOCAB, GROUPS, PARTS, PART, PART_BLOCK, WIDTH)
+            last = _last_of_ranked(logit_of((largest >> 32).to(tl.int32)), k, p, rate, WIDTH)
+            threshold = tl.maximum(threshold, -tl.div_rn(last, temperature))
+    elif (temperature > 0) & by_p:
+        _, total = row_sum(row, peaks, totals, rate, SPLITS, SPLIT_BLOCK)
+        limit = p * total
+        low, high = _bracket(row, peaks, below, rate, limit, SPLITS, SPLIT_BLOCK)
+        high = tl.where((total > 0) & (total < float("inf")), high, _SEARCHED)
+    tl.store(out + row, threshold)
+    tl.store(brackets + row * 3, low)
+    tl.store(brackets + row * 3 + 1, high)
+    tl.store(brackets + row * 3 + 2, limit)
+
+
+@jit()
+def _last_of_ranked(logit: tl.tensor, k: tl.tensor, p: tl.tensor, rate: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """The gap of the last token that top-k, then top-p keep of ranked ones."""
+    rank = tl.arange(0, WIDTH)
+    peak = tl.max(logit, axis=0)
+    gap = tl.where(logit == peak, 0.0, peak - logit)  # correct also for an infinite peak
+    weight = tl.where(rank < k, tl.exp2(-gap * rate), 0.0)
+    limit = tl.where(p < 1, p * tl.sum(weight, axis=0), float("inf"))
+    kept = ((rank < k) & (tl.cumsum(weight, axis=0) - weight < limit)) | (rank == 0)
+    return tl.max(tl.where(rank == tl.sum(kept.to(tl.int32), axis=0) - 1, gap, 0.0), axis=0)
+
+
+@jit()
+def _bracket(
+    row: tl.tensor,
+    peaks: tl.tensor,
+    below: tl.tensor,
+    rate: tl.tensor,
+    limit: tl.tensor,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scaled gaps between which the sum of probabilities reaches ``limit``; the second is infinite where no edge is that far.
+
+    The edges of a split are relative to its own largest logit. So at an edge of the row, the split's sum is between two of its own.
+    """
+    split, edge = tl.arange(0, SPLIT_BLOCK), tl.arange(0, _STEPS)
+    of_split = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    behind = tl.where(of_split == float("-inf"), float("inf"), tl.max(of_split, axis=0) - of_split) * rate
+    share = tl.exp2(-behind)[:, None]
+    behind = tl.minimum(behind, 4.0 * _STEPS * _STEP)[:, None] / _STEP
+    sums = below + (row * SPLITS + split[:, None]) * _STEPS
+    here = (split < SPLITS)[:, None]
+    most = tl.ceil(edge[None, :] - behind).to(tl.int32)
+    at_most = tl.sum(share * tl.load(sums + most - 1, mask=here & (most > 0), other=0.0), axis=0)
+    least = tl.floor(edge[None, :] + 1 - behind).to(tl.int32)
+    at_least = tl.sum(share * tl.load(sums + least - 1, mask=here & (least > 0), other=0.0), axis=0)
+    low = tl.max(tl.where(at_most < limit, edge.to(tl.float32), 0.0), axis=0)
+    high = tl.min(tl.where(at_least >= limit, edge.to(tl.float32) + 1, float("inf")), axis=0)
+    return low * _STEP - _MARGIN, high * _STEP + _MARGIN
+
+
+@jit("temperatures", "above", "counts")
+def _collect(
+    logits: tl.tensor,
+    groups: tl.tensor,
+    peaks: tl.tensor,
+    temperatures: tl.tensor,
+    brackets: tl.tensor,
+    gaps: tl.tensor,
+    above: tl.tensor,
+    counts: tl.tensor,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROOM: tl.constexpr,
+) -> None:
+    """The gaps of a split's tokens in the bracket, as far as there is room, and the sum of probabilities of those above it."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    high = tl.load(brackets + row * 3 + 1)
+    if high > _DONE:
+        low, rate = tl.load(brackets + row * 3), rate_of(tl.load(temperatures + row))
+        splits = tl.arange(0, SPLIT_BLOCK)
+        peak = tl.max(tl.load(peaks + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf")), axis=0)
+        place = row * SPLITS + split
+        token = tl.arange(0, GROUPS * _GROUP)
+        ids = split * (GROUPS * _GROUP) + token
+        largest = logit_of(tl.load(groups + place * GROUPS + token // _GROUP))
+        near = (peak - largest) * rate < high  # other groups are not read
+        logit = tl.load(logits + row * VOCAB + ids, mask=near & (ids < VOCAB), other=float("-inf"))
+        gap = peak - logit
+        scaled = gap * rate
+        inside = (scaled >= low) & (scaled < high)
+        slot = tl.cumsum(inside.to(tl.int32), axis=0) - 1
+        tl.store(gaps + place * ROOM + slot, gap, mask=inside & (slot < ROOM))
+        tl.store(counts + place, tl.sum(inside.to(tl.int32), axis=0))
+        tl.store(above + place, tl.sum(tl.where(scaled < low, tl.exp2(-scaled), 0.0), axis=0))
+
+
+@jit("temperatures", "floors", "above", "counts")
+def _select(
+    gaps: tl.tensor,
+    above: tl.tensor,
+    counts: tl.tensor,
+    temperatures: tl.tensor,
+    floors: tl.tensor,
+    out: tl.tensor,
+    brackets: tl.tensor,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    ROOM: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+) -> None:
+    """The threshold of a row with a bracket, from its collected gaps, which stay in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(brackets + row * 3 + 1) > _DONE:
+        split = tl.arange(0, SPLIT_BLOCK)
+        most = tl.max(tl.load(counts + row * SPLITS + split, mask=split < SPLITS, other=0), axis=0)
+        if most > ROOM:
+            tl.store(brackets + row * 3 + 1, _SEARCHED)
+        else:
+            temperature, limit = tl.load(temperatures + row), tl.load(brackets + row * 3 + 2)
+            base = tl.sum(tl.load(above + row * SPLITS + split, mask=split < SPLITS, other=0.0), axis=0)
+            slot = tl.arange(0, LIST_BLOCK)
+            count = tl.load(counts + row * SPLITS + slot // ROOM, mask=slot < SPLITS * ROOM, other=0)
+            filled = slot % ROOM < count
+            gap = tl.load(gaps + row * (SPLITS * ROOM) + slot, mask=filled, other=float("inf"))
+            weight = tl.exp2(-gap * rate_of(temperature))
+            bits = gap.to(tl.int32, bitcast=True)
+            nearest = tl.min(bits, axis=0)
+            farthest = tl.max(tl.where(filled, bits, 0), axis=0)
+            # The bits that all share need no search. Invariant: the sum below `found` is less than the limit.
+            step = tl.full([], 1 << 30, tl.int32)
+            while step > (nearest ^ farthest):
+                step = step >> 1
+            found = nearest & (-2 * step)
+            while step > 0:
+                pivot = found + step
+                found = tl.where(base + tl.sum(tl.where(bits < pivot, weight, 0.0), axis=0) < limit, pivot, found)
+                step = step >> 1
+            # Sums in another order than the bracket's may round to the other side of the limit.
+            last = tl.maximum(nearest, tl.minimum(farthest, found)).to(tl.float32, bitcast=True)
+            tl.store(out + row, tl.maximum(tl.load(floors + row), -tl.div_rn(last, temperature)))
+
+
+@jit("temperatures", "top_k", "top_p", "floors")
+def _search(
     logits: tl.tensor,
     temperatures: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     floors: tl.tensor,
     out: tl.tensor,
+    brackets: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ) -> None:
+    """The threshold of a row that the others leave, in sixteen passes over the row for each filter."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    k, p = tl.load(top_k + row), tl.load(top_p + row)
-    threshold = tl.load(floors + row)
-    by_k, by_p = (k > 0) & (k < VOCAB), p < 1
-    if (temperature > 0) & (by_k | by_p):
+    if tl.load(brackets + row * 3 + 1) == _SEARCHED:
+        temperature = tl.load(temperatures + row)
+        k, p = tl.load(top_k + row), tl.load(top_p + row)
+        by_k, by_p = filters(row, top_k, top_p, VOCAB)
         start = logits + row * VOCAB
         peak = _peak(start, VOCAB, BLOCK)
-        rate = 1.0 / temperature * LOG2_E
+        rate = rate_of(temperature)
         last = tl.full([], INFINITY_BITS, tl.int32)
         if by_k:
             last = _last_below(start, peak, rate, k.to(tl.float32), VOCAB, BLOCK, PIVOTS, False)
@@ -117,8 +317,8 @@ def _keep_thresholds(
             total += equals * tl.exp2(-last.to(tl.float32, bitcast=True) * rate)
             limit = tl.sum(p * total, axis=0)
             last = tl.minimum(last, _last_below(start, peak, rate, limit, VOCAB, BLOCK, PIVOTS, True))
-        threshold = tl.maximum(threshold, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
-    tl.store(out + row, threshold)
+        threshold = -tl.div_rn(last.to(tl.float32, bitcast=True), temperature)
+        tl.store(out + row, tl.maximum(tl.load(floors + row), threshold))
 
 
 @jit()

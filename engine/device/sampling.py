@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ from engine.device.sampling_rows import SamplingRows, noise_key, noise_keys
 from engine.structured.bits import Bits
 from kernels.keep_thresholds import keep_thresholds, scale
 from kernels.row_argmax import row_argmax
-from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import gumbel, seeded_draw
 from kernels.token_bits import exclude_
 
@@ -43,7 +41,6 @@ __all__ = [
     "SamplingBatch",
     "SamplingRow",
     "SamplingRows",
-    "TokenLogprobs",
     "draw",
     "draw_rows",
     "edited",
@@ -52,7 +49,6 @@ __all__ = [
     "noise_keys",
     "prepare",
     "sample",
-    "token_logprobs",
 ]
 
 FEW = 4
@@ -191,31 +187,6 @@ def _draw_among(logits: Tensor, ids: Tensor, temperature: Tensor, key: Tensor) -
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """:func:`draw_rows` of these rows; ``logits`` stay as they are."""
     return draw_rows(logits, SamplingRows(rows))
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one token in each row, and of the most probable tokens."""
-
-    chosen: Tensor
-    """[rows] float32"""
-    top_tokens: Tensor
-    """[rows, top_n] int64, most probable first"""
-    top: Tensor
-    """[rows, top_n] float32"""
-
-
-def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
-    """The model's own log-probabilities, at temperature 1, of the chosen tokens and of the ``top_n`` most probable ones.
-
-    logits: [rows, vocab]; chosen: [rows] int64.
-    """
-    parts = []
-    for part, ids in zip(row_chunks(logits), row_chunks(chosen, logits.shape[-1]), strict=True):
-        part = part.float()
-        total = part.logsumexp(-1, keepdim=True)
-        top, top_ids = part.topk(top_n, dim=-1)
-        parts.append(TokenLogprobs(part.gather(1, ids.unsqueeze(1)).squeeze(1) - total.squeeze(1), top_ids, top - total))
-    return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _send(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from engine.device.logit_edits import SamplingRow, changes_logits
 from engine.ints import MASK_64
 from engine.wire import Sampling
-from kernels.candidates import SMALLEST_TEMPERATURE
+from kernels.largest import SMALLEST_TEMPERATURE
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2
 
 PACKED = np.dtype([("key", np.uint64), ("top_k", np.int64), ("temperature", "f4"), ("top_p", "f4"), ("floor", "f4")], align=True)

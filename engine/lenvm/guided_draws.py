@@ -35,12 +35,13 @@ from engine.lenvm.parts import Parts, equal_parts, exact_parts
 from engine.models.decoder import FusedAttend
 from engine.models.lenvm import LenVM
 from engine.vision.steps import StepImages
-from kernels.candidates import MOST, Candidates, candidates
+from kernels.candidates import Candidates, candidates
+from kernels.largest import MOST
 from kernels.length_tilt import length_tilt, needs_value
 from kernels.seeded_sampling import seeded_choice
 
 FEW = 8
-"""Columns of the table of candidates if no row may have more; otherwise there are :data:`~kernels.candidates.MOST`. Each number is
+"""Columns of the table of candidates if no row may have more; otherwise there are :data:`~kernels.largest.MOST`. Each number is
 a kernel to compile."""
 
 Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.device.logit_edits import changes_logits
-from engine.device.sampling import SamplingRow, draw_rows, token_logprobs
+from engine.device.sampling import SamplingRow, draw_rows
 from engine.device.sampling_rows import SamplingRows, pack
 from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY, Ints
@@ -19,6 +20,7 @@ from engine.readouts.logprobs import LogprobsCopy
 from engine.requests.core import Branch
 from engine.requests.generation import GenerateRequest
 from engine.structured.bits import Bits, bits_of, words_of
+from kernels.largest import token_logprobs
 
 _FORCED = wire.Sampling(temperature=0)
 """Parameters of a draw that has one choice."""
@@ -64,13 +66,19 @@ class DrawReadout(Readout):
         if not self.branches:
             return
         logits = step.logits[self]
-        reported = logits.index_select(0, self._reported_copy.tensor) if self._reported else None
+        reported = self._unedited(logits) if self._reported else None
         self.tokens = draw_rows(logits, self._sampling_rows, in_place=True)
         self._token_copy = download.add(self.tokens)
         if reported is not None:
             self._counts = [message.logprobs or 0 for message in self._reported.values()]
             chosen = self.tokens.index_select(0, self._reported_copy.tensor)
             self._logprobs = LogprobsCopy(download, token_logprobs(reported, chosen, max(self._counts)))
+
+    def _unedited(self, logits: Tensor) -> Tensor:
+        """The logits of reported rows, in a copy unless the draw leaves all as they are."""
+        if len(self._reported) == len(logits) and not self._sampling_rows.special:
+            return logits
+        return logits.index_select(0, self._reported_copy.tensor)
 
     def read(self, result: StepResult) -> None:
         result.drawn += [Drawn(branch, None) for branch in self.ended]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine import wire
-from engine.device.sampling import TokenLogprobs
 from engine.device.transfer import Download
+from kernels.largest import TokenLogprobs
 
 
 class LogprobsCopy:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.device.sampling import TokenLogprobs, token_logprobs
 from engine.device.transfer import Copy, Download, Upload
 from engine.models.modules import TokenHead
 from engine.readouts.base import PromptPart, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
 from engine.requests.core import Branch
 from engine.requests.generation import GenerateRequest
+from kernels.largest import TokenLogprobs, token_logprobs
 from kernels.row_chunks import CHUNK_ELEMENTS
 
 
@@ -79,7 +79,7 @@ class PromptLogprobsReadout(Readout):
 
 
 def next_token_logprobs(head: TokenHead, hidden: Tensor, tokens: Tensor, top_n: int) -> TokenLogprobs:
-    """:func:`engine.device.sampling.token_logprobs` of the token after each hidden row, for a bounded number of rows at a time.
+    """:func:`kernels.largest.token_logprobs` of the token after each hidden row, for a bounded number of rows at a time.
 
     hidden: [rows, hidden]; tokens: [rows] int64.
     """

@@ -6,7 +6,7 @@ from engine import wire
 from engine.models.config import ModelConfig
 from engine.models.lenvm import LenVM
 from engine.settings import EngineSettings
-from kernels.candidates import MOST
+from kernels.largest import MOST
 
 
 def describe(

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.device.sampling
-from engine.device.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
+from engine.device.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample
 from engine.structured.bits import bits_of
 from engine.wire import Sampling
 from kernels.keep_thresholds import FIRST_LOOK
+from kernels.largest import token_logprobs
 from tests.engine.device import Device, no_waiting
 
 EOS = 0

@@ -14,6 +14,7 @@ from kernels.candidates import candidates_triton
 from kernels.gelu_mul import gelu_mul_quantized_triton, gelu_mul_triton
 from kernels.keep_thresholds import keep_thresholds_triton
 from kernels.label_logprobs import label_logprobs_triton
+from kernels.largest import token_logprobs_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 from kernels.quantize import quantize_rows_triton
 from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_quantized_triton, rms_norm_triton
@@ -68,6 +69,7 @@ LOGITS, NUMBERS, LONGS = "torch.empty(4, 151936)", "torch.empty(4)", "torch.empt
 BITS = "torch.empty((4, 4748), dtype=torch.int32)"
 SAMPLING = [
     f"candidates_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS}, 8)",
+    f"token_logprobs_triton({LOGITS}, {LONGS}, 5)",
     f"keep_thresholds_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS})",
     f"seeded_draw_triton({LOGITS}, {NUMBERS}, {LONGS}, None)",
     f"seeded_draw_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS})",
@@ -92,7 +94,7 @@ def compiled_within_limits(*launches: str) -> list[list[dict[str, Any]]]:
 def test_sampling_compiles_for_hopper() -> None:
     """For a large vocabulary; logits are loaded 16 bytes at a time."""
     found = compiled_within_limits(*SAMPLING, CHOICE)
-    assert [len(kernels) for kernels in found] == [2, 1, 1, 1, 1, 1]
+    assert [len(kernels) for kernels in found] == [2, 2, 5, 1, 1, 1, 1]
     for kernels in found[:-2]:
         assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernels[0]["ptx"]), kernels[0]["name"]
 

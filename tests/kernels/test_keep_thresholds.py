@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.keep_thresholds
+import kernels.largest
 from kernels.keep_thresholds import keep_thresholds_reference, keep_thresholds_triton, scale
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +55,8 @@ def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: fl
 def test_definition(
     operation: Operation, case: tuple[int, float, float], temperature: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.keep_thresholds, "BLOCK", 64)  # several blocks, the last one not full
+    for module in (kernels.keep_thresholds, kernels.largest):  # several blocks, the last one not full
+        monkeypatch.setattr(module, "BLOCK", 64)
     logits = torch.randn(150, generator=torch.Generator().manual_seed(3)) * 3
     assert _kept(operation, logits, case, device, temperature) == _sorted_kept(logits, case, temperature)
 

@@ -288,7 +288,7 @@ def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Re
     prompt = some_text(rng, 3, 5) + shown(0, image) + some_text(rng, 3, 5)
     loop = build(checkpoint)
     runner = loop._runner
-    runner._graphs = StepGraphs(runner._decoder, Replanned(runner._attention), Rerun(), (1, 2, 64))
+    runner._graphs = [StepGraphs(runner._decoder, Replanned(runner._attention), Rerun(), (1, 2, 64))]
     sampling = wire.Sampling(max_tokens=12, min_tokens=12, temperature=0.0)
     assert drawn(run(loop, wire.Generate("g", prompt, sampling, images=[image]))["g"]) == reference.greedy(prompt, [image], 12)
     assert loop.stats.replayed_steps == 11

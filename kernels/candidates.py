@@ -27,6 +27,12 @@ from kernels.row_chunks import row_chunks
 from kernels.runtime import expect, expect_device, jit, launches, tl
 
 
+LEAST = torch.finfo(torch.float32).tiny
+"""A smaller probability counts as none: float32 holds it with few bits, and a GPU's exponential makes it 0."""
+
+_LEAST = tl.constexpr(LEAST)
+
+
 class Candidates(NamedTuple):
     """The ``width`` most probable tokens of each row, those that are kept first."""
 
@@ -65,7 +71,7 @@ def candidates_reference(
     rank = torch.arange(width, device=logits.device)
     before = p.cumsum(-1) - p
     by_p = before <= torch.where(top_p < 1, top_p, float("inf")).unsqueeze(1)
-    kept = (rank < kept_of_row) & by_p & (p >= p[:, :1] * min_p.unsqueeze(1)) & (p > 0) | (rank == 0)
+    kept = (rank < kept_of_row) & by_p & (p >= p[:, :1] * min_p.unsqueeze(1)) & (p >= LEAST) | (rank == 0)
     p = p.where(kept, 0.0)
     return Candidates(ids, p / p.sum(-1, keepdim=True), kept.sum(-1))
 
@@ -142,7 +148,7 @@ def _join_and_filter(
     before = tl.cumsum(p, axis=0) - p
     limit = tl.load(top_p + row)
     by_p = before <= tl.where(limit < 1, limit, float("inf"))
-    kept = ((rank < k) & by_p & (p >= tl.max(p, axis=0) * tl.load(min_p + row)) & (p > 0)) | (rank == 0)
+    kept = ((rank < k) & by_p & (p >= tl.max(p, axis=0) * tl.load(min_p + row)) & (p >= _LEAST)) | (rank == 0)
     p = tl.where(kept, p, 0.0)
     place = row * WIDTH + rank
     tl.store(ids + place, place_of(largest).to(tl.int64))

@@ -346,17 +346,20 @@ def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("products", [None, "fp8"])
 @torch.inference_mode()
 def test_large_steps_with_flashinfer(products: str | None, kept: str, tmp_path: Path, device: torch.device) -> None:
-    """Captured steps of a query and items, of many short segments, and of one long prompt, beside the same steps launched."""
+    """Captured steps of a query and items, of many short segments, and of one long prompt are as far from the model in float32 as
+    the same steps are when they are launched. Products of another number of rows round otherwise, which FP8 magnifies."""
     skip_without_flashinfer(device, 128, torch.bfloat16, torch.float8_e4m3fn if kept == "fp8" else None)
     shape = {"num_hidden_layers": 2, "head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
     directory = make_checkpoint(tmp_path, "qwen3", **shape)
-    decoder = load_model(directory, torch.bfloat16, format_of(products, device, torch.bfloat16)).to(device)
+    exact, decoder = (load_model(directory, dtype).to(device) for dtype in (torch.float32, torch.bfloat16))
+    if products is not None:
+        decoder = load_model(directory, torch.bfloat16, format_of(products, device, torch.bfloat16)).to(device)
     sizes = [size for size in LARGE_BUCKETS if size <= 8192]
     ours, theirs = (make_attention(decoder, 20_000, "flashinfer", kept) for _ in range(2))
+    reference = ReferenceAttention(cache(exact, 20_000), exact.config.num_heads)
     assert isinstance(ours, FlashInferAttention)
     graphs = StepGraphs(decoder, FixedFlashInfer(ours, sizes[-1]), CudaCapture(device), sizes, above=1024, whole=False)
-    rng = np.random.default_rng(0)
-    free = rng.permutation(20_000).astype(np.int32)
+    free = np.random.default_rng(0).permutation(20_000).astype(np.int32)
     query = free[:120]
     items = [as_ints([query, free[begin : begin + 180]]) for begin in range(120, 7800, 180)]
     short = [as_ints([query, free[begin : begin + 20]]) for begin in range(120, 4000, 20)]
@@ -369,10 +372,12 @@ def test_large_steps_with_flashinfer(products: str | None, kept: str, tmp_path: 
     for seed, segments in enumerate(steps * 2):
         tokens, positions = inputs(segments, seed, device)
         rows = torch.tensor(np.cumsum([len(segment.tokens) for segment in segments]) - 1, device=device)
+        expected = exact(tokens, positions, reference.plan(segments), rows)
+        launched = decoder(tokens, positions, theirs.plan(segments), rows)
         found = graphs.forward(tokens, positions, segments, rows)
         assert found is not None
-        expected = decoder(tokens, positions, theirs.plan(segments), rows)
-        assert (found - expected).float().norm() < 0.01 * expected.float().norm(), seed
+        apart = [(each.float() - expected).norm() / expected.norm() for each in (found, launched)]
+        assert apart[0] < 1.3 * apart[1] + 1e-3, (seed, apart)
     assert graphs.replayed == len(steps) * 2
 
 

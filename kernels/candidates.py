@@ -26,7 +26,6 @@ from kernels.largest import (
 from kernels.row_chunks import row_chunks
 from kernels.runtime import expect, expect_device, jit, launches, tl
 
-
 LEAST = torch.finfo(torch.float32).tiny
 """A smaller probability counts as none: float32 holds it with few bits, and a GPU's exponential makes it 0."""
 

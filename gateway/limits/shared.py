@@ -17,6 +17,7 @@ A clock of Redis that is set back changes no allowance: times that were written 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -36,6 +37,8 @@ GIVEN_UP_SECONDS = 1.0
 """Time from the end of a request that Redis has not answered to its settlement, which must not overtake the command before it."""
 MAX_SETTLEMENTS = 10_000
 """Most settlements waiting to be sent. Others are lost: their leases expire, and their requests are charged the expected cost."""
+REMOVE_SECONDS = 0.25
+"""Pause between two attempts to remove leases that a failed call may have left in Redis."""
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
@@ -150,11 +153,14 @@ class SharedLimiter:
         self._held: dict[str, Lease] = {}  # leases of keys with a concurrency limit, by lease id
         self._ended: list[Lease] = []
         self._any_ended = asyncio.Event()
+        self._left: dict[Lease, float] = {}
+        """Leases that may still be in Redis, and when they expire there."""
+        self._any_left = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background tasks."""
-        self._tasks = [asyncio.create_task(self._keep_settling()), asyncio.create_task(self._keep_renewing())]
+        self._tasks = [asyncio.create_task(work()) for work in (self._keep_settling, self._keep_renewing, self._keep_removing)]
 
     async def stop(self) -> None:
         """Stop the background tasks and settle the leases that have ended."""
@@ -171,6 +177,8 @@ class SharedLimiter:
             verdict = await self._ask(lease)
         except RedisAway:
             verdict = await self._local.take(lease)
+            if verdict.denied is not None:  # Redis may have granted the lease all the same
+                self._remove_later([lease])
         except asyncio.CancelledError:  # Redis may have granted the lease, or grant it when it reads the command
             if lease.limits.concurrency is not None:
                 asyncio.get_running_loop().call_later(GIVEN_UP_SECONDS, self._settle_later, lease)
@@ -223,7 +231,8 @@ class SharedLimiter:
                 await self._settle(leases[start : start + LEASES_A_CALL])
 
     async def _settle(self, leases: Sequence[Lease]) -> None:
-        """Settle leases of one owner with equal limits. A failed call is not repeated, because Redis may have executed it."""
+        """Settle leases of one owner with equal limits. Redis may have executed a failed call: leases are removed again, because
+        that can be repeated, and amounts are not sent again."""
         first = leases[0]
         keys = [*(self._name(first, rate) for rate in RATES), self._name(first, "leases")]
         more = [sum(amounts) for amounts in zip(NOTHING, *(lease.more for lease in leases if lease.shared), strict=True)]
@@ -233,6 +242,34 @@ class SharedLimiter:
             await self._link.ask(lambda: _SETTLE(self._link.client, keys, arguments), seconds=SETTLE_SECONDS)
         except RedisAway:
             self._telemetry.settlements_lost(len(leases))
+            self._remove_later(leases)
+
+    def _remove_later(self, leases: Iterable[Lease]) -> None:
+        """Remove leases from Redis in the background, until this succeeds or they have expired there."""
+        expires = time.monotonic() + self._lease_seconds
+        if len(self._left) < MAX_SETTLEMENTS:
+            self._left.update((lease, expires) for lease in leases if lease.limits.concurrency is not None)
+            self._any_left.set()
+
+    async def _keep_removing(self) -> None:
+        while True:
+            await self._any_left.wait()
+            await asyncio.sleep(REMOVE_SECONDS)
+            now = time.monotonic()
+            self._left = {lease: expires for lease, expires in self._left.items() if expires > now}
+            for leases in _grouped(self._left):
+                for start in range(0, len(leases), LEASES_A_CALL):
+                    await self._remove(leases[start : start + LEASES_A_CALL])
+            if not self._left:
+                self._any_left.clear()
+
+    async def _remove(self, leases: Sequence[Lease]) -> None:
+        """Remove leases of one owner."""
+        name, ids = self._name(leases[0], "leases"), [lease.id for lease in leases]
+        with suppress(RedisAway):
+            await self._link.ask(lambda: self._link.client.zrem(name, *ids), seconds=SETTLE_SECONDS)
+            for lease in leases:
+                self._left.pop(lease, None)
 
     async def _keep_renewing(self) -> None:
         while True:

@@ -58,9 +58,10 @@ class RedisFull(RedisAway):
 class Link:
     """``client`` behind the circuit breaker, which is open (no commands) until the first successful probe after :meth:`start`."""
 
-    def __init__(self, client: Client, telemetry: Telemetry, *, seconds: float) -> None:
-        """``seconds``: default time limit of a command."""
+    def __init__(self, client: Client, telemetry: Telemetry, *, seconds: float, use: str = "limits and results") -> None:
+        """``seconds``: default time limit of a command. ``use``: what Redis keeps for the callers, for the log."""
         self.client = client
+        self._use = use
         self._telemetry = telemetry
         self._seconds = seconds
         self._is_open = True
@@ -70,7 +71,7 @@ class Link:
         self._closed_at = 0.0
         self._full_logged = -FULL_LOG_SECONDS
         self._prober: asyncio.Task[None] | None = None
-        telemetry.redis_available(False)
+        telemetry.redis_available(use, False)
 
     @property
     def is_open(self) -> bool:
@@ -126,9 +127,11 @@ class Link:
         if self._is_open or (late and self._late < LATE_IN_A_ROW):
             return
         self._is_open = True
-        self._telemetry.redis_available(False)
-        reason = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-        logger.warning("Redis is unavailable (%s); requests continue without it", reason)
+        self._telemetry.redis_available(self._use, False)
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            reason = "this process was too busy to read its answers in time" if late else "no answer in time"
+        logger.warning("Redis is unavailable for %s (%s); requests continue without it", self._use, reason)
         if time.monotonic() - self._closed_at > STABLE_SECONDS:
             self._pause = FIRST_PAUSE_SECONDS
         self._opened.set()
@@ -140,8 +143,8 @@ class Link:
                 self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             self._opened.clear()
             self._late, self._is_open, self._closed_at = 0, False, time.monotonic()
-            self._telemetry.redis_available(True)
-            logger.info("Redis is there")
+            self._telemetry.redis_available(self._use, True)
+            logger.info("Redis is there for %s", self._use)
             await self._opened.wait()
             await asyncio.sleep(self._pause)
             await drop_idle(self.client)

@@ -62,6 +62,7 @@ class Sender:
     async def send(self, call: Call) -> Answer | Refusal:
         """Return the answer. Raises :class:`CommandError` if the server cannot be reached or stays busy."""
         started, attempt = time.monotonic(), 0
+        lost, first_lost = 0, 0.0
         while True:
             await self._wait_for_server()
             attempt += 1
@@ -73,9 +74,11 @@ class Sender:
                 return Refusal(f"the path {call.path[:200]!r} cannot be used ({error})")
             except httpx.RequestError as error:
                 reason, wait = str(error) or type(error).__name__, _backoff(attempt)
+                if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):  # the server has not seen the request
+                    lost, first_lost = lost + 1, first_lost or time.monotonic()
                 if not self._answered:
                     raise CommandError(f"no answer from {self._url} ({reason}); check --url, and that the server runs") from None
-                if attempt >= _LOST_ATTEMPTS and self._last_success > started:
+                if lost >= _LOST_ATTEMPTS and self._last_success > first_lost:
                     return Refusal(f"no answer in {attempt} attempts ({reason})")
             else:
                 self._answered = True

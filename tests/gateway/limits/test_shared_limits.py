@@ -143,6 +143,43 @@ async def test_a_request_that_is_given_up_while_redis_decides_holds_no_place(ser
             assert held == []
 
 
+async def test_a_redis_that_pauses_loses_no_place(server: RedisServer) -> None:
+    """Settlements that fail meanwhile, and a lease that Redis grants when nobody waits for it any more."""
+    limits = Limits(concurrency=2)
+    async with limiter(server.url) as shared:
+        leases = [lease(str(place), limits=limits) for place in range(2)]
+        for taken in leases:
+            assert (await shared.take(taken)).denied is None
+        server.pause()
+        try:
+            refused = await shared.take(lease("refused here", limits=limits))
+            for taken in leases:
+                shared.end(taken)
+            await asyncio.sleep(1.3)  # longer than a settlement may take
+        finally:
+            server.resume()
+        assert refused.denied == "concurrency"
+        with server.client() as redis:
+            for _ in range(500):
+                if not (held := redis.zrange("test:limit:{a}:leases", 0, -1)):
+                    break
+                await asyncio.sleep(0.01)
+            assert held == []
+        await asyncio.sleep(0.6)
+        assert shared._left == {}
+        assert not shared._any_left.is_set()
+
+
+async def test_what_is_left_of_a_lease_expires_here_too(server: RedisServer) -> None:
+    async with limiter(server.url, lease_seconds=0.5) as shared:
+        taken = lease("1", limits=Limits(concurrency=1))
+        assert (await shared.take(taken)).denied is None
+        server.kill()
+        shared.end(taken)
+        await asyncio.sleep(1.2)
+        assert shared._left == {}
+
+
 @pytest.mark.slow
 async def test_a_gateway_that_dies_holds_its_places_only_so_long(server: RedisServer) -> None:
     limits = Limits(concurrency=1)

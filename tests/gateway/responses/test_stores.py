@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +23,8 @@ from gateway.responses.store import ENTRY_BYTES, MemoryStore, Stored, Unavailabl
 from gateway.settings import Settings
 from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
+from tests.gateway.admission.test_key_limits import entry as key_entry
+from tests.gateway.admission.test_key_limits import write
 from tests.gateway.conftest import Clock, Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
@@ -180,6 +185,37 @@ def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start
             assert answer.headers["retry-after"] == "1"
         plain = create(second)
         assert (plain.status_code, plain.json()["store"]) == (200, False)
+
+
+@pytest.mark.redis
+def test_short_pauses_of_redis_lose_no_stored_response(start: Start, tmp_path: Path) -> None:
+    """Though calls for limits and results time out, and these are not asked for until Redis has answered again."""
+    file = write(tmp_path / "keys", key_entry("a", requests_per_minute=100_000))
+    with RedisServer.start() as server:
+        client = start(FakeEngine(says=ids("red")), redis_url=server.url, api_keys_file=file)
+        client.headers["authorization"] = "Bearer a"
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        ends, pauses = [False], 0
+
+        def stored() -> list[int]:
+            statuses = []
+            while not ends[0]:
+                told = create(client, store=True)
+                statuses += [told.status_code, client.get(f"/v1/responses/{told.json()['id']}").status_code]
+            return statuses
+
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(stored)
+            for pauses in range(5):
+                server.pause()
+                time.sleep(0.25)
+                server.resume()
+                time.sleep(0.1 * pauses)
+            ends[0] = True
+            statuses = asked.result()
+        assert len(statuses) > 10
+        assert set(statuses) == {200}
+        assert metric(client, 'yardstick_redis_errors_total{kind="timeout"}') > 0
 
 
 @pytest.mark.redis

@@ -1,9 +1,9 @@
 """Wall time and kernels of full scoring steps: ``python -m benchmarks step``.
 
 The engine's loop runs in this process on random weights, with enough requests of 120/180/10 queued that every measured step is
-full: the step in which the queue ends is not among them. The wall time is that of steps without the profiler; torch's profiler then
-gives each kernel of as many further steps. *Busy* is the time in which at least one kernel runs, and the gap is the rest of the wall
-time. On a CPU, operators take the place of kernels.
+full: the step in which the queue ends is not among them. The wall time is that of steps without the profiler; torch's profiler
+then gives each kernel of as many further steps. *Busy* is the time in which at least one kernel runs, and the gap is the rest of
+the wall time. On a CPU, operators take the place of kernels.
 """
 
 from __future__ import annotations

@@ -152,6 +152,10 @@ def run(
     if not torch.cuda.is_available() and not quick:
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
+    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if resume and (out / SUMMARY).is_file() else {}
+    if earlier.get("run", name) != name:
+        print(f"bench: {out} has run {earlier['run']}; continue that, or name another folder.", file=sys.stderr)
+        return 1
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     summary: dict[str, Any] = {"bench": "gpu", "run": name, "machine": machine.describe()}

@@ -210,6 +210,12 @@ def test_parts_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "run b has no part kernels; it has step, step fp8" in capsys.readouterr().err
 
 
+def test_a_folder_has_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.json").write_text('{"run": "a", "parts": {}}')
+    assert main(["gpu", "--run", "b", "--quick", "--continue", "--out", str(tmp_path)]) == 1
+    assert "has run a; continue that, or name another folder" in capsys.readouterr().err
+
+
 def test_a_call_that_continues_runs_what_failed_after_what_did_not_begin(tmp_path: Path) -> None:
     clock, runs = Clock(), []
     ends = {"tests": "out of time after 9 s", "offline": "exit code 1", "online": "incomplete"}
@@ -298,7 +304,7 @@ def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, 
         with pytest.raises(Killed):
             call()
     assert (out / "results.jsonl").read_bytes() == b""
-    assert call(limit=0.0)["left_out"] == ["comparison"]
+    assert call(limit=0.0)["left_out"] == ["comparison", "queued"]
     complete = call(resume=True)
     assert complete["left_out"] == complete["disagree"] == []
     assert complete["differences"]["values"] == 20

@@ -13,7 +13,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.score import Options, run
-from benchmarks.engine.servers import ServerError, serving
+from benchmarks.engine.servers import ServerError
 from benchmarks.engine.subject import subject
 from benchmarks.engine.workload import Workload
 from tests.checkpoints import make_checkpoint
@@ -100,9 +100,8 @@ def test_a_batch_of_prompts_may_end_within_a_request(tmp_path):
 def test_the_server_that_is_measured_has_the_format(tmp_path):
     """Seen by what it refuses."""
     model = make_checkpoint(tmp_path / "model", "qwen3", intermediate_size=72)
-    refused = pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16")
-    with refused, subject("small", str(model), "float32", "fp8") as measured, serving(measured, ()):
-        pass
+    with pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16"):
+        run(Options(offline=False, online=True, model=str(model), quantize="fp8", rates=(50.0,), seconds=1.0))
 
 
 @pytest.mark.slow

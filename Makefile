@@ -58,8 +58,8 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
 	$(BIN)/python -m benchmarks score $(FLAGS)
-gpu: ## On a GPU host: GPU tests and benchmarks into OUT=gpu-run and ARCHIVE=, in LIMIT=480 seconds; CONTINUE=1 runs what is left
-	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue) $(call given,LIMIT,limit) $(call given,ARCHIVE,archive)
+gpu: ## On a GPU host: RUN=a, b or c of the benchmarks into OUT=gpu-run and ARCHIVE=, in LIMIT=480 seconds; CONTINUE=1 runs what is left
+	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --run $(or $(RUN),a) --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue) $(call given,LIMIT,limit) $(call given,ARCHIVE,archive)
 images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs and the modules in FLASHINFER_ZIP=
 	@scripts/images.sh
 wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11

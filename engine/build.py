@@ -49,7 +49,7 @@ from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
 from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
-from engine.startup.capacity import default_slots, slot_bytes, step_bytes
+from engine.startup.capacity import default_running_requests, default_slots, slot_bytes, step_bytes
 from engine.startup.description import describe
 from engine.startup.warm_up import warm_up
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
@@ -144,10 +144,12 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
-    budget = _budget(settings, memory, on_gpu=on_gpu)
+    tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     processes = settings.tensor_parallel * settings.machine_engines
-    slots = settings.max_total_tokens or default_slots(decoders, kept, processes, budget.max_batched_tokens)
+    slots = settings.max_total_tokens or default_slots(decoders, kept, processes, tokens)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
+    running = settings.max_running_requests or default_running_requests(decoders, slots, tokens)
+    budget = Budget(tokens, running, settings.reserved_share, settings.max_loras_device if memory is not None else 0)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
@@ -195,15 +197,6 @@ def assemble(
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
     return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
-
-
-def _budget(settings: EngineSettings, memory: AdapterMemory | None, *, on_gpu: bool) -> Budget:
-    return Budget(
-        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
-        settings.max_running_requests,
-        settings.reserved_share,
-        settings.max_loras_device if memory is not None else 0,
-    )
 
 
 def _lenvm_runner(

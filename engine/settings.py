@@ -30,6 +30,8 @@ RESERVED_SHARE = 0.25
 """Default of :attr:`EngineSettings.reserved_share`."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
+RUNNING_REQUESTS, MAX_RUNNING_REQUESTS = 256, 1024
+"""The default of :attr:`EngineSettings.max_running_requests`, and its largest value on a GPU."""
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 """Defaults of :attr:`EngineSettings.max_batched_patches`."""
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
@@ -105,7 +107,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Longest prompt and output together, in tokens. A model whose rotations have the type longrope is served with its factors for
     long contexts if this is more than its original context, and with those for short ones otherwise; see [models.md](models.md).
     """
-    max_running_requests: Count = 256
+    max_running_requests: Annotated[
+        Count | None, unset(f"{RUNNING_REQUESTS}; on a GPU up to {MAX_RUNNING_REQUESTS:,}, one for each 1,024 slots")
+    ] = None
     """Requests computed at once."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
     """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. They change no token."""

@@ -40,9 +40,9 @@ def test_a_gpu_run_is_as_make_is_told() -> None:
     def line(*arguments: str) -> str:
         return " ".join(make("-n", "gpu", "PYTHON=python", "READY=none", *arguments).stdout.replace("\\\n", "").split())
 
-    assert line() == "python -m benchmarks gpu --out gpu-run"
-    told = line("OUT=/tmp/run", "CONTINUE=1", "LIMIT=200", "ARCHIVE=run.tar.gz")
-    assert told == "python -m benchmarks gpu --out /tmp/run --continue --limit 200 --archive run.tar.gz"
+    assert line() == "python -m benchmarks gpu --run a --out gpu-run"
+    told = line("RUN=b", "OUT=/tmp/run", "CONTINUE=1", "LIMIT=200", "ARCHIVE=run.tar.gz")
+    assert told == "python -m benchmarks gpu --run b --out /tmp/run --continue --limit 200 --archive run.tar.gz"
 
 
 def test_help_lists_every_target() -> None:

@@ -62,6 +62,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     models = ["--models", str(out / MODELS)]
     bf16 = ["--dtype", "float32" if quick else "bfloat16"]
     fp8 = [*bf16, "--quantize", "fp8"]
+    both = ["--quantize", "none", "fp8"]
     shape = ["--shape", "tiny" if quick else "qwen3-0.6b"]
     rates = ["--quick", "--seconds", "0.5" if quick else "3", "--rates"]
 
@@ -97,8 +98,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     runs = {
         "a": (
             Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
-            step("step", 40, *bf16),
-            step("step fp8", 30, *fp8),
+            step("step", 70, *bf16, *both),
             part("kernels", 70, "kernels"),
             online("online", 80, "2400,2600,2800", *bf16),
             online("online fp8", 80, "3000,3300,3600", *fp8),
@@ -106,8 +106,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             decode("decode", 90, *logprobs, *("" if quick else middle).split()),
         ),
         "b": (
-            step("step", 35, *bf16),
-            step("step fp8", 25, *fp8),
+            step("step", 60, *bf16, *both),
             online("online", 80, "2600,2800,3000", *bf16),
             online("online fp8", 80, "3600,4000,4200", *fp8),
             decode("logprobs", 190, *logprobs, *(() if quick else ("--output", "384"))),
@@ -118,7 +117,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
         "c": (
             score("offline", 60, *bf16, *offline),
             score("offline fp8", 50, *fp8, *offline),
-            step("step 16384", 40, *bf16, *([] if quick else ["--max-batched-tokens", "16384"])),
+            step("step 16384", 70, *bf16, *both, *([] if quick else ["--max-batched-tokens", "16384"])),
             online("online 16384", 80, "2400,2600,2800", *bf16, "--max-batched-tokens", "16384"),
             score("rerank shape", 50, *bf16, *offline, "--workload", "3/8/4" if quick else "32/480/20"),
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
@@ -151,6 +150,10 @@ def run(
     """
     if not torch.cuda.is_available() and not quick:
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
+        return 1
+    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if resume and (out / SUMMARY).is_file() else {}
+    if earlier.get("run", name) != name:
+        print(f"bench: {out} has run {earlier['run']}; continue that, or name another folder.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()

@@ -50,8 +50,8 @@ BOUNDS = {1: 1.19, 16: 1.19, 100: 1.50, 800: 1.85}
 and keys are read, and products computed, at the speeds measured there."""
 TARGETS = {"cpu": 1.15, "cuda": 1.25}
 """Targets for the measured ratio, relative to the ratio of FLOPs (CPU) and to the bounds (GPU)."""
-ROWS_SECONDS, STAGES_SECONDS = 15.0, 6.0
-"""Time that one measurement may take on a GPU, its compilations included."""
+ROWS_SECONDS, SECONDS_A_ROW, STAGES_SECONDS = 15.0, 0.03, 6.0
+"""Time that one measurement may take on a GPU, its compilations included, and more for each row."""
 BESIDE_ROWS = 64
 """Numbers of plain rows and of guided rows in one step."""
 
@@ -122,7 +122,7 @@ def run(options: Options) -> None:
     by_rows = {
         writing.rows: measure(
             f"{writing.rows} rows",
-            ROWS_SECONDS,
+            ROWS_SECONDS + writing.rows * SECONDS_A_ROW,
             partial(costs, pair, writer, writing, replace(writing, sampling=mix), options.repeats, records),
         )
         for writing in writings

@@ -45,7 +45,7 @@ SWEEPS = (
 QUICK_SWEEPS = (Sweep("items", (1, 10, 50)), Sweep("query", (15, 500)), Sweep("item", (20, 180)))
 
 
-QUEUED = {"cpu": 4, "cuda": 40}
+QUEUED = {"cpu": 2, "cuda": 40}
 """Requests queued at once."""
 QUEUED_REPEATS = 3
 PEER_BATCHES = {"cpu": (10,), "cuda": (10, 40, 100, 200)}

@@ -147,8 +147,10 @@ def _gateway(measured: Subject, options: Options) -> Iterator[tuple[str, str | N
     if options.url is not None:
         yield options.url.rstrip("/").removesuffix("/v1"), None
     else:
-        tokens = [] if options.max_batched_tokens is None else ["--max-batched-tokens", str(options.max_batched_tokens)]
-        with serving(measured, [*tokens, *options.engine_flags]) as urls:
+        flags = ["--dtype", measured.dtype]
+        flags += [] if measured.quantize is None else ["--quantize", measured.quantize]
+        flags += [] if options.max_batched_tokens is None else ["--max-batched-tokens", str(options.max_batched_tokens)]
+        with serving(measured.directory, [*flags, *options.engine_flags]) as urls:
             yield urls
 
 

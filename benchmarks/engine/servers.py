@@ -7,15 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
-from benchmarks.engine.subject import Subject
 from engine import wire
 from tests.processes import free_port
 
@@ -28,12 +27,11 @@ class ServerError(RuntimeError):
 
 
 @contextmanager
-def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`."""
+def serving(directory: Path, engine_flags: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of a gateway and of the one engine behind it, which serves the model in ``directory``; both are ended
+    afterwards. Raises :class:`ServerError`."""
     engine_port, gateway_port = free_port(), free_port()
-    model = ["--model", str(subject.directory), "--name", "bench", "--dtype", subject.dtype]
-    model += [] if subject.quantize is None else ["--quantize", subject.quantize]
-    engine = ["engine", "--port", str(engine_port), *model, *engine_flags]
+    engine = ["engine", "--port", str(engine_port), "--model", str(directory), "--name", "bench", *engine_flags]
     gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
     with _process(engine, engine_port), _process(gateway, gateway_port):
         yield _url(gateway_port), _url(engine_port)
@@ -51,55 +49,9 @@ def describe_engine(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def serving_apart(
-    directory: Path, engine_flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`.
-
-    ``environment``: more variables of the engine.
-    """
-    with serving_together(directory, 1, engine_flags, environment) as (gateway, engines):
-        yield gateway, engines[0]
-
-
-@contextmanager
-def serving_together(
-    directory: Path,
-    engines: int,
-    engine_flags: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    settings: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield the URLs of a gateway and of the engines behind it; all are ended afterwards. Raises :class:`ServerError`.
-
-    ``environment``: more variables of the engines; ``settings``: of the gateway.
-    """
-    ports, gateway_port = [free_port() for _ in range(engines)], free_port()
-    urls = [_url(port) for port in ports]
-    gateway = ["gateway", "--port", str(gateway_port), *[word for url in urls for word in ("--engine", url)]]
-    with ExitStack() as stack:
-        for port in ports:
-            engine = ["engine", "--port", str(port), "--model", str(directory), "--name", "bench", *engine_flags]
-            stack.enter_context(_process(engine, port, environment))
-        stack.enter_context(_process(gateway, gateway_port, settings))
-        _wait_until_known(_url(gateway_port), engines)
-        yield _url(gateway_port), urls
-
-
-def _wait_until_known(gateway: str, engines: int) -> None:
-    """Wait until the gateway, which is ready with its first engine, sends requests to all."""
-    end, line = time.monotonic() + START_SECONDS, f"yardstick_engines_ready {float(engines)}"
-    while line not in httpx.get(f"{gateway}/metrics", timeout=5, trust_env=False).text.splitlines():
-        if time.monotonic() > end:
-            raise ServerError(f"the gateway did not find {engines} engines in {START_SECONDS} s")
-        time.sleep(0.1)
-
-
-@contextmanager
-def _process(arguments: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Yield one of our programs when it is ready. ``more``: variables of its environment."""
+def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
+    """Yield one of our programs when it is ready."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
-    environment.update(more or {})
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules

@@ -1,10 +1,9 @@
 """Wall time and kernels of full scoring steps: ``python -m benchmarks step``.
 
 The engine's loop runs in this process on random weights, with enough requests of 120/180/10 queued that every measured step is
-full. The wall time is that of steps without the profiler; torch's profiler then gives each kernel of as many further steps.
-*Busy* is the time in which at least one kernel runs, and the gap is the rest of the wall time. Tokens are the mean of the profiled
-steps: a step ends with an item, so that it has some tokens less than ``--max-batched-tokens``. On a CPU, operators take the place
-of kernels.
+full: the step in which the queue ends is not among them. The wall time is that of steps without the profiler; torch's profiler
+then gives each kernel of as many further steps. *Busy* is the time in which at least one kernel runs, and the gap is the rest of
+the wall time. On a CPU, operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,9 @@ from engine.models.decoder import Decoder
 from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
 
 WARM_STEPS = 4
-SECONDS = 12.0
+SECONDS = 15.0
 """Time that a measurement must have left to begin."""
+NONE = "none"
 SHOWN = 24
 """Kernels of the table."""
 KINDS = (
@@ -63,33 +64,43 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks step", description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the random model (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
-    parser.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+    about = "what the layers' matrix products compute in, one measurement for each; none: --dtype (%(default)s)"
+    parser.add_argument("--quantize", choices=(NONE, *QUANTIZE), nargs="+", default=[NONE], help=about)
     parser.add_argument("--max-batched-tokens", type=int, nargs="+", help="tokens of a step, one measurement for each")
     parser.add_argument("--steps", type=int, default=8, help="measured without the profiler, and as many with it (%(default)s)")
     add_output(parser)
     asked = parser.parse_args(arguments)
     records = Records(Store(asked.out, resume=asked.resume, limit=asked.limit))
     device, config, dtype = default_device(), SHAPES[asked.shape], getattr(torch, asked.dtype)
-    decoder = random_decoder(config, dtype=dtype, device=device, quantize=asked.quantize)
-    form = Subject(asked.out, config, asked.dtype, asked.quantize).format
-    summary: dict[str, Any] = {"bench": "step", "machine": machine.describe(), "model": asked.shape, "format": form}
-    found: dict[str, Any] = {}
-    peaks = records.store.measure("peaks", 5.0, lambda: vars(measure_peaks(device, dtype, asked.quantize)))
     usual = GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
-    for tokens in asked.max_batched_tokens or [usual]:
-        work = partial(measure, decoder, asked.dtype, tokens, asked.steps)
-        if result := records.store.measure(f"{tokens} tokens", SECONDS, work):
-            found[str(tokens)] = result | speeds(config, result, peaks or {})
-            show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
-    summary |= {"peaks": peaks, "steps": found, "left_out": records.store.left_out}
+    summary: dict[str, Any] = {"bench": "step", "machine": machine.describe(), "model": asked.shape, "peaks": {}, "steps": {}}
+    for named in asked.quantize:
+        quantize = None if named == NONE else named
+        form = Subject(Path(), config, asked.dtype, quantize).format
+        peaks = records.store.measure(f"{form}: peaks", 5.0, partial(peaks_of, device, dtype, quantize))
+        decoder = cache(partial(random_decoder, config, dtype=dtype, device=device, quantize=quantize))
+        found: dict[str, Any] = {}
+        for tokens in asked.max_batched_tokens or [usual]:
+            work = partial(measure, decoder, asked.dtype, tokens, asked.steps)
+            if result := records.store.measure(f"{form}: {tokens} tokens", SECONDS, work):
+                found[str(tokens)] = result | speeds(config, result, peaks or {})
+                show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
+        summary["peaks"][form], summary["steps"][form] = peaks, found
+    summary |= {"left_out": records.store.left_out}
     if asked.out is not None:
         records.write(asked.out, summary)
     print(json.dumps(summary), flush=True)
     return 0
 
 
-def measure(decoder: Decoder, dtype: str, tokens: int, steps: int) -> dict[str, Any]:
+def peaks_of(device: torch.device, dtype: torch.dtype, quantize: str | None) -> dict[str, float | None]:
+    """Return :func:`benchmarks.engine.roofline.measure_peaks` by name."""
+    return vars(measure_peaks(device, dtype, quantize))
+
+
+def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int) -> dict[str, Any]:
     """Return the times of ``steps`` full steps, in milliseconds, and of the kernels of as many others."""
+    decoder = load()
     engine, workload, rng = Engine(decoder, dtype, max_batched_tokens=tokens), Workload(), np.random.default_rng(0)
     loop, on_gpu = engine.loop, decoder.embed.weight.is_cuda
     count = (WARM_STEPS + 2 * steps + 3) * tokens // workload.tokens + 2
@@ -103,7 +114,8 @@ def measure(decoder: Decoder, dtype: str, tokens: int, steps: int) -> dict[str, 
         loop.step()
         walls.append(1000 * (time.perf_counter() - began))
     before = loop.stats
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
         for _ in range(steps):
             loop.step()
         if on_gpu:
@@ -187,7 +199,7 @@ def show(title: str, found: Mapping[str, Any], records: Records) -> None:
         table.add_row(*cells, kernel["name"][:60])
     records.console.print(table)
     records.console.print(", ".join(f"{kind} {milliseconds:.2f} ms" for kind, milliseconds in found["kinds_ms"].items()))
-    products = f", products at {found['products_gflops'] / 1000:.0f} TFLOP/s" if "products_gflops" in found else ""
+    products = f", products at {found['products_gflops'] / 1000:.3g} TFLOP/s" if "products_gflops" in found else ""
     products += f", {found['products_of_peak']:.0%} of the measured peak" if "products_of_peak" in found else ""
     records.console.print(
         f"{found['tokens']:.0f} tokens a step: wall {found['wall_ms']:.2f} ms ({found['items_per_s']:.0f} items/s), "

@@ -31,7 +31,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from benchmarks.engine.servers import serving_apart
+from benchmarks.engine.servers import serving
 from engine import wire
 from engine.demo import MODELS
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         directory = Path(folder)
         make_classifier(directory, hidden=options.hidden, layers=options.layers, head_dim=options.head_dim)
         with (
-            serving_apart(directory) as (gateway, engine),
+            serving(directory) as (gateway, engine),
             cross_encoder(options.sentence_transformers, directory) as peer,
             httpx.Client(timeout=600) as client,
         ):

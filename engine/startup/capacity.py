@@ -9,13 +9,17 @@ import torch
 from engine.device import cgroup
 from engine.models.decoder import Decoder
 from engine.runner.graphs import BUCKETS
-from engine.settings import GPU_BATCHED_TOKENS
+from engine.settings import GPU_BATCHED_TOKENS, MAX_RUNNING_REQUESTS, RUNNING_REQUESTS
 
 MAX_SLOTS = 131_072
 """Most slots on a CPU."""
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
 GPU_FIXED_BYTES = 1 << 30
 """Workspaces of attention and products, loaded kernels, and logits of 256 rows."""
+SLOTS_A_REQUEST = 1024
+"""Tokens of a request, prompt and output, where the default number of running requests fills the slots."""
+LOGIT_COPIES = 4
+"""Float32 tensors as large as the logits, while a step draws."""
 
 
 def default_slots(
@@ -34,6 +38,19 @@ def default_slots(
         needed = GPU_FIXED_BYTES + max(step_bytes(decoder, tokens + BUCKETS[-1]) for decoder in decoders)
         return max(1024, int(min(free * GPU_MEMORY_SHARE, free - needed)) // size)
     return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * size)))
+
+
+def default_running_requests(decoders: Sequence[Decoder], slots: int, tokens: int) -> int:
+    """Return the number of requests to compute at once: on a GPU as many as fill the slots and leave memory for their logits, when
+    the slots of ``decoders[0]`` are allocated and those of a length model are not."""
+    weight, config = decoders[0].embed.weight, decoders[0].config
+    if weight.device.type != "cuda":
+        return RUNNING_REQUESTS
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    others = sum(slots * slot_bytes(decoder, decoder.embed.weight.dtype) for decoder in decoders[1:])
+    spare = free - others - GPU_FIXED_BYTES - max(step_bytes(decoder, tokens + BUCKETS[-1]) for decoder in decoders)
+    more = max(0, spare) // (LOGIT_COPIES * torch.float32.itemsize * config.vocab_size)
+    return max(RUNNING_REQUESTS, min(MAX_RUNNING_REQUESTS, slots // SLOTS_A_REQUEST, RUNNING_REQUESTS + more))
 
 
 def slot_bytes(decoder: Decoder, kept: torch.dtype) -> int:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.score import Options, run
-from benchmarks.engine.servers import ServerError, serving
+from benchmarks.engine.servers import ServerError
 from benchmarks.engine.subject import subject
 from benchmarks.engine.workload import Workload
 from tests.checkpoints import make_checkpoint
@@ -84,13 +86,22 @@ def test_the_server_has_the_step_of_the_command(tmp_path):
         run(Options(offline=False, online=True, model=str(model), max_batched_tokens=0, rates=(50.0,), seconds=1.0))
 
 
+def test_a_batch_of_prompts_may_end_within_a_request(tmp_path):
+    model, rng = make_checkpoint(tmp_path / "model", "qwen3"), np.random.default_rng(0)
+    with subject("small", str(model), "float32") as measured:
+        peer, engine = Transformers(measured, torch.device("cpu")), Engine(measured.load(), "float32", slots=1024)
+        messages = [Workload(9, 5, 4).request(str(place), rng, measured.config.vocab_size) for place in range(3)]
+        expected = engine.score_all(messages)
+        for batch in (3, 12, 100):
+            np.testing.assert_allclose(peer.score_all(messages, batch), expected, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_the_server_that_is_measured_has_the_format(tmp_path):
     """Seen by what it refuses."""
     model = make_checkpoint(tmp_path / "model", "qwen3", intermediate_size=72)
-    refused = pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16")
-    with refused, subject("small", str(model), "float32", "fp8") as measured, serving(measured, ()):
-        pass
+    with pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16"):
+        run(Options(offline=False, online=True, model=str(model), quantize="fp8", rates=(50.0,), seconds=1.0))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from engine.models.layer_config import ExpertConfig
 from engine.models.rope import Rope
 from engine.runner.graphs import BUCKETS
 from engine.settings import GPU_BATCHED_TOKENS
-from engine.startup.capacity import GPU_FIXED_BYTES, default_slots, slot_bytes, step_bytes
+from engine.startup.capacity import GPU_FIXED_BYTES, default_running_requests, default_slots, slot_bytes, step_bytes
 
 GIB = 1 << 30
 LLAMA_70B = ModelConfig(
@@ -62,6 +62,40 @@ def test_the_largest_step_and_the_largest_graph_have_room_beside_weights_that_ne
     assert slots(half, 2 * GIB, monkeypatch) == 1024
     both = [decoder(replace(half, num_layers=2)), decoder(half)]
     assert slots(half, 10 * GIB, monkeypatch, both) < slots(half, 10 * GIB, monkeypatch), "of two models, the one that needs more"
+
+
+@pytest.mark.parametrize(
+    ("slots", "left", "expected"),
+    [
+        (100_000, 40, 256),
+        (350_000, 12, 341),
+        (2_000_000, 12, 1024),
+        (2_000_000, 1, 256),
+    ],
+    ids=["few slots", "slots", "most", "no memory for logits"],
+)
+def test_as_many_requests_run_as_fill_the_slots_of_a_gpu(
+    slots: int, left: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``left``: GiB that the slots leave."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left * GIB, 80 * GIB))
+    small = replace(LLAMA_70B, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32)
+    assert default_running_requests([decoder(small)], slots, GPU_BATCHED_TOKENS) == expected
+
+
+def test_a_length_model_and_logits_take_memory_of_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(replace(LLAMA_70B, hidden_size=1024, intermediate_size=3072, num_layers=2, num_heads=16))
+    needed = GPU_FIXED_BYTES + step_bytes(model, GPU_BATCHED_TOKENS + BUCKETS[-1])
+    rows = 100 * 16 * model.config.vocab_size
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed + rows, 80 * GIB))
+    assert default_running_requests([model], 1_000_000, GPU_BATCHED_TOKENS) == 356
+    assert default_running_requests([model, model], 1_000_000, GPU_BATCHED_TOKENS) == 256
+
+
+def test_a_cpu_runs_256_requests() -> None:
+    model = decoder(LLAMA_70B)
+    model.embed.weight.device = torch.device("cpu")
+    assert default_running_requests([model], 10_000_000, GPU_BATCHED_TOKENS) == 256
 
 
 def test_experts_need_their_outputs_in_float32() -> None:

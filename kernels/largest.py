@@ -75,7 +75,9 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
 
     logits: [rows, vocab]; chosen: [rows] int64.
     """
-    fused = launches(logits) and logits.dtype == torch.float32 and top_n <= min(MOST, logits.shape[-1] // 2)
+    fused = (
+        launches(logits) and logits.dtype == torch.float32 and logits.is_contiguous() and top_n <= min(MOST, logits.shape[-1] // 2)
+    )
     return token_logprobs_triton(logits, chosen, top_n) if fused else token_logprobs_reference(logits, chosen, top_n)
 
 

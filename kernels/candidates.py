@@ -109,7 +109,7 @@ def candidates_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p
     return found
 
 
-@jit("temperatures", "top_k", "top_p", "min_p")
+@jit("parts", "totals", "temperatures", "top_k", "top_p", "min_p")
 def _join_and_filter(
     logits: tl.tensor,
     groups: tl.tensor,

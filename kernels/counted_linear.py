@@ -12,10 +12,6 @@ from torch import Tensor
 from kernels.linear import linear
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
-WIDE = 4096
-"""Columns from which blocks of 128 rows and 128 columns are enough to occupy a GPU of 132 multiprocessors at 500 rows; narrower
-products have blocks of 64 and 64."""
-
 
 def counted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:
     """``x · weightᵀ + bias`` for the first ``count`` rows.
@@ -46,7 +42,7 @@ def counted_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, count:
     if bias is not None:
         expect("bias", bias, x, (columns,), (x.dtype,))
     out = x.new_empty((rows, columns))
-    tile, step = (32, 32) if x.dtype == torch.float32 else (128 if columns >= WIDE else 64, 64)
+    tile, step = (32, 32) if x.dtype == torch.float32 else (128, 64)
     # Programs of one block of columns follow each other, so that the weights are read from memory once.
     grid = (-(-rows // tile), -(-columns // tile))
     _counted_linear[grid](

@@ -1,8 +1,9 @@
 """Products of rows with the experts that a router chose for them, for mixtures of experts: in the model's dtype, and in FP8.
 
 Pairs of a row and an expert are put in order of the expert, and each expert's pairs are padded to whole blocks, so that every
-program multiplies rows of one expert. All tables are made on the device, of sizes that the host knows, so a step never waits and
-can be captured in a CUDA graph. Method: Gale et al. 2022, "MegaBlocks", arXiv 2211.15841.
+program multiplies rows of one expert. The tables are made on the device, in three launches and once for all products of a layer.
+The host knows their sizes, so a step never waits and can be captured in a CUDA graph. Method: Gale et al. 2022, "MegaBlocks",
+arXiv 2211.15841.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from kernels.linear import linear
 from kernels.quantize import FP8, scaled_linear_reference
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 ROW_BLOCKS = 16, 64
 """Pairs of a block: of a step with few pairs, and with more than :data:`FEW_PAIRS`."""
 FEW_PAIRS = 512
 """With 128 experts, blocks of 64 are mostly padding for some thousand pairs more, but then reading the weights takes the time."""
+PAIRS = 512
+"""Pairs of a program that makes the tables."""
 
 
 Operand = tuple[Tensor, Tensor]
@@ -48,15 +51,16 @@ def route(logits: Tensor, chosen: int, *, renormalise: bool) -> tuple[Tensor, Te
     return experts, weights / weights.sum(-1, keepdim=True) if renormalise else weights
 
 
-def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, blocks: Blocks | None = None, *, by_pair: bool = False) -> Tensor:
     """Multiply each row with the matrices of its experts.
 
     x: [rows, in], or with ``by_pair`` [rows · chosen, in], a row for each pair; weight: [experts, out, in]; experts: [rows, chosen]
     int64, of which the number of experts stands for one that is not here. -> [rows · chosen, out], pair after pair, undefined for
-    experts that are not here.
+    experts that are not here. blocks: of these experts, from :func:`block_pairs`; made here where None.
     """
-    operation = grouped_linear_triton if launches(x, weight) else grouped_linear_reference
-    return operation(x, weight, experts, by_pair=by_pair)
+    if launches(x, weight):
+        return grouped_linear_triton(x, weight, experts, blocks, by_pair=by_pair)
+    return grouped_linear_reference(x, weight, experts, by_pair=by_pair)
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
@@ -67,14 +71,17 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, experts: Tensor, *, by_p
     return out
 
 
-def grouped_scaled_linear(x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, *, by_pair: bool = False) -> Tensor:
+def grouped_scaled_linear(
+    x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, blocks: Blocks | None = None, *, by_pair: bool = False
+) -> Tensor:
     """Multiply each row with the matrices of its experts, in FP8, with a scale for each row and each output channel.
 
     x: [rows, in], or with ``by_pair`` [rows · chosen, in]; weight: [experts, out, in]; experts: as in :func:`grouped_linear`.
     -> [rows · chosen, out] in ``dtype``, as there. Sums are those of :func:`kernels.quantize.scaled_linear`.
     """
-    operation = grouped_scaled_linear_triton if launches(x[0], weight[0]) else grouped_scaled_linear_reference
-    return operation(x, weight, experts, dtype, by_pair=by_pair)
+    if launches(x[0], weight[0]):
+        return grouped_scaled_linear_triton(x, weight, experts, dtype, blocks, by_pair=by_pair)
+    return grouped_scaled_linear_reference(x, weight, experts, dtype, by_pair=by_pair)
 
 
 def grouped_scaled_linear_reference(
@@ -96,7 +103,9 @@ def _pairs_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]
     return ((expert, pairs) for expert, pairs in enumerate(found) if len(pairs))
 
 
-def grouped_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+def grouped_linear_triton(
+    x: Tensor, weight: Tensor, experts: Tensor, blocks: Blocks | None = None, *, by_pair: bool = False
+) -> Tensor:
     """:func:`grouped_linear` on a GPU. All contiguous; x and weight of one dtype.
 
     Raises ValueError for other shapes, dtypes, devices or layouts. Experts are not checked: that would wait for the GPU.
@@ -107,11 +116,11 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair
     expect("x", x, x, (rows * chosen if by_pair else rows, size), FLOATS)
     expect("weight", weight, x, (count, columns, size), (x.dtype,))
     expect("experts", experts, x, (rows, chosen), (torch.int64,))
-    return _launch(x, weight, experts, x.dtype, by_pair=by_pair)
+    return _launch(x, weight, experts, blocks, x.dtype, by_pair=by_pair)
 
 
 def grouped_scaled_linear_triton(
-    x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, *, by_pair: bool = False
+    x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, blocks: Blocks | None = None, *, by_pair: bool = False
 ) -> Tensor:
     """:func:`grouped_scaled_linear` on a GPU that multiplies e4m3. All contiguous.
 
@@ -127,13 +136,14 @@ def grouped_scaled_linear_triton(
     expect("weight", weight[0], codes, (count, columns, size), (FP8,))
     expect("scales of weight", weight[1], codes, (count, columns, 1), (torch.float32,))
     expect("experts", experts, codes, (rows, chosen), (torch.int64,))
-    return _launch(codes, weight[0], experts, dtype, scales, weight[1], by_pair=by_pair)
+    return _launch(codes, weight[0], experts, blocks, dtype, scales, weight[1], by_pair=by_pair)
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
     experts: Tensor,
+    blocks: Blocks | None,
     dtype: torch.dtype,
     x_scales: Tensor | None = None,
     weight_scales: Tensor | None = None,
@@ -142,7 +152,7 @@ def _launch(
 ) -> Tensor:
     (rows, chosen), (count, columns, size) = experts.shape, weight.shape
     out = x.new_empty((rows * chosen, columns), dtype=dtype)
-    blocks = block_pairs(experts, count)
+    blocks = block_pairs(experts, count) if blocks is None else blocks
     column_tile, size_tile = (32, 32) if x.dtype == torch.float32 else (128, 128 // x.element_size())
     grid = (len(blocks.experts), -(-columns // column_tile))
     _grouped_linear[grid](
@@ -153,25 +163,68 @@ def _launch(
 
 
 def block_pairs(experts: Tensor, count: int) -> Blocks:
-    """Put the pairs of ``experts`` [rows, chosen] in blocks of one expert each. Does not wait for the device.
+    """Put the pairs of ``experts`` [rows, chosen] in blocks of one expert each, on a GPU and without waiting for it.
 
-    Pairs of the expert ``count``, which is not here, come last, in blocks of their own.
+    Pairs of the expert ``count``, which is not here, come last, in blocks of their own. Pairs of an expert have any order: a row's
+    product does not depend on the rows beside it.
     """
-    flat, device = experts.flatten(), experts.device
-    pairs = len(flat)
+    pairs, device = experts.numel(), experts.device
     size = ROW_BLOCKS[pairs > FEW_PAIRS]
     blocks = -(-pairs // size) + min(count + 1, pairs)  # the most there can be
-    order = flat.argsort(stable=True)
-    sizes = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
-    padded = (sizes + size - 1) // size * size
-    ends = padded.cumsum(0)
-    sorted_experts = flat.index_select(0, order)
-    nth = torch.arange(pairs, device=device) - (sizes.cumsum(0) - sizes).index_select(0, sorted_experts)
-    places = torch.full((blocks * size,), pairs, dtype=torch.int32, device=device)
-    places.index_copy_(0, (ends - padded).index_select(0, sorted_experts) + nth, order.int())
-    firsts = torch.arange(0, blocks * size, size, device=device)
-    of_block = torch.searchsorted(ends, firsts, right=True).clamp_(max=count)
-    return Blocks(places, of_block.int(), size)
+    sizes = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    ranks, places, of_block = (torch.empty(length, dtype=torch.int32, device=device) for length in (pairs, blocks * size, blocks))
+    _rank_pairs[(-(-pairs // PAIRS),)](experts, sizes, ranks, pairs, PAIRS, num_warps=4)
+    _place_pairs[(-(-blocks * size // PAIRS),)](
+        experts, sizes, ranks, places, of_block, pairs, blocks, count, power_of_two(count + 1), size, PAIRS, num_warps=8
+    )
+    return Blocks(places, of_block, size)
+
+
+@jit("pairs")
+def _rank_pairs(experts: tl.tensor, sizes: tl.tensor, ranks: tl.tensor, pairs: tl.tensor, PAIRS: tl.constexpr) -> None:
+    """Count the pairs of each expert, and number them."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    real = pair < pairs
+    expert = tl.load(experts + pair, mask=real, other=0)
+    tl.store(ranks + pair, tl.atomic_add(sizes + expert, 1, mask=real, sem="relaxed"), mask=real)
+
+
+@jit("pairs", "blocks")
+def _place_pairs(
+    experts: tl.tensor,
+    sizes: tl.tensor,
+    ranks: tl.tensor,
+    places: tl.tensor,
+    of_block: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    COUNT: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Each program stores the places of PAIRS pairs, and the experts and the padding of as many places."""
+    expert = tl.arange(0, EXPERT_BLOCK)
+    here = tl.load(sizes + expert, mask=expert <= COUNT, other=0)
+    padded = (here + SIZE - 1) // SIZE * SIZE
+    ends = tl.cumsum(padded, axis=0)
+    starts = ends - padded
+
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    real = pair < pairs
+    own = tl.load(experts + pair, mask=real, other=0).to(tl.int32)
+    tl.store(places + tl.gather(starts, own, 0) + tl.load(ranks + pair, mask=real, other=0), pair, mask=real)
+
+    block = tl.program_id(0) * (PAIRS // SIZE) + tl.arange(0, PAIRS // SIZE)
+    first = (block * SIZE)[:, None]
+    owns = (starts[None, :] <= first) & (first < ends[None, :])
+    of_expert = tl.sum(tl.where(owns, expert[None, :], 0), axis=1)
+    of_expert = tl.where(block * SIZE < tl.sum(padded, axis=0), of_expert, COUNT)
+    tl.store(of_block + block, of_expert, mask=block < blocks)
+    left = tl.sum(tl.where(owns, here[None, :] + starts[None, :] - first, 0), axis=1)
+    nth = tl.arange(0, SIZE)[None, :]
+    padding = (block < blocks)[:, None] & (nth >= left[:, None])
+    tl.store(places + first + nth, tl.zeros([PAIRS // SIZE, SIZE], tl.int32) + pairs, mask=padding)
 
 
 @jit("pairs", "chosen")

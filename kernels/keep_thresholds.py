@@ -111,7 +111,7 @@ def keep_thresholds_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, 
     return out
 
 
-@jit("temperatures", "top_k", "top_p", "floors")
+@jit("parts", "totals", "temperatures", "top_k", "top_p", "floors")
 def _cut(
     logits: tl.tensor,
     groups: tl.tensor,

@@ -21,6 +21,9 @@ from kernels.runtime import expect, expect_device, jit, launches, power_of_two, 
 MOST = 64
 """Largest logits of a row at most."""
 
+WIDTHS = 8, 32
+"""Most probable tokens that :func:`token_logprobs_triton` finds, and returns the first of. Each number is a kernel to compile."""
+
 BLOCK = 4096
 GROUP = 32
 """Consecutive logits of a group, and consecutive groups of a group of groups."""
@@ -75,7 +78,9 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
 
     logits: [rows, vocab]; chosen: [rows] int64.
     """
-    fused = launches(logits) and logits.dtype == torch.float32 and top_n <= min(MOST, logits.shape[-1] // 2)
+    fused = (
+        launches(logits) and logits.dtype == torch.float32 and logits.is_contiguous() and top_n <= min(MOST, logits.shape[-1] // 2)
+    )
     return token_logprobs_triton(logits, chosen, top_n) if fused else token_logprobs_reference(logits, chosen, top_n)
 
 
@@ -93,12 +98,13 @@ def token_logprobs_reference(logits: Tensor, chosen: Tensor, top_n: int) -> Toke
 def token_logprobs_triton(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
     """:func:`token_logprobs` on a GPU, in one read of the logits. All contiguous.
 
-    Raises ValueError for other shapes, dtypes or devices, and where ``top_n``, up to a power of two, is more than :data:`MOST`.
+    Raises ValueError for other shapes, dtypes or devices, and where ``top_n`` is more than all of :data:`WIDTHS` or the vocabulary.
     """
     expect_device("logits", logits)
     rows, vocab = logits.shape
-    width = max(2, power_of_two(max(1, top_n)))
-    expect_width(width, vocab)
+    if top_n > min(WIDTHS[-1], vocab):
+        raise ValueError(f"top_n is {top_n}, where at most {WIDTHS[-1]}, and the vocabulary's {vocab}, is expected")
+    width = next(width for width in WIDTHS if width >= top_n)
     expect("logits", logits, logits, (rows, vocab), (torch.float32,))
     expect("chosen", chosen, logits, (rows,), (torch.int64,))
     found = TokenLogprobs(logits.new_empty(rows), chosen.new_empty((rows, top_n)), logits.new_empty((rows, top_n)))
@@ -137,7 +143,7 @@ def expect_width(width: int, vocab: int) -> None:
         )
 
 
-@jit("temperatures", "top_k", "top_p")
+@jit("temperatures", "top_k", "top_p", "parts", "totals")
 def _survey(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -192,7 +198,7 @@ def filters(row: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, VOCAB: tl.conste
     return (k > 0) & (k < VOCAB), tl.load(top_p + row) < 1
 
 
-@jit("chosen", "top_n")
+@jit("parts", "totals", "chosen", "top_n")
 def _token_logprobs(
     logits: tl.tensor,
     groups: tl.tensor,

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.grouped_experts import grouped_linear
+from kernels.grouped_experts import block_pairs, grouped_linear
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
 
@@ -27,4 +27,7 @@ def rows(gpu: Gpu) -> Iterator[Row]:
         shape = f"[{count}, {HIDDEN}] · {CHOSEN} of [{EXPERTS}, {2 * INNER}, {HIDDEN}]ᵀ"
         bound_by_bytes = read / gpu.bandwidth > operations / gpu.flops
         work = (gpu.moved, read) if bound_by_bytes else (gpu.computed, operations)
-        yield work[0]("grouped_linear", shape, work[1], partial(grouped_linear, x, weight, experts))
+        tables = partial(block_pairs, experts, EXPERTS)
+        yield gpu.moved("block_pairs", f"[{count}, {CHOSEN}] of {EXPERTS}", 8 * experts.numel(), tables)
+        # Both products of a layer share the tables.
+        yield work[0]("grouped_linear", shape, work[1], partial(grouped_linear, x, weight, experts, tables()))

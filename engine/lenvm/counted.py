@@ -1,10 +1,10 @@
 """Passes over the needed candidates only, whose number the device alone knows.
 
 An undecided row needs all of its candidates. A decided row needs its drawn token alone, because the length model must have the keys
-and values of every token of the text. The needed branches of all rows are put side by side, those of the first row first, and
-products and attention end behind the last one (:mod:`kernels.counted_linear`, :mod:`kernels.branch_attention`). The shapes stay
-those of all candidates, so that a CUDA graph can hold the pass, and the numbers are those of the full pass but for rounding. So the
-host may choose between the two by how many candidates earlier steps needed (:class:`Needs`): a wrong guess costs time only.
+and values of every token of the text. The needed branches of all rows are put side by side, those of the first row first, and the
+largest product and attention end behind the last one (:mod:`kernels.counted_linear`, :mod:`kernels.branch_attention`). The shapes
+stay those of all candidates, so that a CUDA graph can hold the pass, and the numbers are those of the full pass but for rounding.
+So the host may choose between the two by how many candidates earlier steps needed (:class:`Needs`): a wrong guess costs time only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from engine.models.modules import Linear
 from kernels.candidates import Candidates
 from kernels.counted_linear import counted_linear
 
-LEAST_BRANCHES = 256
-"""Fewer candidates take as long as reading the weights, whatever their number is (docs/gpu-budget.md)."""
-FEW = 0.6
-"""Share of the candidates below which a counted pass is faster: its products are assumed to reach 0.7 of cuBLAS's speed, and the
-rest is a margin."""
+COUNTED = "mlp.gate_up_proj"
+"""The product that a counted pass computes for needed candidates only: three fifths of a layer's operations. The others are narrow.
+On an H100 a counted down_proj of 512 of 1,280 rows took 72 µs, and cuBLAS 53 µs for all rows (docs/benchmarks)."""
+LEAST_BRANCHES = 512
+"""With fewer candidates the products have so few blocks that most of a GPU waits for the last ones, whatever their number is."""
+FEW = 0.5
+"""Share of the candidates below which a counted pass is faster. On an H100 with 1,280 candidates :data:`COUNTED` takes as long as
+cuBLAS for all rows at a share of 0.69 (docs/gpu-budget.md); the rest is a margin."""
 WEIGHT = 1 / 8
 """Weight of the latest step in :class:`Needs`."""
 
@@ -106,7 +109,7 @@ class CountedLinear(nn.Module):
 
 
 def counted_view(model: LenVM, count: Tensor) -> LenVM | None:
-    """``model`` with the same weights, whose layers multiply the first ``count`` rows only; the other rows are undefined. None if
+    """``model`` with the same weights, whose layers compute the first ``count`` rows only; the other rows are undefined. None if
     its layers are quantised or have experts.
 
     count: [1] int64, read when a product is computed.
@@ -118,5 +121,5 @@ def counted_view(model: LenVM, count: Tensor) -> LenVM | None:
     view = copy.deepcopy(model, shared)
     for layer in view.decoder.layers:
         assert isinstance(layer, DecoderLayer)
-        convert(layer, dict.fromkeys(PROJECTIONS, lambda like: CountedLinear(like, count)))
+        convert(layer, {COUNTED: lambda like: CountedLinear(like, count)})
     return view

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelError
 from engine.models.modules import Linear
-from kernels.grouped_experts import grouped_linear, route
+from kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
 from kernels.silu_mul import silu_mul
 
 
@@ -33,9 +33,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, columns, size, dtype=dtype))
 
-    def forward(self, x: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:
         """See :func:`kernels.grouped_experts.grouped_linear`."""
-        return grouped_linear(x, self.weight, experts, by_pair=by_pair)
+        return grouped_linear(x, self.weight, experts, blocks, by_pair=by_pair)
 
 
 class Experts(nn.Module):
@@ -68,8 +68,9 @@ class Experts(nn.Module):
             elsewhere = (experts < self.held.start) | (experts >= self.held.stop)
             experts = (experts - self.held.start).masked_fill(elsewhere, len(self.held))
         rows = x if self.input is None else self.input(x)
-        inner = self.gate(self.gate_up(rows, experts))
-        found = self.down(inner, experts, by_pair=True).view(len(x), self.chosen, -1)
+        blocks = block_pairs(experts, len(self.held)) if experts.is_cuda else None
+        inner = self.gate(self.gate_up(rows, experts, blocks))
+        found = self.down(inner, experts, blocks, by_pair=True).view(len(x), self.chosen, -1)
         if not self.are_all_held:
             found = found.masked_fill(elsewhere.unsqueeze(2), 0)
         out: Tensor = (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)

@@ -27,7 +27,7 @@ from engine.models.errors import ModelError
 from engine.models.experts import Experts, GroupedLinear
 from engine.models.modules import Linear, NoNorm, RMSNorm
 from kernels.gelu_mul import gelu_mul_quantized
-from kernels.grouped_experts import grouped_scaled_linear
+from kernels.grouped_experts import Blocks, grouped_scaled_linear
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
 from kernels.silu_mul import silu_mul_quantized
@@ -86,9 +86,9 @@ class QuantizedGroupedLinear(ConvertedLinear):
             self.weight[expert].copy_(codes)
             self.scales[expert].copy_(scales)
 
-    def forward(self, x: Codes, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+    def forward(self, x: Codes, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:
         """[rows, in] -> [rows · chosen, out], in the model's dtype; see :func:`kernels.grouped_experts.grouped_scaled_linear`."""
-        return grouped_scaled_linear(x, (self.weight, self.scales), experts, self.dtype, by_pair=by_pair)
+        return grouped_scaled_linear(x, (self.weight, self.scales), experts, self.dtype, blocks, by_pair=by_pair)
 
 
 class QuantizedRMSNorm(nn.Module):

@@ -73,7 +73,7 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     if "embed" in able:
         yield [wire.Score("embeddings", [], [[0], _prompt(info)], wire.Embedding())]
     if "generate" in able:
-        for generation in _generations(_prompt(info)):
+        for generation in _generations(_prompt(info), info.limits.max_logprobs):
             yield [generation]
     if "length_guidance" in able:
         yield [_score("length values", wire.LengthValue())]
@@ -126,7 +126,7 @@ def _prompt(info: wire.Info) -> list[int]:
     return [token % info.vocab_size for token in range(length)]
 
 
-def _generations(prompt: Sequence[int]) -> Iterator[wire.Generate]:
+def _generations(prompt: Sequence[int], max_logprobs: int) -> Iterator[wire.Generate]:
     ways = {
         "the largest logit": wire.Sampling(temperature=0),
         "a draw": wire.Sampling(),
@@ -137,6 +137,7 @@ def _generations(prompt: Sequence[int]) -> Iterator[wire.Generate]:
     for name, way in ways.items():
         sampling = msgspec.structs.replace(way, max_tokens=3, ignore_eos=True)
         yield wire.Generate(name, list(prompt), sampling, logprobs=1, prompt_logprobs=1)
+    yield wire.Generate("log-probabilities", list(prompt), sampling, logprobs=max_logprobs)
 
 
 def _seeing(info: wire.Info, vision: wire.VisionInfo) -> Iterator[Messages]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import counted_linear as module
 from kernels.counted_linear import counted_linear, counted_linear_reference, counted_linear_triton
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
@@ -79,7 +78,6 @@ def test_compiles_for_hopper() -> None:
     """With Qwen2.5-1.5B's shapes: on tensor cores, without spills, loads of 16 bytes."""
     shapes = ((2048, 1536, True), (17_920, 1536, False))
     launches = [f"compile_product({size}, {columns}, {biased})" for columns, size, biased in shapes]
-    assert min(columns for columns, *_ in shapes) < module.WIDE < max(columns for columns, *_ in shapes)
     for (kernel,) in compiled("from tests.kernels.test_counted_linear import compile_product", *launches):
         assert "wgmma.mma_async" in kernel["ptx"]
         assert "cp.async.cg.shared.global" in kernel["ptx"]

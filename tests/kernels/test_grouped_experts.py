@@ -121,16 +121,19 @@ def test_one_expert_gets_everything_and_others_nothing(device: torch.device) -> 
     torch.testing.assert_close(grouped_linear_triton(x, weight, experts), row_by_row(x, weight, experts), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "count"), [(1, 3), (7, 3), (300, 5), (40, 128)])
+@pytest.mark.parametrize(("rows", "count"), [(1, 3), (7, 3), (300, 5), (40, 128), (700, 4)])
 def test_blocks_have_each_pair_once_and_one_expert(rows: int, count: int, device: torch.device) -> None:
-    _, _, experts = inputs(rows, count, 2, 4, 4, device)
+    x, weight, experts = inputs(rows, count, 2, 4, 4, device)
     blocks = block_pairs(experts, count)
+    shared = grouped_linear_triton(x, weight, experts, blocks)
+    assert torch.equal(shared, grouped_linear_triton(x, weight, experts)), "the blocks may be made once for several products"
     places = blocks.places.view(-1, blocks.size).tolist()
     pairs = 2 * rows
     assert sorted(pair for block in places for pair in block if pair < pairs) == list(range(pairs))
     flat = experts.flatten().tolist()
     for block, expert in zip(places, blocks.experts.tolist(), strict=True):
         assert {flat[pair] for pair in block if pair < pairs} <= {expert}
+        assert set(block) != {pairs} or expert == count, "blocks of padding alone are of no expert"
     assert blocks.size == ROW_BLOCKS[pairs > FEW_PAIRS]
 
 
@@ -186,7 +189,7 @@ def test_compiles_for_hopper() -> None:
         for rows in (4, 1000)
     ]
     found = compiled("from kernels.grouped_experts import grouped_linear_triton", *launches)
-    for (kernel,), instruction in zip(found, ("mma.sync", "wgmma.mma_async"), strict=True):
+    for (*_, kernel), instruction in zip(found, ("mma.sync", "wgmma.mma_async"), strict=True):
         assert instruction in kernel["ptx"]
         assert kernel["local"] == 0
         assert kernel["shared"] <= SHARED_MEMORY
@@ -203,7 +206,7 @@ def test_compiles_for_hopper_in_fp8() -> None:
     imports = "from kernels.grouped_experts import grouped_scaled_linear_triton"
     codes = "def codes(*shape):\n    import torch\n    return torch.empty(shape, dtype=torch.float8_e4m3fn)"
     found = compiled(f"{imports}\n{codes}", *launches)
-    for (kernel,), instruction in zip(found, (r"mma\.sync\S*f16", r"wgmma\.mma_async\S*e4m3"), strict=True):
+    for (*_, kernel), instruction in zip(found, (r"mma\.sync\S*f16", r"wgmma\.mma_async\S*e4m3"), strict=True):
         assert re.search(instruction, kernel["ptx"])
         assert kernel["local"] == 0
         assert kernel["shared"] <= SHARED_MEMORY

@@ -70,6 +70,48 @@ def test_kernel_is_the_reference_on_every_row(device: torch.device) -> None:
     )
 
 
+PATHS = [(64, 1.0), (64, 0.7), (5, 0.5), (65, 1.0), (65, 0.6), (0, 0.1), (0, 0.5), (0, 0.9), (0, 0.99), (0, 0.99999)]
+"""(top_k, top_p): of ranked tokens, of the whole row, and of a bracket."""
+
+
+@INFINITIES
+@pytest.mark.parametrize("room", [kernels.keep_thresholds.ROOM, 5])
+@pytest.mark.parametrize("flatness", [0.01, 1.0, 4.0, 30.0])
+def test_each_path_finds_the_threshold_of_the_reference(
+    flatness: float, room: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where collected tokens have no room, splits have few probable tokens, and some have none that is allowed."""
+    monkeypatch.setattr(kernels.keep_thresholds, "ROOM", room)
+    monkeypatch.setattr(kernels.largest, "BLOCK", 64)
+    generator = torch.Generator().manual_seed(int(100 * flatness))
+    logits = torch.randn(len(PATHS), 300, generator=generator) * flatness
+    logits[:, 64:128] -= 8.0
+    logits[:, 192:256] = -math.inf
+    logits = logits.to(device)
+    parameters = _parameters([(top_k, top_p, 0.0) for top_k, top_p in PATHS], device)
+    for temperature in (1.0, 0.05, 20.0):
+        temperatures = torch.full((len(PATHS),), temperature, device=device)
+        found = keep_thresholds_triton(logits, temperatures, *parameters)
+        assert torch.equal(found, keep_thresholds_reference(logits, temperatures, *parameters)), temperature
+
+
+def test_small_cuts_read_the_row_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k up to 64 and a nucleus with room for its bracket need no search of the whole row."""
+    launched: list[tuple[int, ...]] = []
+
+    class Unused:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            launched.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(kernels.keep_thresholds, "_search", Unused())
+    cases = [(20, 1.0, 0.0), (20, 0.8, 0.0), (0, 0.9, 0.0), (0, 0.5, 0.1)]
+    logits, temperatures = torch.randn(len(cases), 500, device=device) * 2, torch.ones(len(cases), device=device)
+    found = keep_thresholds_triton(logits, temperatures, *_parameters(cases, device))
+    assert torch.equal(found, keep_thresholds_reference(logits, temperatures, *_parameters(cases, device)))
+    assert launched == [(len(cases),)]
+
+
 @BOTH
 def test_equals_of_the_last_are_kept(operation: Operation, device: torch.device) -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 0.0, 1.0])

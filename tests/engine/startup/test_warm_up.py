@@ -75,7 +75,7 @@ def generations(rng: random.Random) -> list[wire.Request]:
             f"g{place}",
             some_tokens(rng, 1, 60),
             wire.Sampling(max_tokens=rng.randint(2, 6), **way),
-            logprobs=rng.choice((None, 0, 3)),
+            logprobs=rng.choice((None, 0, 3, 20)),
             prompt_logprobs=rng.choice((None, 2)),
         )
         for place, way in enumerate(ways)

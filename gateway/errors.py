@@ -243,6 +243,13 @@ class InternalError(GatewayError):
     code = "internal_error"
 
 
+class NotANumber(GatewayError):
+    """The model's numbers overflow for one prompt. No other try changes that."""
+
+    code = "not_a_number"
+    permanent = True
+
+
 class EngineLost(GatewayError):
     status = 502
     code = "engine_lost"

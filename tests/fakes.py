@@ -85,6 +85,8 @@ class Faults:
     """The answer to every request."""
     poison: int | None = None
     """A token; a score with it in a branch fails with ``out_of_memory``."""
+    overflow: int | None = None
+    """A token; the row of a branch with it is no number."""
     fail_after: int | None = None
     """Messages of a generation after which it fails, with ``internal``."""
     break_after: int | None = None
@@ -353,6 +355,9 @@ class _Call:
                 async with self.engine.device:
                     await asyncio.sleep(seconds)
             rows = [_row(self.engine, before, branch, request.readout, classes) for branch in request.branches]
+            for row, branch in zip(rows, request.branches, strict=True):
+                if self.engine.faults.overflow in branch:
+                    row[-1] = math.nan
             cached = [await self._cached(request.caller, prefix) for prefix in prefixes]
             whole = sum(found == len(prefix) for found, prefix in zip(cached, prefixes, strict=True))
             scored = wire.Scored(request.id, rows, sum(cached), _tokens(request), self.engine.queue_seconds, whole)

@@ -19,7 +19,7 @@ from benchmarks.engine.budget_lora import adapter_programs_table, additions, sha
 from benchmarks.engine.h200 import ATTENTION, BF16, FP8, PRODUCTS, QUANTIZED_PRODUCTS
 from benchmarks.engine.subject import QWEN3_06B
 from engine.models.config import ModelConfig
-from engine.runner.graphs import BUCKETS
+from engine.runner.graphs import BUCKETS, LARGE_BUCKETS
 from kernels.attention_layout import NARROW, Room, cumulate, cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-budget.md"
@@ -170,7 +170,7 @@ def programs_table() -> str:
     for name, shapes in steps.items():
         counts, lengths = (np.array(numbers, np.int64) for numbers in zip(*shapes, strict=True))
         items, merges, narrow = cut(cumulate(counts), cumulate(lengths), group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
-        bucket = next(size for size in BUCKETS if size >= counts.sum())
+        bucket = next(size for size in (*BUCKETS, *LARGE_BUCKETS) if size >= counts.sum())
         room = Room.of(bucket, group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
         numbers = [kv_heads * room.narrow, kv_heads * narrow, kv_heads * (room.items - room.narrow)]
         numbers += [kv_heads * (len(items) - narrow), room.merges, len(merges)]

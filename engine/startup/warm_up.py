@@ -98,8 +98,8 @@ def _few_and_many(info: wire.Info, budget: Budget) -> Iterator[Messages]:
 
 
 def _large(info: wire.Info, budget: Budget) -> wire.Score:
-    """A step of more tokens than CUDA graphs have, if steps may have as many: the attention backend that was chosen computes it,
-    whose kernels no smaller step has launched."""
+    """A step larger than those that are captured whole, if steps may have as many tokens. The attention backend that was chosen
+    computes it, whose kernels no smaller step has launched."""
     prompt, tokens = _prompt(info), min(budget.max_batched_tokens, BUCKETS[-1] + 1)
     count = max(1, min(-(-tokens // len(prompt)), (info.limits.max_slots - 1) // len(prompt)))
     return _any_score("a large step", info, [prompt] * count)

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -110,6 +111,13 @@ class EngineToken:
         return {"authorization": f"Bearer {token}"}
 
 
+@dataclass(slots=True)
+class Spoilt:
+    """Answers in succession that had no number in any row."""
+
+    count: int = 0
+
+
 class EngineClient:
     """Client of the pod at ``url``. Every method raises :class:`GatewayError` if the pod refuses or cannot be reached, except
     :meth:`ready`, which returns :data:`UNANSWERED` if there is no answer.
@@ -131,6 +139,7 @@ class EngineClient:
         self._engine_seconds = engine_seconds
         self._connect_seconds = connect_seconds
         self._connections = connections
+        self.spoilt = Spoilt()
         self._get_target = Target(URL(url), GetStream)
         self._score_target = Target(URL(f"{url}/score"))
         self._generate_target = Target(URL(f"{url}/generate"))

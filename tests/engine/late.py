@@ -357,6 +357,7 @@ def _replace(patch: pytest.MonkeyPatch, gpu: LateGpu) -> None:
     patch.setattr(torch.cuda, "Event", event)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
     patch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=4))
     patch.setitem(__import__("sys").modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=wrapper))
 

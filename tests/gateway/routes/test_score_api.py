@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from engine import wire
-from tests.fakes import LIMITS, FakeEngine, ids, library, logprobs_after
-from tests.gateway.conftest import Start
+from tests.fakes import LIMITS, FakeEngine, Faults, ids, library, logprobs_after
+from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 
 YES, NO = ids(" Yes")[0], ids(" No")[0]
@@ -318,3 +318,34 @@ def test_a_query_that_leaves_no_room_fails_partial_results(shared: httpx.Client)
     for query, item in (("fox " * 5000, "a"), ([1] * 5000, [2])):
         answer = shared.post("/v1/score", json={"query": query, "items": [item], "label_token_ids": [5], "partial_results": True})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query"), answer.text
+
+
+def test_a_prompt_whose_numbers_overflow_fails_alone(start: Start) -> None:
+    """Neither the other items nor the engines pay for it, however often it comes."""
+    engines = [FakeEngine(faults=Faults(overflow=7)) for _ in range(2)]
+    client = start(*engines)
+    body = {"query": [1, 2], "items": [[3], [7], [4, 5]], "label_token_ids": [5]}
+    for attempt in range(10):
+        answer = client.post("/v1/score", json=body | {"query": [1, attempt]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "not_a_number")
+        assert answer.headers["x-should-retry"] == "false"
+        alone = client.post("/v1/score", json=body | {"query": [1, attempt], "items": [[7]]})
+        assert alone.status_code == 500
+    assert sum(len(engine.scores) for engine in engines) <= 30, "nothing is sent to another engine"
+    told = client.post("/v1/score", json=body | {"partial_results": True}).json()
+    assert [item is None for item in told["scores"]] == [False, True, False]
+    assert told["errors"][0]["index"] == 1
+    assert told["errors"][0]["code"] == "not_a_number"
+    assert client.post("/v1/score", json=body | {"items": [[3], [4]]}).status_code == 200
+    assert metric(client, "yardstick_engine_ejections_total") == 0
+
+
+def test_an_engine_that_computes_no_numbers_is_ejected(start: Start) -> None:
+    broken, whole = FakeEngine(faults=Faults(overflow=3)), FakeEngine()
+    client = start(broken, whole)
+    statuses = []
+    for attempt in range(40):
+        body = {"query": [1, attempt], "items": [[3], [3, 4]], "label_token_ids": [5]}
+        statuses.append(client.post("/v1/score", json=body).status_code)
+    assert set(statuses[-10:]) == {200}
+    assert metric(client, 'yardstick_engine_ejections_total{model="fake"}') > 0

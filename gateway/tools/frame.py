@@ -11,6 +11,7 @@ from typing import Any
 from gateway.schemas.tools import CUSTOM_INPUT
 from gateway.structure.lark import Lark
 from gateway.structure.quoted import quoted
+from gateway.structure.schema import resolved
 
 _QUOTE = '"'
 _INPUT = f'{{"{CUSTOM_INPUT}": '
@@ -42,7 +43,7 @@ class Function:
         for name, schema in given.items() if isinstance(given, dict) else ():
             if not isinstance(schema, dict):
                 raise SchemaError(f"properties.{name} is no object")
-        return {name: shared | schema for name, schema in given.items()} if isinstance(given, dict) else {}
+        return {name: shared | resolved(self.schema, schema) for name, schema in given.items()} if isinstance(given, dict) else {}
 
     def requires(self, name: str) -> bool:
         """Whether the parameter ``name`` must be given."""

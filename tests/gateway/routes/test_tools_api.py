@@ -15,6 +15,7 @@ from engine import wire
 from tests import templates
 from tests.fakes import EOS, FakeEngine, ids, library
 from tests.gateway.conftest import Start, gateways, metric
+from tests.gateway.structure.test_structured_api import accepts
 
 MODELS = {
     **templates.FAMILY_OF,
@@ -285,6 +286,61 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
 def test_bad_tools_are_refused(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
     told, message = server.refusal(**{"model": "hermes"} | fields)
     assert (told, words in message) == (param, True), message
+
+
+COLOR = {"$ref": "#/$defs/Farbe_ü"}
+PAINT = {
+    "type": "object",
+    "properties": {
+        "color": COLOR,
+        "back": {"anyOf": [COLOR, {"type": "null"}]},
+        "like": {"$ref": "#/properties/back"},
+        "size": {"$ref": "#/$defs/Size"},
+    },
+    "required": ["color"],
+    "$defs": {"Farbe_ü": {"enum": ["1", "2"], "type": "string"}, "Size": {"enum": [1, 2], "type": "integer"}},
+}
+TAGGED = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=paint>\n{}</function>\n</tool_call>",
+        "<parameter={}>\n{}\n</parameter>\n",
+    ),
+    "glm": ("<tool_call>paint\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+}
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_references_of_parameters_are_followed(server: Server, family: str) -> None:
+    """An enumeration of pydantic is a text, as its values are."""
+    whole, one = TAGGED[family]
+
+    def written(**values: Any) -> str:
+        return whole.format("".join(one.format(name, value) for name, value in values.items()))
+
+    tool = {"type": "function", "function": {"name": "paint", "parameters": PAINT}}
+    values = {"color": "1", "back": "2", "like": "1", "size": 2}
+    answer = server.answer(family, written(**values), tools=[tool], tool_choice="required")
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == values
+    grammar = server.request(family).grammar
+    assert accepts(grammar, written(**values))
+    for wrong in ({"color": "3"}, {"color": '"1"'}, {"back": "x"}, {"like": "3"}, {"size": 3}):
+        assert not accepts(grammar, written(**values | wrong))
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {}}])
+@pytest.mark.parametrize("model", ["hermes", "mistral_named"])
+def test_a_forced_function_without_parameters_gets_none(server: Server, model: str, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now"} | ({} if parameters is None else {"parameters": parameters})}
+    written = {
+        "hermes": '<tool_call>\n{{"name": "now", "arguments": {}}}\n</tool_call>',
+        "mistral_named": "[TOOL_CALLS]now[ARGS]{}",
+    }
+    answer = server.answer(model, written[model].format("{}"), tools=[tool], tool_choice="required")
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    grammar = server.request(model).grammar
+    assert accepts(grammar, written[model].format("{}"))
+    assert not accepts(grammar, written[model].format('{"a": 1}'))
 
 
 @pytest.mark.parametrize("where", ["parameters", "arguments"])

@@ -96,7 +96,7 @@ def callable_tools(request: ChatRequest, tools: list[Tool], family: str) -> Tool
     found = _callable(request, tools)
     functions = {tool.name: _not_texts(tool) for tool in found}
     customs = [tool.name for tool in found if isinstance(tool, CustomTool)]
-    return Tools(family, functions, None if _several(request) else 1, customs)
+    return Tools(family, functions, None if _several(request) else 1, customs, _is_forced(request.tool_choice))
 
 
 def _several(request: ChatRequest) -> bool:

@@ -36,7 +36,7 @@ from gateway.schemas.response_events import (
     TextDone,
 )
 from gateway.schemas.responses import Status
-from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
 
 _encoder = msgspec.json.Encoder()
 
@@ -71,6 +71,8 @@ class Output:
                     yield from self._open((_CustomCall if part.custom else _Call)(self, part.id, part.name))
                 case CallArguments():
                     yield from self._grow(part.text, [])
+                case CallCut():
+                    yield from self._close("incomplete")
         if logprobs and isinstance(self._item, _Text):  # tokens whose text is held back, such as a part of a character
             yield from self._grow("", logprobs)
 

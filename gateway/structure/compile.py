@@ -34,7 +34,7 @@ MAX_PROBLEM_BYTES = 1 << 15
 """Longest problem that is reported; a pipe holds it."""
 _SLOW = f"compiling takes longer than {COMPILE_SECONDS:g} s; send a simpler one"
 _CRASHED = "it cannot be compiled; send a simpler one"
-_ENDED = {
+_ENDED: dict[int, str] = {
     signal.SIGPROF: _SLOW,
     signal.SIGSEGV: "it is nested too deeply; send a simpler one",
     signal.SIGABRT: "compiling takes too much memory; send a simpler one",

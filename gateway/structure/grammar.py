@@ -27,7 +27,7 @@ class GrammarTextError(ValueError):
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
     """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers that cannot be enforced exactly."""
-    whole = dict(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+    whole: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     options = whole.get("x-guidance", {})
     if isinstance(options, dict) and options.get("whitespace_flexible", True):
         whole["x-guidance"] = {"whitespace_pattern": WHITESPACE, **options}

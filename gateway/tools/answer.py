@@ -37,6 +37,8 @@ class Tools(msgspec.Struct, frozen=True):
     most_calls: int | None = None
     customs: list[str] = []
     """Names of the custom tools."""
+    forced: bool = False
+    """Whether the answer consists of calls."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -72,17 +74,24 @@ class AnswerReader:
             given = tools or Tools(HARMONY, {})
             self._channels = HarmonyParser(given.functions, call_id, given.most_calls, given.customs)
             self._tools = self._channels
+            self._tools.forced = given.forced
             return
         if thinking is not None:
             self._thinking = ThinkingParser(THINKING[thinking.format], opened=thinking.opened)
         if tools is not None:
             family = FAMILIES[tools.family]
             self._tools = family.parser(tools.functions, family.new_id, tools.most_calls, tools.customs)
+            self._tools.forced = tools.forced
 
     @property
     def calls(self) -> int:
         """Tool calls so far."""
         return self._tools.calls if self._tools else 0
+
+    @property
+    def complete_calls(self) -> int:
+        """Tool calls so far; 0 if the arguments of one of them are not complete."""
+        return self.calls if self._tools and self._tools.complete == self.calls else 0
 
     @property
     def malformed(self) -> int:

@@ -43,7 +43,7 @@ class GlmParser(TaggedParser):
         while True:
             yield from scan.space()
             if (yield from scan.begins(CLOSE)):
-                return self.arguments("{}" if before == "{" else "}")
+                return self.end_members(before)
             yield from scan.expect(KEY)
             key = (yield from scan.until(KEY_END, most=MAX_NAME)).strip()
             yield from scan.expect(KEY_END)

@@ -48,7 +48,7 @@ class Qwen3CoderParser(TaggedParser):
         while True:
             yield from scan.space()
             if (yield from scan.begins(FUNCTION_END)):
-                return self.arguments("{}" if before == "{" else "}")
+                return self.end_members(before)
             yield from scan.expect(PARAMETER)
             key = (yield from scan.until(">", most=MAX_NAME)).strip()
             yield from scan.expect(">")

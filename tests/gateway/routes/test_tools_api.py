@@ -200,14 +200,36 @@ def test_logprobs_have_every_token_that_was_drawn(server: Server) -> None:
 
 def test_a_stop_text_ends_an_answer_inside_a_call(server: Server) -> None:
     answer = server.answer("hermes", CALL, stop=["days"])
-    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Zürich 😀", "'
-    assert answer["finish_reason"] == "tool_calls"
+    assert ("tool_calls" in answer["message"], answer["finish_reason"]) == (False, "stop")
+    both = server.answer("hermes", f"{SECOND}{CALL}", stop=["days"])
+    assert [call["function"]["name"] for call in both["message"]["tool_calls"]] == ["get_time"]
+    assert both["finish_reason"] == "stop"
+    assert deltas(server.post("hermes", CALL, stop=["days"], stream=True))[-1]["finish_reason"] == "stop"
+    whole = server.answer("hermes", CALL, stop=["</tool_call>"])
+    assert (len(whole["message"]["tool_calls"]), whole["finish_reason"]) == (1, "tool_calls")
 
 
 def test_a_cut_answer_has_finish_reason_length(server: Server) -> None:
-    answer = server.answer("hermes", CALL, max_tokens=len(ids(CALL)) - 12)
-    assert answer["finish_reason"] == "length"
-    assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    answer = server.answer("hermes", CALL, max_tokens=len(ids(CALL)) - 20)
+    assert ("tool_calls" in answer["message"], answer["finish_reason"]) == (False, "length")
+
+
+@pytest.mark.parametrize("model", ["hermes", "llama_json", "harmony"])
+def test_a_forced_call_that_is_cut_leaves_no_markup(server: Server, model: str) -> None:
+    for tokens in (3, 12):
+        answer = server.answer(model, SAID[model], max_tokens=tokens, tool_choice="required")
+        assert (answer["message"]["content"], answer["finish_reason"]) == ("", "length")
+        assert "tool_calls" not in answer["message"]
+        chunks = deltas(server.post(model, max_tokens=tokens, tool_choice="required", stream=True))
+        assert not any(chunk["delta"].get("content") for chunk in chunks)
+
+
+def test_a_response_has_a_cut_call_as_incomplete(server: Server) -> None:
+    server.says("hermes", f"{SECOND}{CALL}")
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    body = {"model": "hermes", "input": "What is the weather?", "tools": tools, "stop": ["days"]}
+    output = server.client.post("/v1/responses", json=body).json()["output"]
+    assert [(item["name"], item["status"]) for item in output] == [("get_time", "completed"), ("get_weather", "incomplete")]
 
 
 def test_malformed_calls_are_text_and_are_counted(server: Server) -> None:

@@ -59,6 +59,8 @@ class AnswerReader:
     """Divides the text of one answer into parts, and counts the tokens of its thinking section."""
 
     def __init__(self, format: AnswerFormat) -> None:
+        self._read = 0
+        """Characters of the answer so far."""
         self.reasoning_tokens = 0
         """Tokens of the thinking section, with its tags."""
         thinking, tools = format.thinking, format.tools
@@ -66,6 +68,8 @@ class AnswerReader:
         self._shows = thinking is None or thinking.shown
         self._thinking: ThinkingParser | None = None
         self._tools: ToolParser | None = None
+        self._begun = False
+        """Whether the parser of tools has text."""
         self._channels: HarmonyParser | None = None
         """Reads all parts of the format harmony; None in other formats."""
         self._header_tokens = 0
@@ -105,6 +109,7 @@ class AnswerReader:
 
     def push(self, text: str, tokens: Sequence[int]) -> list[Part]:
         """Read ``text``, which ``tokens`` have added, and return the parts that are certain now."""
+        self._read += len(text)
         if self._channels is not None:
             return self._messages(self._channels, text, len(tokens))
         thinking = self._thinking
@@ -145,6 +150,9 @@ class AnswerReader:
         return parts + self._content(split.content) if split.content else parts
 
     def _content(self, text: str) -> list[Part]:
-        if self._tools is not None:
-            return self._tools.push(text)
-        return [Content(text)] if text else []
+        begin = self._read - len(text)
+        if self._tools is None:
+            return [Content(text, begin)] if text else []
+        if not self._begun:
+            self._begun, self._tools.scan.begin = True, begin
+        return self._tools.push(text)

@@ -153,7 +153,7 @@ class ToolParser(ABC):
         """Pass the text from :attr:`Scanner.mark` to ``end`` on as content."""
         text = self.scan.text[self.scan.mark : end]
         if text and not self.forced:
-            self._parts.append(Content(text))
+            self._parts.append(Content(text, self.scan.begin + self.scan.mark))
         self.scan.mark = end
         self.scan.at = max(self.scan.at, end)
 

@@ -13,6 +13,8 @@ class Content(msgspec.Struct, frozen=True):
     """Text of the answer."""
 
     text: str
+    begin: int = 0
+    """Characters of thinking, text and markup before it."""
 
 
 class Reasoning(msgspec.Struct, frozen=True):

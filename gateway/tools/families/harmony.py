@@ -143,8 +143,10 @@ class HarmonyParser(ToolParser):
 
     def _pass(self, kind: type[Content] | type[Reasoning]) -> None:
         text = self.scan.text[self.scan.mark : self.scan.at]
-        if text and not (self.forced and kind is Content):
-            self._parts.append(kind(text))
+        if text and kind is Reasoning:
+            self._parts.append(Reasoning(text))
+        elif text and not self.forced:
+            self._parts.append(Content(text, self.scan.begin + self.scan.mark))
         self.consume()
 
     def call(self) -> Steps[None]:

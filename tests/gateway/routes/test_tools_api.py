@@ -310,6 +310,24 @@ def test_bad_tools_are_refused(server: Server, fields: dict[str, Any], param: st
     assert (told, words in message) == (param, True), message
 
 
+def test_the_answer_to_an_unknown_call_is_refused(server: Server) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    asked = [USER, {"role": "assistant", "tool_calls": [call]}]
+    answered = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
+    for messages in ([USER, answered], [*asked, answered], [USER, answered | {"tool_call_id": "call_1"}, asked[1]]):
+        param, message = server.refusal("hermes", messages=messages)
+        place = next(at for at, each in enumerate(messages) if each["role"] == "tool")
+        assert param == f"messages[{place}].tool_call_id"
+        assert repr(messages[place]["tool_call_id"]) in message
+    nameless = {"role": "assistant", "tool_calls": [{name: value for name, value in call.items() if name != "id"}]}
+    for messages in (
+        [*asked, answered | {"tool_call_id": "call_1"}],
+        [USER, nameless, answered],
+        [*asked, answered | {"tool_call_id": None}],
+    ):
+        assert server.post("hermes", "Yes", messages=messages).status_code == 200
+
+
 COLOR = {"$ref": "#/$defs/Farbe_ü"}
 PAINT = {
     "type": "object",

@@ -299,7 +299,7 @@ def test_what_follows_broken_arguments_is_content() -> None:
     parser = parser_of("hermes")
     begin, arguments, cut, content = parser.push('<tool_call>{"name": "f", "arguments": {"a": 1]}} rest')
     assert (begin, arguments) == (CallBegin(0, "id", "f"), CallArguments(0, '{"a": 1'))
-    assert (cut, content) == (CallCut(0), Content("]}} rest"))
+    assert (cut, content) == (CallCut(0), Content("]}} rest", 45))
     assert (parser.calls, parser.complete, parser.malformed) == (1, 0, 1)
 
 

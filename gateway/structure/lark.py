@@ -63,9 +63,11 @@ class Lark:
         return [*pieces, text[at:]]
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """Match JSON that fits ``schema``."""
+        """Match JSON that fits ``schema``, in :data:`JSON_STYLE` unless its ``x-guidance`` says otherwise."""
         whole = for_llguidance(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-        return f"%json {json.dumps(whole | {'x-guidance': JSON_STYLE})}"
+        options = whole.get("x-guidance", {})
+        style = JSON_STYLE | options if isinstance(options, dict) else options
+        return f"%json {json.dumps(whole | {'x-guidance': style})}"
 
     def text_until(self, name: str, marker: str, without: Iterable[str] = (), begin: str = ANY_TEXT) -> str:
         """Match text that fits the expression ``begin``, without the texts ``without``, and the first ``marker`` after it.

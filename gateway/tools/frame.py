@@ -39,7 +39,7 @@ class Function:
     def properties(self) -> dict[str, Any]:
         """Schemas of the parameters. Each can be used alone: it has the definitions of the whole. Raises :class:`SchemaError`."""
         given = self.schema.get("properties") or {}
-        shared = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
+        shared = {name: self.schema[name] for name in ("$defs", "definitions", "x-guidance") if name in self.schema}
         for name, schema in given.items() if isinstance(given, dict) else ():
             if not isinstance(schema, dict):
                 raise SchemaError(f"properties.{name} is no object")

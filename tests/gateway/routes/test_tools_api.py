@@ -368,6 +368,19 @@ def test_references_of_parameters_are_followed(server: Server, family: str) -> N
         assert not accepts(grammar, written(**values | wrong))
 
 
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+def test_options_of_a_schema_take_effect(server: Server, family: str) -> None:
+    one_of = {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 5}]}
+    parameters = {"type": "object", "properties": {"days": one_of}, "required": ["days"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    assert server.refusal(family, tools=[tool])[0] == "tools[0].function.parameters"
+    parameters["x-guidance"] = {"coerce_one_of": True}
+    server.answer(family, "Yes", tools=[tool], tool_choice="required")
+    written = {"hermes": '<tool_call>\n{"name": "f", "arguments": {"days": 7}}\n</tool_call>'}
+    tagged = "<tool_call>\n<function=f>\n<parameter=days>\n7\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(server.request(family).grammar, written.get(family, tagged))
+
+
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {}}])
 @pytest.mark.parametrize("model", ["hermes", "mistral_named"])
 def test_a_forced_function_without_parameters_gets_none(server: Server, model: str, parameters: Any) -> None:

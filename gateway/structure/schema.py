@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -77,7 +78,8 @@ def _rewritten(schema: Any, *, tuples: bool) -> Any:
             found[key] = {name: _rewritten(each, tuples=tuples) for name, each in value.items()}
         elif key in _LIMITS and type(value) in (int, float):
             if value not in _LIMITS[key]:
-                _check_exact(value, exclusive=key.startswith("exclusive"))
+                if isinstance(value, int):
+                    _check_exact(value, exclusive=key.startswith("exclusive"))
                 found[key] = value
         elif key in ("const", "enum"):
             _check_exact(value)
@@ -92,12 +94,15 @@ def _rewritten(schema: Any, *, tuples: bool) -> Any:
 
 
 def _check_exact(value: Any, *, exclusive: bool = False) -> None:
-    """Raise :class:`InexactNumber` for integers in ``value`` that float64 lacks."""
+    """Raise :class:`InexactNumber` for integers in ``value`` that float64 lacks, and for fractions with so many digits that
+    llguidance may read the next float64."""
     if isinstance(value, list | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _check_exact(each)
-    elif isinstance(value, int) and abs(value) > EXACT and (exclusive or int(float(value)) != value):
-        raise InexactNumber(f"the number {value} cannot be enforced exactly, as numbers are float64; send such numbers as texts")
+    elif (isinstance(value, int) and abs(value) > EXACT and (exclusive or int(float(value)) != value)) or (
+        isinstance(value, float) and int("".join(map(str, Decimal(repr(value)).as_tuple().digits))) > EXACT
+    ):
+        raise InexactNumber(f"the number {value} has too many digits to be enforced exactly; send such numbers as texts")
 
 
 def fits_depth(schema: Any, most: int) -> bool:

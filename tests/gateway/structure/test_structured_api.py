@@ -239,7 +239,10 @@ def chained(hops: int, link: Any) -> dict[str, Any]:
 
 
 FATAL = [
-    ({"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775803}, "cannot be enforced exactly"),
+    (
+        {"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775803},
+        "too many digits to be enforced exactly",
+    ),
     (chained(1000, lambda next: {"properties": {"x": next}, "required": ["x"]}), "levels deep through `$ref`"),
     (chained(1000, lambda next: {"allOf": [next]}), "levels deep through `$ref`"),
     # The first properties refer to the last definitions, so no path of this search is long.
@@ -288,6 +291,7 @@ PAIR = [{"type": "integer"}, {"type": "string"}]
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["18446744073709551615"], ["-5"]),
         ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, ["0.5", "-5"], ["a"]),
         ({"enum": [2**53, 2**60]}, [str(2**53), str(2**60)], [str(2**53 + 1)]),
+        ({"enum": [0.1, 123456.789012345]}, ["0.1", "123456.789012345"], ["0.2"]),
         ({"properties": {"enum": {"default": 2**60 + 1}}, "required": ["enum"]}, ['{"enum": 1}'], ["{}"]),
         ({"prefixItems": PAIR, "additionalItems": False, "type": "array"}, ['[1, "a"]'], ['[1, "a", 3]']),
         ({"prefixItems": PAIR, "additionalItems": {"type": "null"}, "type": "array"}, ['[1, "a", null]'], ['[1, "a", 3]']),
@@ -315,13 +319,14 @@ def test_what_a_schema_allows(engine: FakeEngine, client: httpx.Client, schema: 
         {"enum": [1234567890123456789]},
         {"properties": {"id": {"const": -1234567890123456789}}},
         {"enum": [{"ids": [1, 2**53 + 1]}]},
+        {"enum": [0.5, 98693.53375553725]},
         {"type": "integer", "minimum": 2**53 + 1},
         {"items": {"anyOf": [{"type": "integer", "exclusiveMaximum": 2**54}]}},
     ],
 )
 def test_numbers_that_would_be_rounded_are_refused(client: httpx.Client, schema: Any) -> None:
     param, message = refusal(post(client, guided_json=schema))
-    assert (param, "cannot be enforced exactly" in message) == ("guided_json", True), message
+    assert (param, "too many digits to be enforced exactly" in message) == ("guided_json", True), message
 
 
 def test_other_models_refuse(client: httpx.Client) -> None:

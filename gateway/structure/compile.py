@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.wire import GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
+from gateway.process.parent import ending_with
 
 COMPILE_SECONDS = 1.0
 """Most CPU time that one grammar takes."""
@@ -87,10 +88,13 @@ class GrammarCompiler:
     def _problem_of(self, grammar: str) -> str:
         """Return the problem of ``grammar``, which a child process finds or is ended by."""
         ours, theirs = os.pipe()
+        arm = ending_with(os.getpid(), signal.SIGKILL, 1)
         pid = os.fork()
         if not pid:
             code = 1
             try:
+                if arm is not None:
+                    arm()
                 signal.setitimer(signal.ITIMER_PROF, 2 * COMPILE_SECONDS)
                 resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
                 os.write(theirs, self._compiled(grammar).encode()[:MAX_PROBLEM_BYTES])

@@ -534,7 +534,9 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
     noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
     if request.length_guidance is not None:
         judged = guided(engine, request.length_guidance, request.prompt + tokens)
-        drawn = {id: logprob - math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()}
+        drawn = {
+            id: logprob - bool(sampling.temperature) * math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()
+        }
         return max(drawn, key=drawn.__getitem__)
     row = logprobs_after(seasoned(request.prompt, request.adapter) + tokens, library().get_vocab_size())
     for id, bias in sampling.logit_bias.items():

@@ -191,13 +191,13 @@ class LenVMRunner:
         if bucket is None:
             table, passed = placed.branch_of.view(found.ids.shape), self._forward(work, resolve)
         else:
-            drawn = seeded_choice(found.probabilities, found.ids, sampling.keys)  # right for rows that are decided
+            drawn = _choice(found.probabilities, found.ids, sampling, rows)  # right for rows that are decided
             packed = pack(found, undecided, drawn, placed.lengths, placed.rows, placed.first, placed.width)
             table, passed = packed.branch_of, self._forward_counted(prefixes, placed.width, bucket, packed)
         z = self._table(passed.branches, table)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
-        chosen = seeded_choice(p, found.ids, sampling.keys)
+        chosen = _choice(p, found.ids, sampling, rows)
         self._adopt(passed, table.gather(1, chosen).squeeze(1).index_select(0, placed.computed), placed.slots)
         draws = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
@@ -226,9 +226,10 @@ class LenVMRunner:
         parameters = prepare_guidance(rows, self._gamma, self._eos, self._device)
         columns = FEW if max(rows.top_k) <= FEW else MOST
         columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
-        found = candidates(
-            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns
-        )
+        temperatures = sampling.temperatures
+        if rows.greedy:
+            temperatures = torch.where(temperatures > 0, temperatures, 1.0)
+        found = candidates(edited(logits, sampling), temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns)
         return sampling, parameters, found
 
     def _parts(self, rows: GuidedRows, found: Candidates, undecided: Tensor) -> Parts:
@@ -296,3 +297,11 @@ class LenVMRunner:
         """Write keys and values of the branches ``chosen`` to ``slots``, [computed rows] both."""
         if passed.kept is not None:
             passed.kept.adopt(chosen, self._attention.kv, slots)
+
+
+def _choice(p: Tensor, ids: Tensor, sampling: SamplingBatch, rows: GuidedRows) -> Tensor:
+    """:func:`seeded_choice`; the most probable candidate in rows of temperature 0."""
+    chosen = seeded_choice(p, ids, sampling.keys)
+    if not rows.greedy:
+        return chosen
+    return torch.where((sampling.temperatures > 0).unsqueeze(1), chosen, p.argmax(-1, keepdim=True))

@@ -14,18 +14,9 @@ from engine.ints import Ints
 
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:
-    """The guidance of ``message``; None where it has no effect: neutral settings, or temperature 0."""
+    """The guidance of ``message``; None where it has no effect: with neutral settings."""
     guidance = message.length_guidance
-    if guidance is None or message.sampling.temperature <= 0 or is_neutral(guidance):
-        return None
-    return guidance
-
-
-def is_neutral(guidance: wire.LengthGuidance) -> bool:
-    """Whether ``guidance`` changes no probability, whatever the values."""
-    if guidance.constraint is not None:
-        return False
-    return guidance.scale == wire.NEUTRAL_SCALE.get(guidance.mode, 1.0) or (guidance.mode == "mul" and guidance.scale <= 0)
+    return None if guidance is None or guidance.neutral else guidance
 
 
 @dataclass(slots=True)
@@ -119,6 +110,8 @@ def problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
         yield f"applies_to is {guidance.applies_to!r}; it must be both, thinking or answer."
     if guidance.applies_to != "both" and guidance.thinking is None:
         yield f"applies_to {guidance.applies_to} needs thinking."
+    if message.sampling.temperature <= 0 and guidance.needs_draw:
+        yield "At temperature 0 nothing is drawn: length_guidance needs constraint eq, ge or le, or a temperature above 0."
     if guidance.return_values and message.logprobs is None:
         yield "return_values needs logprobs."
     yield from _constraint_problems(guidance)

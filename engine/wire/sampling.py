@@ -106,7 +106,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     The candidates of a draw are what ``top_k`` (or ``Sampling.top_k``, where less), then ``Sampling.top_p``, then
     ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a
     candidate, from 0 (the text ends) to 1 (it never does), ``mode`` tilts their probabilities, or ``constraint`` takes its place.
-    Where ``mode`` and ``scale`` change nothing, and at temperature 0, the draw is that of a request without guidance.
+    Where ``mode`` and ``scale`` change nothing, the draw is that of a request without guidance.
+    At temperature 0 the candidates are those of temperature 1. ``eq``, ``ge`` and ``le`` choose one; draws that are left alone take
+    the most probable candidate. ``eq_soft`` and scales need a draw and are invalid.
     """
 
     mode: GuidanceMode = "centered_exp"
@@ -137,3 +139,15 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     counts as an end there. An output without a thinking section is all answer."""
     thinking: Thinking | None = None
     """Needed where ``applies_to`` names one section."""
+
+    @property
+    def neutral(self) -> bool:
+        """Whether this changes no probability, whatever the values."""
+        if self.constraint is not None:
+            return False
+        return self.scale == NEUTRAL_SCALE.get(self.mode, 1.0) or (self.mode == "mul" and self.scale <= 0)
+
+    @property
+    def needs_draw(self) -> bool:
+        """Whether this changes probabilities to draw from. ``eq``, ``ge`` and ``le`` choose a candidate without a draw."""
+        return self.constraint not in ("eq", "ge", "le") and not self.neutral

@@ -54,7 +54,7 @@ class Piece(msgspec.Struct):
     parts: list[Part] | None = None
     """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
     calls: int = 0
-    """Tool calls of the sequence up to this piece."""
+    """Tool calls of the sequence up to this piece; 0 if the arguments of one of them are not complete."""
     token_ids: list[int] = []
     """Ids of the tokens since the last piece, including those whose text is held back or left out, if ids were requested."""
 
@@ -149,7 +149,7 @@ class Sequence:
                     self._waiting.append(last)
         parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         emitted = self._emitted_tokens() if self._waiting else []
-        calls = 0 if self.reader is None else self.reader.calls
+        calls = 0 if self.reader is None else self.reader.complete_calls
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
         return Piece(self.index, text, emitted, self.finish, self.completion_tokens, parts, calls, counted)
 

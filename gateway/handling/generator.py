@@ -238,7 +238,7 @@ def small(pieces: list[Piece]) -> Iterator[Piece]:
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
-            parts = piece.parts if begin == 0 else None if piece.parts is None else []
+            parts = piece.parts if begin >= last else None if piece.parts is None else []  # tokens come before their text
             ids = piece.token_ids if begin == 0 else []
             some = tokens[begin : begin + TOKENS_AT_ONCE]
             yield Piece(piece.index, text, some, finish, piece.completion_tokens, parts, piece.calls, ids)

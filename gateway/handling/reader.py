@@ -32,7 +32,6 @@ from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model, TextSide
 from gateway.reading.endpoints import ENDPOINTS, NAMES
 from gateway.schemas.parameters import Parameters
-from gateway.structure.compile import COMPILE_SECONDS
 from gateway.text.bounds import Bounds, NeedsWorker
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
 from gateway.tools.formats import Formats
@@ -220,8 +219,6 @@ class Reader:
         if loss == "template":
             limit = f"{self.bounds.template_seconds:g} s"
             return InvalidRequest(f"The chat template took longer than {limit} with these messages; send fewer.", param="messages")
-        if loss == "grammar":
-            return InvalidRequest(f"Compiling the constraint of the output takes longer than {COMPILE_SECONDS:g} s; simplify it.")
         if loss == "memory":
             return InvalidRequest(f"Reading this request needs more than {self.job_mib} MiB of memory; send less at once.")
         return NotReady("The process that read the request has ended; try again.", retry_after=1)

@@ -106,7 +106,8 @@ class ResponseRun:
         self.body = b""
         """The body as JSON, once the response has ended."""
         self._answer = answer
-        self._output = Output()
+        reasoning = draft.begun().reasoning
+        self._output = Output(summary=(reasoning.summary or reasoning.generate_summary) is not None)
         self._finish = ""
 
     def opening(self) -> list[bytes]:
@@ -120,7 +121,8 @@ class ResponseRun:
         logprobs = self._answer.logprobs(piece.tokens)
         text: list[Part] = [Content(piece.text)] if piece.text else []
         parts = text if piece.parts is None else piece.parts
-        return self._encoded(self._output.push(parts, logprobs.content if logprobs else []))
+        offsets = [0 if piece.parts is None else token.offset for token in piece.tokens]
+        return self._encoded(self._output.push(parts, zip(offsets, logprobs.content, strict=True) if logprobs else ()))
 
     def closing(self) -> Iterator[bytes]:
         """Yield the events that complete the output."""

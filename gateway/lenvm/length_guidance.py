@@ -41,10 +41,14 @@ def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int 
         if spelled:
             message = "`custom_params` and `length_guidance` both set the length of the text; send one of them."
             raise InvalidRequest(message, param="custom_params")
-        return _guidance(model, fields.length_guidance, logprobs)
+        guidance = _guidance(model, fields.length_guidance, logprobs)
+        _check_effect(fields, guidance, {name: f"length_guidance.{name}" for name in ("scale", "constraint", "top_k")})
+        return guidance
     if not spelled or fields.custom_params is None:
         return None
-    return _custom_guidance(model, fields.custom_params, fields.top_k)
+    guidance = _custom_guidance(model, fields.custom_params, fields.top_k)
+    _check_effect(fields, guidance, {name: f"custom_params.{keys[0]}" for name, keys in spelled.items()})
+    return guidance
 
 
 def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -> wire.LengthGuidance:
@@ -82,6 +86,18 @@ def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None
     if candidates > most:
         raise InvalidRequest(f"`top_k` is at most {most} with `custom_params` and this model.", param="top_k")
     return _for_engine(asked, candidates)
+
+
+def _check_effect(fields: GenerationRequest, guidance: wire.LengthGuidance, names: dict[str, str]) -> None:
+    """Raise :class:`InvalidRequest` for guidance that cannot change a token. ``names``: of its fields in the request."""
+    if guidance.needs_draw and fields.temperature == 0:
+        param = names["constraint" if guidance.constraint else "scale"]
+        remedy = "give a target with the constraint `eq`, `ge` or `le`, or set `temperature` above 0"
+        raise InvalidRequest(f"`{param}` has no effect at temperature 0, where nothing is drawn; {remedy}.", param=param)
+    if not guidance.neutral and 1 in (guidance.top_k, fields.top_k):
+        param = "top_k" if fields.top_k == 1 else names["top_k"]
+        message = f"`{param}` is 1, which leaves one candidate, so length guidance has no effect; set it to 2 or more."
+        raise InvalidRequest(message, param=param)
 
 
 def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -50,16 +48,6 @@ class at_most:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if not _keeps_alarm:
             signal.signal(signal.SIGALRM, self._previous)
-
-
-@contextmanager
-def killed_after(seconds: float) -> Iterator[None]:
-    """Let the kernel end the process with SIGPROF if the block uses this much CPU time, for code that cannot be interrupted."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _raise(_signal: int, _frame: FrameType | None) -> NoReturn:

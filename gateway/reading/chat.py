@@ -133,6 +133,23 @@ def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> 
 
 
 def _read(request: ChatRequest, model: Model) -> Prepared:
+    _check_call_ids(request.messages)
+    return read_chat(request, model)
+
+
+def _check_call_ids(messages: Iterable[ChatMessage]) -> None:
+    """Raise :class:`InvalidRequest` for the answer to a call that no earlier message has. Calls without ids can have any."""
+    known: set[str | None] = set()
+    for place, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls or ())
+        id = message.tool_call_id
+        if message.role == "tool" and id is not None and id not in known and None not in known:
+            text = f"`messages[{place}]` answers the call {id[:64]!r}, which no earlier message of the assistant has."
+            raise InvalidRequest(text, param=f"messages[{place}].tool_call_id")
+
+
+def read_chat(request: ChatRequest, model: Model) -> Prepared:
+    """Convert a conversation to token ids. Raises :class:`InvalidRequest`."""
     with _time_for_template(model):
         tools = offered_tools(request, model)
         variables = template_variables(request, model)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.reading.chat import CHAT
+from gateway.reading.chat import CHAT, read_chat
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.responses.items import as_chat, items_of, messages_of, renamed
+from gateway.responses.items import as_chat, check_call_ids, items_of, messages_of, renamed
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.responses import InputItem, ResponseRequest
 from gateway.schemas.structure import BULK
@@ -24,7 +24,9 @@ def _read(request: ResponseRequest, model: Model) -> Prepared:
     own = items_of(request)
     if not own and not model.earlier:
         raise InvalidRequest("`input` is empty; send a text or at least one item.", param="input")
-    items = [*_items.decode(b"[%b]" % model.earlier), *own] if model.earlier else own
+    earlier = _items.decode(b"[%b]" % model.earlier) if model.earlier else []
+    check_call_ids(earlier, own)
+    items = [*earlier, *own]
     messages = messages_of(items)
     try:
         prepared = _fitted(request, messages, model)
@@ -42,7 +44,7 @@ def _fitted(request: ResponseRequest, messages: list[ChatMessage], model: Model)
 
     def read(left_out: int) -> Prepared:
         instructions = [] if request.instructions is None else [ChatMessage("system", request.instructions)]
-        return CHAT.read(as_chat(request, [*instructions, *messages[left_out:]]), model)
+        return read_chat(as_chat(request, [*instructions, *messages[left_out:]]), model)
 
     if request.truncation != "auto":
         return read(0)

@@ -31,6 +31,8 @@ from gateway.tools.frame import Function
 from gateway.tools.grammar import Calls
 
 _ANYTHING = {"type": "object"}
+_ABOUT_NO_PARAMETER = {"type", "properties", "required", "title", "description", "$schema", "$id", "$defs", "definitions"}
+"""Keywords of a schema of arguments that allow no parameter, if ``properties`` has none."""
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -94,7 +96,7 @@ def callable_tools(request: ChatRequest, tools: list[Tool], family: str) -> Tool
     found = _callable(request, tools)
     functions = {tool.name: _not_texts(tool) for tool in found}
     customs = [tool.name for tool in found if isinstance(tool, CustomTool)]
-    return Tools(family, functions, None if _several(request) else 1, customs)
+    return Tools(family, functions, None if _several(request) else 1, customs, _is_forced(request.tool_choice))
 
 
 def _several(request: ChatRequest) -> bool:
@@ -153,7 +155,9 @@ def _schema(function: FunctionDefinition, index: int, model: Model, *, forced: b
     if not forced and not function.strict:
         return _ANYTHING
     schema = function.parameters
-    if not schema:
+    if not schema or (
+        schema.get("type", "object") == "object" and schema.keys() <= _ABOUT_NO_PARAMETER and not schema.get("properties")
+    ):
         return _NOTHING
     param = f"tools[{index}].function.parameters"
     if schema.get("type", "object") != "object":
@@ -169,7 +173,8 @@ def _not_texts(tool: Tool) -> list[str]:
     """Return the names of the parameters that are not texts."""
     if isinstance(tool, CustomTool):
         return []
-    given = (tool.function.parameters or {}).get("properties")
+    root = tool.function.parameters or {}
+    given = root.get("properties")
     if not isinstance(given, dict):
         return []
-    return [name for name, schema in given.items() if isinstance(schema, dict) and not is_text(schema)]
+    return [name for name, schema in given.items() if isinstance(schema, dict) and not is_text(schema, root)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,9 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_OTHER_MEDIA = "`{}` is no text, and this endpoint reads text only. Send images to /v1/chat/completions, as `image_url` parts."
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -91,10 +94,26 @@ def _check(item: InputItem, param: str) -> None:
         "custom_tool_call_output": ("call_id", "output"),
         "reasoning": (),
     }[item.type]
+    for name in ("content", "output"):
+        for place, part in enumerate(parts if isinstance(parts := getattr(item, name), list) else ()):
+            if part.type in ("input_image", "input_file", "input_audio"):
+                path = f"{param}.{name}[{place}]"
+                raise InvalidRequest(_OTHER_MEDIA.format(path), param=f"{path}.type")
     missing = next((name for name in needed if getattr(item, name) is None), None)
     if missing is not None:
         message = f"`{param}` is of type `{item.type}` and lacks `{missing}`."
         raise InvalidRequest(message, param=f"{param}.{missing}")
+
+
+def check_call_ids(earlier: Sequence[InputItem], own: Sequence[InputItem]) -> None:
+    """Raise :class:`InvalidRequest` for an output in ``own`` whose call neither ``earlier`` nor an item before it has."""
+    known = {item.call_id for item in earlier if item.type in _CALLS}
+    for place, item in enumerate(own):
+        if item.type in _CALLS:
+            known.add(item.call_id)
+        elif item.type in _OUTPUTS and item.call_id not in known:
+            message = f"`input[{place}]` is the output of the call {(item.call_id or '')[:64]!r}, which no earlier item has."
+            raise InvalidRequest(message, param=f"input[{place}].call_id")
 
 
 def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
@@ -112,12 +131,12 @@ def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
     for item in items:
         if item.type == "reasoning":
             reasoning.append(_text(item.content))
-        elif item.type in ("function_call", "custom_tool_call"):
+        elif item.type in _CALLS:
             message = assistant()
             if message.tool_calls is None:
                 message.tool_calls = []
             message.tool_calls.append(_call(item))
-        elif item.type in ("function_call_output", "custom_tool_call_output"):
+        elif item.type in _OUTPUTS:
             messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
         elif item.role == "assistant":
             thinking = "".join(reasoning) or None

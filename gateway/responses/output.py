@@ -7,7 +7,8 @@ call of a custom tool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from gateway.schemas.response_body import (
     OutputReasoning,
     OutputText,
     ReasoningText,
+    SummaryText,
 )
 from gateway.schemas.response_events import (
     ArgumentsDelta,
@@ -32,11 +34,14 @@ from gateway.schemas.response_events import (
     PartEvent,
     ReasoningDelta,
     ReasoningDone,
+    SummaryDelta,
+    SummaryDone,
+    SummaryPart,
     TextDelta,
     TextDone,
 )
 from gateway.schemas.responses import Status
-from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
 
 _encoder = msgspec.json.Encoder()
 
@@ -44,25 +49,32 @@ _encoder = msgspec.json.Encoder()
 class Output:
     """The items of one response. Events take their numbers from :meth:`number`, in the order in which they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, summary: bool = False) -> None:
         self.items: list[OutputItem] = []
         """The items that are complete."""
         self._numbers = 0
         self._item: _Open | None = None
+        self.summary = summary
+        """Whether reasoning items have their text as summary too."""
+        self._waiting: deque[tuple[int, Any]] = deque()
+        """Log-probabilities of tokens that no text has taken yet, each with the characters of the answer before it."""
+        self._end = 0
+        """End of the last text of a message, in characters of the answer."""
 
     def number(self) -> int:
         """Return the number of the next event."""
         self._numbers += 1
         return self._numbers - 1
 
-    def push(self, parts: list[Part], logprobs: list[Any]) -> Iterator[Event]:
-        """Add the parts of one piece. ``logprobs``: entries for the tokens of its text."""
+    def push(self, parts: list[Part], logprobs: Iterable[tuple[int, Any]]) -> Iterator[Event]:
+        """Add the parts of one piece. ``logprobs``: entries for its tokens, with the characters before each. The text of a part may
+        follow in a later piece."""
+        self._waiting.extend(logprobs)
         for part in parts:
             match part:
                 case Content():
                     yield from self._turn(_Text)
-                    yield from self._grow(part.text, logprobs)
-                    logprobs = []
+                    yield from self._grow(part.text, self._taken(part.begin, part.begin + len(part.text)))
                 case Reasoning():
                     yield from self._turn(_Thinking)
                     yield from self._grow(part.text, [])
@@ -71,13 +83,26 @@ class Output:
                     yield from self._open((_CustomCall if part.custom else _Call)(self, part.id, part.name))
                 case CallArguments():
                     yield from self._grow(part.text, [])
-        if logprobs and isinstance(self._item, _Text):  # tokens whose text is held back, such as a part of a character
-            yield from self._grow("", logprobs)
+                case CallCut():
+                    yield from self._close("incomplete")
+
+    def _taken(self, begin: int, end: int) -> list[Any]:
+        """Return the entries of the tokens with characters between ``begin`` and ``end``, and drop earlier ones."""
+        self._end = end
+        found = []
+        while self._waiting and self._waiting[0][0] < end:
+            at, entry = self._waiting.popleft()
+            if at >= begin or not self._waiting or self._waiting[0][0] > begin:
+                found.append(entry)
+        return found
 
     def finish(self, status: Status) -> Iterator[Event]:
         """End the output. ``status``: that of the last item. An output without items gets an empty message."""
         if self._item is None and not self.items:
             yield from self._open(_Text(self))
+        rest = [entry for at, entry in self._waiting if at <= self._end]  # tokens without text, such as a part of a character
+        if rest and isinstance(self._item, _Text):
+            yield from self._grow("", rest)
         yield from self._close(status)
 
     def _turn(self, kind: type[_Text | _Thinking]) -> Iterator[Event]:
@@ -197,13 +222,20 @@ class _Thinking(_OpenPart):
 
     prefix = "rs"
 
+    def __init__(self, output: Output) -> None:
+        super().__init__(output)
+        self._summary = output.summary
+
     @property
     def part(self) -> ReasoningText:
         """The item's only part."""
         return ReasoningText(text=self.text)
 
     def item(self, status: Status) -> OutputReasoning:
-        return OutputReasoning(id=self.id, status=status, content=[] if status == "in_progress" else [self.part])
+        if status == "in_progress":
+            return OutputReasoning(id=self.id, status=status, content=[])
+        summary = [SummaryText(text=self.text)] if self._summary else []
+        return OutputReasoning(id=self.id, status=status, summary=summary, content=[self.part])
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)
@@ -214,6 +246,13 @@ class _Thinking(_OpenPart):
         place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
         yield ReasoningDone(sequence_number=self.number(), text=part.text, **place)
         yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
+        if self._summary:
+            kind, text, summary = "response.reasoning_summary", part.text, SummaryText(text=part.text)
+            empty = SummaryText(text="")
+            yield SummaryPart(type=f"{kind}_part.added", sequence_number=self.number(), part=empty, **place)  # type: ignore[arg-type]
+            yield SummaryDelta(sequence_number=self.number(), delta=text, **place)
+            yield SummaryDone(sequence_number=self.number(), text=text, **place)
+            yield SummaryPart(type=f"{kind}_part.done", sequence_number=self.number(), part=summary, **place)  # type: ignore[arg-type]
         yield from super().end(status)
 
 

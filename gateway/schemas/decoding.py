@@ -3,14 +3,18 @@
 A decoder that refuses unknown fields decodes each body. Only if it meets one, the body is decoded again, leniently, and searched
 for unknown names. A body longer than ``SEARCHED_BYTES`` is decoded leniently at once and is not searched; of its ignored fields,
 only those in :data:`gateway.schemas.parameters.IGNORED` are named.
+
+**Misspelt and misplaced fields.** An unknown name is refused if it is nearly that of a known field, or that of a field of an object
+that refuses unknown ones (such as ``length_guidance``), and the value fits that field. Other unknown names are ignored.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 from msgspec import inspect
@@ -23,6 +27,8 @@ SEARCHED_BYTES = 64 << 10
 """Longest body that is searched for unknown fields. The second decoding and the search take at most 3 ms."""
 MAX_IGNORED = 32
 """Most names that are returned."""
+MIN_NAME = 8
+"""Fewest characters of a name with a wrong character. Shorter names of other servers are too near to ours."""
 _MAX_ACCEPTED_BYTES = 64
 """Longest JSON of a value that is compared with :attr:`Refused.accepts`; a longer one is not decoded."""
 
@@ -46,6 +52,15 @@ class BodyDecoder(Generic[T]):
         self._extras = (*self._refused, *ignored)
         assert len(set(self._extras)) == len(self._extras), "a parameter has one row for each endpoint"
         self._known = declared.keys() | set(self._extras)
+        self._declared = declared
+        self._own = {
+            field.encode_name: (f"{name}.{field.encode_name}", field.type)
+            for name, type in declared.items()
+            for own in _own_objects(type)
+            for field in msgspec.structs.fields(own)
+            if field.encode_name not in self._known
+        }
+        """Fields of the objects that refuse unknown ones: path and type of each."""
         types = {field.encode_name: field.type for field in inspect.type_info(kind).fields}  # type: ignore[attr-defined]
         self._shapes = {name: shape for name, type in types.items() if (shape := _shape(type))}
         self._strict = msgspec.json.Decoder(variant(kind, strict=True))
@@ -79,7 +94,20 @@ class BodyDecoder(Generic[T]):
         request = self._kind(**{name: getattr(given, name) for name in self._kind.__struct_fields__})
         if searched:
             ignored += self._search(body)
+        elif self._own:
+            self._check_names(_members.decode(body))
         return request, ignored[:MAX_IGNORED]
+
+    def _check_names(self, members: dict[str, msgspec.Raw]) -> None:
+        """Raise :class:`InvalidRequest` for a misspelt or misplaced field. members: fields of the body."""
+        for name in islice((name for name in members if name not in self._known), MAX_IGNORED):
+            if name in self._own:
+                path, type = self._own[name]
+            else:
+                path = nearest(name, (*self._declared, *self._own)) or ""
+                path, type = self._own.get(path, (path, self._declared.get(path)))
+            if path and _fits(members[name], type):
+                raise InvalidRequest(f"There is no field `{name}`; did you mean `{path}`?", param=name)
 
     def _unsupported(self, request: msgspec.Struct) -> list[str]:
         """Return the ignored fields of the tables. Raises :class:`InvalidRequest` for a refused field."""
@@ -93,11 +121,53 @@ class BodyDecoder(Generic[T]):
     def _search(self, body: bytes) -> dict[str, None]:
         """Return the paths of unknown fields, those at the top level first. Fields that hold no objects are not decoded."""
         members = _members.decode(body)
+        self._check_names(members)
         found = dict.fromkeys(islice((name for name in members if name not in self._known), MAX_IGNORED))
         for name, raw in members.items():
             if name in self._shapes:
                 _find_unknown(self._shapes[name], msgspec.json.decode(raw), name, found)
         return found
+
+
+def _own_objects(annotation: Any) -> Iterator[Any]:
+    """Yield the structs in ``annotation``, outside of lists, that refuse unknown fields."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        if annotation.__struct_config__.forbid_unknown_fields:
+            yield annotation
+    elif getattr(annotation, "__origin__", None) not in (list, dict):
+        for part in get_args(annotation):
+            yield from _own_objects(part)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the name in ``known`` that ``name`` is but for case, `_`, `-` and one wrong, missing, added or exchanged character;
+    None if there is none."""
+    plain = _plain(name)
+    long = len(plain) >= MIN_NAME
+    return next((each for each in known if (other := _plain(each)) == plain or (long and _is_one_edit(plain, other))), None)
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    if abs(len(one) - len(other)) > 1:
+        return False
+    at = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    left, right = one[at:], other[at:]
+    swapped = left[:2] == right[:2][::-1] and left[2:] == right[2:]
+    return left[1:] == right[1:] or left == right[1:] or left[1:] == right or swapped
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _fits(raw: msgspec.Raw, type: Any) -> bool:
+    """Whether the JSON ``raw`` is a value of ``type``, or an object in place of one, and not null."""
+    if bytes(memoryview(raw)[:1]) == b"{":
+        return _shape(inspect.type_info(type)) is not None
+    try:
+        return msgspec.json.decode(raw, type=type) is not None
+    except (msgspec.ValidationError, RecursionError):
+        return False
 
 
 def _accepted(row: Refused, raw: msgspec.Raw) -> bool:
@@ -143,6 +213,9 @@ def _find_unknown(shape: _Shape, value: Any, path: str, found: dict[str, None]) 
             if len(found) >= MAX_IGNORED:
                 return
             if name not in shape.fields:
+                if "." not in path and "[" not in path and inner is not None and (near := nearest(name, shape.fields)):
+                    message = f"`{path}` has no field `{name}`; did you mean `{path}.{near}`?"
+                    raise InvalidRequest(message, param=f"{path}.{name}")
                 found[f"{path}.{name}"] = None
             elif (below := shape.fields[name]) is not None:
                 _find_unknown(below, inner, f"{path}.{name}", found)
@@ -174,13 +247,26 @@ def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
     where = found["path"]
     what = message[: found.start()]
     if unknown := _UNKNOWN.match(what):
-        return InvalidRequest(f"`{where}` has no field `{unknown[1]}`.", param=f"{where}.{unknown[1]}")
+        near = nearest(unknown[1], _names(inspect.type_info(kind), _STEP.findall(where)))
+        hint = f"; did you mean `{where}.{near}`?" if near else "."
+        return InvalidRequest(f"`{where}` has no field `{unknown[1]}`{hint}", param=f"{where}.{unknown[1]}")
     if what.startswith("Expected `null`, got"):
         return InvalidRequest(f"`{where}` is not supported; leave it out.", param=where)
     if what.startswith(("Invalid enum value", "Invalid value")):
         what += f"; it is one of {', '.join(_words(inspect.type_info(kind), _STEP.findall(where)))}"
     subject = f"A key of `{where}`" if found["key"] else f"`{where}`"
     return InvalidRequest(f"{subject}: {what[:1].lower()}{what[1:]}.", param=where)
+
+
+def _names(kind: inspect.Type, path: list[str]) -> list[str]:
+    """Return the names of the fields of the object at ``path`` in a ``kind``."""
+    if isinstance(kind, inspect.UnionType):
+        return [name for part in kind.types for name in _names(part, path)]
+    if isinstance(kind, inspect.StructType):
+        if not path:
+            return [field.encode_name for field in kind.fields]
+        return [name for field in kind.fields if field.encode_name == path[0] for name in _names(field.type, path[1:])]
+    return _names(kind.item_type, path[1:]) if path and isinstance(kind, inspect.ListType) else []
 
 
 def _words(kind: inspect.Type, path: list[str]) -> list[str]:

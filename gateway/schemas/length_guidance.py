@@ -20,7 +20,8 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
 
     At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
-    target. At temperature 0 nothing is drawn, so guidance has no effect.
+    target. At temperature 0 the constraints `eq`, `ge` and `le` choose among the candidates of temperature 1; scales and `eq_soft`
+    need a draw and are refused.
     """
 
     mode: wire.GuidanceMode | None = None

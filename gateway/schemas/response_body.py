@@ -26,6 +26,12 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     text: str
 
 
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """Text of a reasoning item, as its summary."""
+
+    text: str
+
+
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """A message of the model."""
 
@@ -40,8 +46,8 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reaso
 
     id: str
     status: Status
-    summary: list[ReasoningText] = []
-    """Always empty."""
+    summary: list[SummaryText] = []
+    """The text, if `reasoning.summary` asks for it."""
     content: list[ReasoningText]
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from gateway.schemas.chat import TokenLogprob
-from gateway.schemas.response_body import OutputItem, OutputText, ReasoningText, ResponseBody
+from gateway.schemas.response_body import OutputItem, OutputText, ReasoningText, ResponseBody, SummaryText
 
 
 class StateEvent(msgspec.Struct, kw_only=True):
@@ -84,6 +84,39 @@ class ReasoningDone(msgspec.Struct, kw_only=True):
     text: str
 
 
+class SummaryPart(msgspec.Struct, kw_only=True):
+    """The summary of a reasoning item begins or is complete."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    part: SummaryText
+
+
+class SummaryDelta(msgspec.Struct, kw_only=True):
+    """Text of a summary."""
+
+    type: Literal["response.reasoning_summary_text.delta"] = "response.reasoning_summary_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    delta: str
+
+
+class SummaryDone(msgspec.Struct, kw_only=True):
+    """The whole text of a summary."""
+
+    type: Literal["response.reasoning_summary_text.done"] = "response.reasoning_summary_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    text: str
+
+
 class ArgumentsDelta(msgspec.Struct, kw_only=True):
     """New characters of a function call's arguments."""
 
@@ -126,4 +159,5 @@ class InputDone(msgspec.Struct, kw_only=True):
 
 
 Calls = ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
-Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | Calls
+Thoughts = ReasoningDelta | ReasoningDone | SummaryPart | SummaryDelta | SummaryDone
+Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | Thoughts | Calls

@@ -20,7 +20,18 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 class ItemPart(msgspec.Struct, omit_defaults=True):
     """A part of a message, of a tool's output or of a reasoning item. Only text is supported."""
 
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+    type: Literal[
+        "input_text",
+        "output_text",
+        "text",
+        "summary_text",
+        "reasoning_text",
+        "refusal",
+        "input_image",
+        "input_file",
+        "input_audio",
+    ]
+    """Images, files and audio are refused."""
     text: str = ""
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -153,9 +164,9 @@ class Reasoning(msgspec.Struct):
 
     effort: Effort | None = None
     """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted and not used: reasoning items have the whole text in `content`."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "detailed"] | None = None
+    """Also return the text of reasoning items as `summary`, whole: nothing shortens it."""
+    generate_summary: Literal["auto", "detailed"] | None = None
     """The older name of `summary`."""
 
 

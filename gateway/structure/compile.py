@@ -1,12 +1,16 @@
 """Compiles grammars in text workers, to refuse those that engines could not follow.
 
 A worker compiles a grammar as an engine will, and computes what may come first. Whatever takes longer than
-:data:`COMPILE_SECONDS` is refused. llguidance cannot be interrupted, so the kernel ends the worker at twice that time.
+:data:`COMPILE_SECONDS` is refused. llguidance cannot be interrupted and may overflow its stack, so each new grammar is compiled in
+a child process: the kernel ends it at twice that time, and the worker lives on and remembers the grammar.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import resource
+import signal
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,12 +22,25 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.wire import GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
-from gateway.process.deadline import killed_after
+from gateway.process.parent import ending_with
 
 COMPILE_SECONDS = 1.0
 """Most CPU time that one grammar takes."""
 KEPT_GRAMMARS = 1024
 """Grammars whose result a worker remembers."""
+
+STACK_BYTES = 1 << 20
+"""Stack of the compiling process. Threads of engines have more."""
+MAX_PROBLEM_BYTES = 1 << 15
+"""Longest problem that is reported; a pipe holds it."""
+_SLOW = f"compiling takes longer than {COMPILE_SECONDS:g} s; send a simpler one"
+_CRASHED = "it cannot be compiled; send a simpler one"
+_ENDED: dict[int, str] = {
+    signal.SIGPROF: _SLOW,
+    signal.SIGSEGV: "it is nested too deeply; send a simpler one",
+    signal.SIGABRT: "compiling takes too much memory; send a simpler one",
+}
+"""Problems of grammars by the signal that ended the compiling process."""
 
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose values have names of the schema's author as keys."""
@@ -69,16 +86,36 @@ class GrammarCompiler:
             raise _refusal(problem, grammar, param)
 
     def _problem_of(self, grammar: str) -> str:
+        """Return the problem of ``grammar``, which a child process finds or is ended by."""
+        ours, theirs = os.pipe()
+        arm = ending_with(os.getpid(), signal.SIGKILL, 1)
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                if arm is not None:
+                    arm()
+                signal.setitimer(signal.ITIMER_PROF, 2 * COMPILE_SECONDS)
+                resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+                os.write(theirs, self._compiled(grammar).encode()[:MAX_PROBLEM_BYTES])
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as pipe:
+            problem = pipe.read().decode(errors="ignore")
+        _, status = os.waitpid(pid, 0)
+        return _ENDED.get(os.WTERMSIG(status), _CRASHED) if status else problem
+
+    def _compiled(self, grammar: str) -> str:
+        """Compile ``grammar`` and return its problem, empty if there is none."""
         began = time.process_time()
-        with killed_after(2 * COMPILE_SECONDS):
-            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
-            if not matcher.is_error():
-                matcher.compute_bitmask()
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
-            return matcher.get_error().strip()
-        if time.process_time() - began > COMPILE_SECONDS:
-            return f"compiling takes longer than {COMPILE_SECONDS:g} s; send a simpler one"
-        return ""
+            return matcher.get_error().strip() or _CRASHED
+        return _SLOW if time.process_time() - began > COMPILE_SECONDS else ""
 
 
 def _refusal(problem: str, grammar: str, param: str) -> InvalidRequest:

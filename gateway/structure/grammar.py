@@ -10,13 +10,11 @@ import msgspec
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-JSON_OPTIONS = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[ ]?|\r?\n[ \t]{0,40}",
-    "lenient": False,
-}
-"""Whitespace between the tokens of JSON is one space, or a line break and an indent. Without a bound, a model may write whitespace
-until its tokens run out. ``lenient`` would ignore keywords that cannot be enforced."""
+from gateway.structure.schema import InexactNumber, for_llguidance
+
+WHITESPACE = r"[ ]?|\r?\n[ \t]{0,20}"
+"""Whitespace between the tokens of JSON, unless the schema's ``x-guidance`` says otherwise: one space, or a line break and an
+indent. Without a bound, a model may write whitespace until its tokens run out."""
 
 
 REGEX_START = "start: "
@@ -28,12 +26,15 @@ class GrammarTextError(ValueError):
 
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers beyond 64 bits."""
-    options = schema.get("x-guidance") if isinstance(schema, dict) else None
-    merged = {**(options if isinstance(options, dict) else {}), **JSON_OPTIONS}
-    whole = {**schema, "x-guidance": merged} if isinstance(schema, dict) else {"allOf": [schema], "x-guidance": merged}
+    """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers that cannot be enforced exactly."""
+    whole: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+    options = whole.get("x-guidance", {})
+    if isinstance(options, dict) and options.get("whitespace_flexible", True):
+        whole["x-guidance"] = {"whitespace_pattern": WHITESPACE, **options}
     try:
-        return msgspec.json.encode({"grammars": [{"json_schema": whole}]}).decode()
+        return msgspec.json.encode({"grammars": [{"json_schema": for_llguidance(whole)}]}).decode()
+    except InexactNumber as error:
+        raise GrammarTextError(str(error)) from None
     except (OverflowError, msgspec.MsgspecError, RecursionError) as error:
         raise GrammarTextError(str(error)) from None
 

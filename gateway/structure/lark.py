@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gateway.structure.schema import for_llguidance
+
 ANY_TEXT = r"/(.|\n)*/"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """Whitespace in JSON as ``json.dumps`` writes it, which is what models see of tools and calls in their prompts. ``lenient`` would
@@ -61,9 +63,11 @@ class Lark:
         return [*pieces, text[at:]]
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """Match JSON that fits ``schema``."""
-        whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        return f"%json {json.dumps(whole | {'x-guidance': JSON_STYLE})}"
+        """Match JSON that fits ``schema``, in :data:`JSON_STYLE` unless its ``x-guidance`` says otherwise."""
+        whole = for_llguidance(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+        options = whole.get("x-guidance", {})
+        style = JSON_STYLE | options if isinstance(options, dict) else options
+        return f"%json {json.dumps(whole | {'x-guidance': style})}"
 
     def text_until(self, name: str, marker: str, without: Iterable[str] = (), begin: str = ANY_TEXT) -> str:
         """Match text that fits the expression ``begin``, without the texts ``without``, and the first ``marker`` after it.

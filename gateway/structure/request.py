@@ -12,6 +12,7 @@ from gateway.errors import InvalidRequest
 from gateway.schemas.structure import ResponseFormat, StructuredOutputs, StructuredRequest
 from gateway.structure.grammar import GrammarTextError, of_choice, of_ebnf, of_json_object, of_json_schema, of_regex
 from gateway.structure.lark import TokenOf
+from gateway.structure.schema import fits_depth
 from gateway.structure.structural_tag import of_structural_tag
 
 Kind = Literal["json_object", "json", "regex", "choice", "grammar", "structural_tag"]
@@ -20,6 +21,8 @@ MAX_BYTES = MAX_GRAMMAR_BYTES // 2
 """Most bytes of a constraint; its grammar may be longer."""
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
+MAX_REFERENCED_DEPTH = 256
+"""Deepest nesting of a schema, if what a ``$ref`` leads to is nested in it."""
 MAX_NODES = 20_000
 """Most objects, lists and values in a schema."""
 
@@ -160,6 +163,7 @@ def _of_schema(given: Any, param: str) -> str:
     if not isinstance(given, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object or a boolean.", param=param)
     _check_nesting(given, param)
+    _check_references(given, param)
     grammar = of_json_schema(given)
     _check_bytes(len(grammar.encode()), param)
     return grammar
@@ -181,6 +185,13 @@ def _check_nesting(schema: Any, param: str) -> None:
         if not level:
             return
     raise InvalidRequest(f"`{param}` is nested more than {MAX_DEPTH} levels deep.", param=param)
+
+
+def _check_references(schema: Any, param: str) -> None:
+    """Raise :class:`InvalidRequest` for a schema that is nested too deeply through references."""
+    if not fits_depth(schema, MAX_REFERENCED_DEPTH):
+        message = f"`{param}` is nested more than {MAX_REFERENCED_DEPTH} levels deep through `$ref`."
+        raise InvalidRequest(message, param=param)
 
 
 def _parts(value: Any) -> list[Any]:

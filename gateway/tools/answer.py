@@ -37,6 +37,8 @@ class Tools(msgspec.Struct, frozen=True):
     most_calls: int | None = None
     customs: list[str] = []
     """Names of the custom tools."""
+    forced: bool = False
+    """Whether the answer consists of calls."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -57,6 +59,8 @@ class AnswerReader:
     """Divides the text of one answer into parts, and counts the tokens of its thinking section."""
 
     def __init__(self, format: AnswerFormat) -> None:
+        self._read = 0
+        """Characters of the answer so far."""
         self.reasoning_tokens = 0
         """Tokens of the thinking section, with its tags."""
         thinking, tools = format.thinking, format.tools
@@ -64,6 +68,8 @@ class AnswerReader:
         self._shows = thinking is None or thinking.shown
         self._thinking: ThinkingParser | None = None
         self._tools: ToolParser | None = None
+        self._begun = False
+        """Whether the parser of tools has text."""
         self._channels: HarmonyParser | None = None
         """Reads all parts of the format harmony; None in other formats."""
         self._header_tokens = 0
@@ -72,17 +78,24 @@ class AnswerReader:
             given = tools or Tools(HARMONY, {})
             self._channels = HarmonyParser(given.functions, call_id, given.most_calls, given.customs)
             self._tools = self._channels
+            self._tools.forced = given.forced
             return
         if thinking is not None:
             self._thinking = ThinkingParser(THINKING[thinking.format], opened=thinking.opened)
         if tools is not None:
             family = FAMILIES[tools.family]
             self._tools = family.parser(tools.functions, family.new_id, tools.most_calls, tools.customs)
+            self._tools.forced = tools.forced
 
     @property
     def calls(self) -> int:
         """Tool calls so far."""
         return self._tools.calls if self._tools else 0
+
+    @property
+    def complete_calls(self) -> int:
+        """Tool calls so far; 0 if the arguments of one of them are not complete."""
+        return self.calls if self._tools and self._tools.complete == self.calls else 0
 
     @property
     def malformed(self) -> int:
@@ -96,6 +109,7 @@ class AnswerReader:
 
     def push(self, text: str, tokens: Sequence[int]) -> list[Part]:
         """Read ``text``, which ``tokens`` have added, and return the parts that are certain now."""
+        self._read += len(text)
         if self._channels is not None:
             return self._messages(self._channels, text, len(tokens))
         thinking = self._thinking
@@ -136,6 +150,9 @@ class AnswerReader:
         return parts + self._content(split.content) if split.content else parts
 
     def _content(self, text: str) -> list[Part]:
-        if self._tools is not None:
-            return self._tools.push(text)
-        return [Content(text)] if text else []
+        begin = self._read - len(text)
+        if self._tools is None:
+            return [Content(text, begin)] if text else []
+        if not self._begun:
+            self._begun, self._tools.scan.begin = True, begin
+        return self._tools.push(text)

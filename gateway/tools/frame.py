@@ -11,6 +11,7 @@ from typing import Any
 from gateway.schemas.tools import CUSTOM_INPUT
 from gateway.structure.lark import Lark
 from gateway.structure.quoted import quoted
+from gateway.structure.schema import resolved
 
 _QUOTE = '"'
 _INPUT = f'{{"{CUSTOM_INPUT}": '
@@ -38,11 +39,11 @@ class Function:
     def properties(self) -> dict[str, Any]:
         """Schemas of the parameters. Each can be used alone: it has the definitions of the whole. Raises :class:`SchemaError`."""
         given = self.schema.get("properties") or {}
-        shared = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
+        shared = {name: self.schema[name] for name in ("$defs", "definitions", "x-guidance") if name in self.schema}
         for name, schema in given.items() if isinstance(given, dict) else ():
             if not isinstance(schema, dict):
                 raise SchemaError(f"properties.{name} is no object")
-        return {name: shared | schema for name, schema in given.items()} if isinstance(given, dict) else {}
+        return {name: shared | resolved(self.schema, schema) for name, schema in given.items()} if isinstance(given, dict) else {}
 
     def requires(self, name: str) -> bool:
         """Whether the parameter ``name`` must be given."""

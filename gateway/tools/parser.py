@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from gateway.tools.custom_input import CustomInput
-from gateway.tools.parts import CallArguments, CallBegin, Content, Part
+from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Part
 from gateway.tools.scanner import Malformed, Scanner, Steps, before_space, held_for
 
 MAX_NAME = 256
@@ -21,7 +21,7 @@ class ToolParser(ABC):
     """Reads the text of one answer, chunk by chunk, and returns its parts.
 
     No text raises or is lost: what is not a complete, well-formed beginning of a call of a known function is content. Once a call
-    has begun, its arguments are passed on as they arrive; if they break off, what follows them is content.
+    has begun, its arguments are passed on as they arrive; if they break off, the call is cut, and what follows them is content.
     """
 
     markers: ClassVar[tuple[str, ...]]
@@ -44,6 +44,10 @@ class ToolParser(ABC):
         """Reads the text out of the arguments; None in the call of a function."""
         self.calls = 0
         """Calls that have begun."""
+        self.complete = 0
+        """Calls whose arguments are complete."""
+        self.forced = False
+        """Whether the answer consists of calls, so that text outside of them is unfinished markup, which is dropped."""
         self.malformed = 0
         """Calls that broke off, or were passed on as content."""
         self.done = False
@@ -52,6 +56,7 @@ class ToolParser(ABC):
         self._new_id = new_id
         self._most_calls = most_calls
         self._parts: list[Part] = []
+        self._open = False
         self._searched = 0
         self._steps = self._answer()
         next(self._steps)
@@ -91,6 +96,7 @@ class ToolParser(ABC):
         except Malformed:
             if self.calls > calls or self.markers_read():
                 self.malformed += 1
+            self.cut()
             self.tell(self.scan.at)
         else:
             self.done = self.full
@@ -146,8 +152,8 @@ class ToolParser(ABC):
     def tell(self, end: int) -> None:
         """Pass the text from :attr:`Scanner.mark` to ``end`` on as content."""
         text = self.scan.text[self.scan.mark : end]
-        if text:
-            self._parts.append(Content(text))
+        if text and not self.forced:
+            self._parts.append(Content(text, self.scan.begin + self.scan.mark))
         self.scan.mark = end
         self.scan.at = max(self.scan.at, end)
 
@@ -159,7 +165,24 @@ class ToolParser(ABC):
         self._input = CustomInput() if custom else None
         self._parts.append(CallBegin(self.calls, self._new_id(), name, custom))
         self.calls += 1
+        self._open = True
         self.consume()
+
+    def end(self) -> None:
+        """The arguments of the current call are complete."""
+        self._open = False
+        self.complete += 1
+
+    def cut(self) -> None:
+        """End the current call, if its arguments are not complete."""
+        if self._open:
+            self._open = False
+            self._parts.append(CallCut(self.calls - 1))
+
+    def end_members(self, before: str) -> None:
+        """End arguments that were passed on member by member. ``before``: text before the next member."""
+        self.arguments("{}" if before == "{" else "}")
+        self.end()
 
     def consume(self) -> None:
         """Drop what was read and not passed on: it was markup."""
@@ -175,6 +198,7 @@ class ToolParser(ABC):
     def raw_arguments(self) -> Steps[None]:
         """Read a JSON object, which comes next, and pass it on as the arguments of the current call while it arrives."""
         yield from self.scan.value(self._pass_arguments)
+        self.end()
 
     def _pass_arguments(self) -> None:
         self.arguments(self.scan.text[self.scan.mark : self.scan.at])
@@ -212,6 +236,7 @@ class ToolParser(ABC):
                 raise Malformed
             self.begin(name)
             self.arguments(arguments or "{}")
+            self.end()
         self.consume()
 
     def _json_arguments(self, name: str | None) -> Steps[str]:

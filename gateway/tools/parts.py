@@ -13,6 +13,8 @@ class Content(msgspec.Struct, frozen=True):
     """Text of the answer."""
 
     text: str
+    begin: int = 0
+    """Characters of thinking, text and markup before it."""
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -40,7 +42,13 @@ class CallArguments(msgspec.Struct, frozen=True):
     custom: bool = False
 
 
-Part = Content | Reasoning | CallBegin | CallArguments
+class CallCut(msgspec.Struct, frozen=True):
+    """A call ended before its arguments were complete, so it must not be run."""
+
+    call: int
+
+
+Part = Content | Reasoning | CallBegin | CallArguments | CallCut
 
 
 class Call(msgspec.Struct):
@@ -61,7 +69,7 @@ class Joined(msgspec.Struct):
 
 
 def joined(parts: Iterable[Part]) -> Joined:
-    """Put the parts of an answer, or of a piece of it, together. Takes time linear in their text."""
+    """Put the parts of an answer, or of a piece of it, together, without calls that were cut. Takes time linear in their text."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, tuple[CallBegin, list[str]]] = {}
@@ -75,6 +83,8 @@ def joined(parts: Iterable[Part]) -> Joined:
                 calls[part.call] = (part, [])
             case CallArguments():
                 calls[part.call][1].append(part.text)
+            case CallCut():
+                del calls[part.call]
     tool_calls = [Call(begin.id, begin.name, "".join(arguments), begin.custom) for begin, arguments in calls.values()]
     return Joined("".join(content), "".join(reasoning), tool_calls)
 

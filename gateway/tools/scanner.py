@@ -36,11 +36,14 @@ class Scanner:
         """Characters of :attr:`text` that were read."""
         self.mark = 0
         """Characters of :attr:`text` that were passed on or consumed."""
+        self.begin = 0
+        """Characters of the answer before :attr:`text`."""
         self.ended = False
         """Whether no more text will come."""
 
     def add(self, text: str) -> None:
         """Append a chunk, and forget the text before :attr:`mark`."""
+        self.begin += self.mark
         self.text = self.text[self.mark :] + text
         self.at -= self.mark
         self.mark = 0

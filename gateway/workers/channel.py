@@ -18,12 +18,12 @@ JOINED_BYTES = 1 << 16
 GRACE_SECONDS = 0.3
 """Time that a worker has to finish a job whose caller has left."""
 
-Loss = Literal["slow", "template", "grammar", "memory", "crash"]
-"""Reason why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template or
-compiled a grammar, it exceeded its memory limit, or something else."""
+Loss = Literal["slow", "template", "memory", "crash"]
+"""Reason why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template, it
+exceeded its memory limit, or something else."""
 
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGPROF: "grammar", signal.SIGABRT: "memory"}
+_LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGABRT: "memory"}
 
 
 class WorkerLostError(Exception):

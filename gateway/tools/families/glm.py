@@ -10,8 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from gateway.structure.lark import Lark
-from gateway.tools.families.tagged import TaggedParser, is_text
-from gateway.tools.frame import Frame, Function, SchemaError, listed, raw_text
+from gateway.tools.families.tagged import TaggedParser, is_text, text_choices
+from gateway.tools.frame import Frame, Function, SchemaError, raw_text
 from gateway.tools.parser import MAX_NAME
 from gateway.tools.scanner import Malformed, Steps
 
@@ -43,7 +43,7 @@ class GlmParser(TaggedParser):
         while True:
             yield from scan.space()
             if (yield from scan.begins(CLOSE)):
-                return self.arguments("{}" if before == "{" else "}")
+                return self.end_members(before)
             yield from scan.expect(KEY)
             key = (yield from scan.until(KEY_END, most=MAX_NAME)).strip()
             yield from scan.expect(KEY_END)
@@ -71,10 +71,10 @@ class GlmFrame(Frame):
         if not name or "<" in name or name != name.strip() or len(name) > MAX_NAME:
             raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in a tag")
         begin = lark.spelled(f"{KEY}{name}{KEY_END}{LINE}{VALUE}")
-        choices = [text for text in [*listed(schema, "enum"), schema.get("const")] if isinstance(text, str)]
+        choices = text_choices(schema, function.schema)
         if function.text:
             value = raw_text(lark, function, VALUE_END, without=[CLOSE])
-        elif not is_text(schema):
+        elif not is_text(schema, function.schema):
             value = f"{lark.rule(f'value_{function.index}_{place}', lark.json(schema))} {lark.marker(VALUE_END)}"
         elif choices:
             value = f"({' | '.join(map(lark.literal, choices))}) {lark.marker(VALUE_END)}"

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from gateway.structure.lark import Lark
 from gateway.tools.frame import Frame, Function, arguments
 from gateway.tools.parser import MAX_NAME, ToolParser
@@ -44,6 +46,8 @@ class HarmonyParser(ToolParser):
     ) -> None:
         self.section: Section = "header"
         """Section of the text that was read last."""
+        self._written: list[str] = []
+        """Arguments of the current call."""
         super().__init__(functions, new_id, most_calls, customs)
 
     def _answer(self) -> Steps[None]:
@@ -85,7 +89,13 @@ class HarmonyParser(ToolParser):
         if recipient is not None and recipient[1] in self.functions:
             self.section = "other"
             self.begin(recipient[1])
+            self._written = []
             yield from self._body(self._arguments_until, ENDS)
+            if _is_json("".join(self._written)):
+                self.end()
+            else:
+                self.malformed += 1
+                self.cut()
             self.done = self.full
         elif recipient is not None:
             self.section = "other"
@@ -128,18 +138,29 @@ class HarmonyParser(ToolParser):
     def _arguments_until(self, end: int) -> None:
         text = self.scan.text[self.scan.at : end]
         self.scan.at = end
+        self._written.append(text)
         self.arguments(text)
 
     def _pass(self, kind: type[Content] | type[Reasoning]) -> None:
         text = self.scan.text[self.scan.mark : self.scan.at]
-        if text:
-            self._parts.append(kind(text))
+        if text and kind is Reasoning:
+            self._parts.append(Reasoning(text))
+        elif text and not self.forced:
+            self._parts.append(Content(text, self.scan.begin + self.scan.mark))
         self.consume()
 
     def call(self) -> Steps[None]:
         """Calls are messages, which :meth:`_answer` reads."""
         raise NotImplementedError
         yield
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 class HarmonyFrame(Frame):

@@ -57,7 +57,7 @@ class PythonicParser(ToolParser):
         while True:
             yield from scan.space()
             if (yield from scan.begins(")")):
-                return self.arguments("{}" if before == "{" else "}")
+                return self.end_members(before)
             key = (yield from scan.until("=", ")", most=MAX_NAME)).strip()
             if not key.isidentifier():
                 raise Malformed

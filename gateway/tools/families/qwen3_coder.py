@@ -9,8 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from gateway.structure.lark import Lark
-from gateway.tools.families.tagged import TaggedParser, is_text
-from gateway.tools.frame import Frame, Function, SchemaError, listed, raw_text
+from gateway.tools.families.tagged import TaggedParser, is_text, text_choices
+from gateway.tools.frame import Frame, Function, SchemaError, raw_text
 from gateway.tools.parser import MAX_NAME
 from gateway.tools.scanner import Steps
 
@@ -48,7 +48,7 @@ class Qwen3CoderParser(TaggedParser):
         while True:
             yield from scan.space()
             if (yield from scan.begins(FUNCTION_END)):
-                return self.arguments("{}" if before == "{" else "}")
+                return self.end_members(before)
             yield from scan.expect(PARAMETER)
             key = (yield from scan.until(">", most=MAX_NAME)).strip()
             yield from scan.expect(">")
@@ -80,8 +80,8 @@ class Qwen3CoderFrame(Frame):
         if function.text:
             value = raw_text(lark, function, end, without=VALUE_ENDS[1:])
             return lark.rule(f"parameter_{function.index}_{place}", f"{begin} {value} {lark.literal(LINE)}")
-        choices = [text for text in [*listed(schema, "enum"), schema.get("const")] if isinstance(text, str)]
-        if not is_text(schema):
+        choices = text_choices(schema, function.schema)
+        if not is_text(schema, function.schema):
             value = f"{lark.rule(f'value_{function.index}_{place}', lark.json(schema))} {lark.literal(end)}"
         elif choices:
             value = f"({' | '.join(map(lark.literal, choices))}) {lark.literal(end)}"

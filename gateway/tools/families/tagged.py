@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from gateway.structure.schema import resolved
 from gateway.tools.frame import listed
 from gateway.tools.parser import ToolParser
 from gateway.tools.scanner import Scanner, Steps, held_for
@@ -79,16 +80,35 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def is_text(schema: dict[str, Any], depth: int = 0) -> bool:
+def is_text(schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> bool:
     """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type.
 
-    The schema comes from a client and need not be a valid one; alternatives within alternatives are followed to :data:`MAX_DEPTH`.
+    ``root``: the schema of all arguments, to which references lead. It comes from a client and need not be a valid one;
+    alternatives within alternatives are followed to :data:`MAX_DEPTH`.
     """
+    schema = resolved(root, schema)
     kind = schema.get("type")
     if kind is not None:
         return kind == "string" or "string" in listed(schema, "type")
     parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema, name) if isinstance(part, dict)]
     if parts:
-        return depth < MAX_DEPTH and any(is_text(part, depth + 1) for part in parts)
-    values = [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
+        return depth < MAX_DEPTH and any(is_text(part, root, depth + 1) for part in parts)
+    values = _values(schema)
     return any(isinstance(value, str) for value in values) if values else "$ref" not in schema
+
+
+def text_choices(schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> list[str]:
+    """Return the texts that a parameter for which :func:`is_text` holds may have; none if there may be others."""
+    schema = resolved(root, schema)
+    if values := _values(schema):
+        return [value for value in values if isinstance(value, str)]
+    for name in ("anyOf", "oneOf", "allOf") if depth < MAX_DEPTH else ():
+        parts = [part for part in listed(schema, name) if isinstance(part, dict) and is_text(part, root, depth + 1)]
+        found = [text_choices(part, root, depth + 1) for part in parts]
+        if found and (all(found) or (name == "allOf" and any(found))):
+            return next(filter(None, found)) if name == "allOf" else [text for texts in found for text in texts]
+    return []
+
+
+def _values(schema: dict[str, Any]) -> list[Any]:
+    return [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]

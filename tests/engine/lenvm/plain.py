@@ -66,7 +66,7 @@ class Plain:
         logits = self.base(torch.tensor([text])).logits[0, -1].double()
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
-        p = (logits / sampling.temperature).softmax(-1)
+        p = (logits / (sampling.temperature or 1.0)).softmax(-1)
         top = p.topk(guidance.top_k)
         kept, before = [], 0.0
         for rank, (value, token) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):

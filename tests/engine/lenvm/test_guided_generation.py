@@ -198,15 +198,42 @@ def test_values_of_several_tokens_at_a_time(build: Build):
     assert together[0].tokens == tokens_of(singly)
 
 
-def test_greedy_requests_never_ask(build: Build):
-    loop = build()
-    messages = [
-        wire.Generate(name, [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0), length_guidance=some)
-        for name, some in (("free", None), ("guided", wire.LengthGuidance(scale=9.0)))
-    ]
-    replies = run(loop, *messages)
-    assert tokens_of(replies["free"]) == tokens_of(replies["guided"])
-    assert loop.stats.lenvm_tokens == 0
+@pytest.mark.parametrize("build", FORMS, indirect=True)
+def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain: Plain):
+    """Beside drawn and unguided rows; draws that are left alone take the most probable candidate."""
+    rng = random.Random(14)
+    aims = (
+        {"constraint": "eq", "target_length": 9},
+        {"constraint": "ge", "target_length": 6, "top_k": 3},
+        {"constraint": "le", "target_length": 6},
+        {"constraint": "eq", "target_length": 12, "entropy_threshold": 1.5},
+        {"constraint": "le", "target_length": 6, "value_min": 0.5},
+    )
+    greedy = [guided(f"g{i}", some_tokens(rng, 3, 9), guidance(**aim), temperature=0.0) for i, aim in enumerate(aims)]
+    free = wire.Generate("free", [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0))
+    drawn = guided("drawn", [5, 6, 7], guidance(scale=3.0))
+    replies = run(build(), greedy[0], drawn, free, *greedy[1:])
+    for message in greedy:
+        text, unguided = list(message.prompt), []
+        for position, token in enumerate(tokens_of(replies[message.id])):
+            expected = plain.draw(text, position, message)
+            assert token == expected.ids[int(expected.tilted.argmax())]
+            unguided.append(token == expected.ids[0])
+            text.append(token)
+        assert not all(unguided)
+        assert verify(plain, message, replies[message.id])
+    again = [msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, seed=99)) for each in greedy]
+    others = run(build(), *again)
+    assert all(tokens_of(others[each.id]) == tokens_of(replies[each.id]) for each in greedy)
+    assert tokens_of(replies["drawn"]) == tokens_of(run(build(), drawn)["drawn"])
+    assert tokens_of(replies["free"]) == tokens_of(run(build(), free)["free"])
+
+
+@pytest.mark.parametrize("settings", [{"scale": 9.0}, {"mode": "mul", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 9}])
+def test_other_guidance_at_temperature_0_is_invalid(build: Build, settings):
+    message = wire.Generate("g", [5, 6, 7], wire.Sampling(temperature=0), length_guidance=wire.LengthGuidance(**settings))
+    (refused,) = run(build(), message)["g"]
+    assert (refused.code, refused.message.startswith("At temperature 0 nothing is drawn")) == ("invalid", True)
 
 
 @pytest.mark.slow

@@ -155,6 +155,47 @@ def test_more_that_is_wrong(shared: httpx.Client) -> None:
         assert (endless.status_code, told(endless)["param"]) == (400, param)
 
 
+def test_targets_choose_at_temperature_0(client: httpx.Client, engine: FakeEngine) -> None:
+    for constraint in ("eq", "ge", "le"):
+        guide = guidance(client, engine, temperature=0, length_guidance={"target_length": 9, "constraint": constraint})
+        assert guide == wire.LengthGuidance(constraint=constraint, target_length=9)
+    assert guidance(client, engine, temperature=0, custom_params={"target_length": 9, "op": "<"}) is not None
+    assert guidance(client, engine, temperature=0, length_guidance={}) == wire.LengthGuidance()
+    body = {"temperature": 0, "length_guidance": {"target_value": 0.5}, "max_tokens": 9}
+    texts = {complete(client, **body, seed=seed)["choices"][0]["text"] for seed in range(4)}
+    assert len(texts) == 1
+    assert texts != {complete(client, temperature=0, max_tokens=9)["choices"][0]["text"]}
+
+
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
+    ({"length_guidance": {"scale": -5}, "temperature": 0}, "length_guidance.scale", "at temperature 0"),
+    ({"length_guidance": {"mode": "mul", "scale": 2}, "temperature": 0}, "length_guidance.scale", "at temperature 0"),
+    (
+        {"length_guidance": {"target_length": 9, "constraint": "eq_soft"}, "temperature": 0},
+        "length_guidance.constraint",
+        "at temperature 0",
+    ),
+    ({"custom_params": {"value_scale": 2}, "temperature": 0}, "custom_params.value_scale", "at temperature 0"),
+    ({"custom_params": {"op": "soft", "target_length": 9}, "temperature": 0}, "custom_params.op", "at temperature 0"),
+    ({"length_guidance": {"scale": -5, "top_k": 1}}, "length_guidance.top_k", "one candidate"),
+    ({"length_guidance": {"target_length": 9}, "top_k": 1}, "top_k", "one candidate"),
+    ({"custom_params": {"scale": 2}, "top_k": 1}, "top_k", "one candidate"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), WITHOUT_EFFECT)
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_guidance_without_effect_is_refused(
+    shared: httpx.Client, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    prompt = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(
+        path, {"messages": [{"role": "user", "content": "a"}]}
+    )
+    answer = shared.post(f"/v1/{path}", json={**prompt, **fields})
+    assert (answer.status_code, told(answer)["param"]) == (400, param)
+    assert words in told(answer)["message"]
+
+
 @pytest.mark.parametrize("key", GUIDES)
 def test_a_model_without_a_length_model(start: Start, key: str) -> None:
     client = start(FakeEngine(capabilities=("score", "generate")))

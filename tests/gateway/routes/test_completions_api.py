@@ -189,7 +189,7 @@ def test_chat_goes_through_the_template(client: httpx.Client, engine: FakeEngine
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "red"}, {"type": "text", "text": "shoes"}]},
-        {"role": "assistant", "content": "Yes"},
+        {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
         {"role": "tool", "content": "blue", "tool_call_id": "1"},
     ]
     engine.says = ids("No")

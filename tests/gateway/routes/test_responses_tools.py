@@ -100,6 +100,81 @@ def test_the_stream_of_such_an_answer(client: httpx.Client, engine: FakeEngine) 
         assert "".join(deltas) == whole["output"][place]["arguments"]
 
 
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        (f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{SECOND}", ["I look."]),
+        ("<think>\nWhere?\n</think>\n\nIt is 😀 <tool_cal", ["It is 😀 <tool_cal"]),
+        (f"One {CALL} two {SECOND}", ["One", " two"]),
+        (CALL, []),
+    ],
+)
+def test_log_probabilities_are_those_of_the_text(client: httpx.Client, engine: FakeEngine, said: str, texts: list[str]) -> None:
+    engine.says = ids(said)
+    told = create(client, **LONG, **WITH_LOGPROBS)
+    parts = [item["content"][0] for item in told["output"] if item["type"] == "message"]
+    assert [part["text"] for part in parts] == texts
+    for part in parts:
+        spelled = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode()
+        assert part["text"] in spelled
+        first, last = (bytes(part["logprobs"][place]["bytes"]).decode(errors="replace") for place in (0, -1))
+        assert len(spelled) < len(part["text"]) + len(first) + len(last)
+    events = stream(client, **LONG, **WITH_LOGPROBS)
+    assert [item["content"] for item in events[-1]["response"]["output"] if item["type"] == "message"] == [[part] for part in parts]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == [entry for part in parts for entry in part["logprobs"]]
+
+
+@pytest.mark.parametrize("summary", ["auto", "detailed"])
+def test_a_summary_of_reasoning_is_its_text(client: httpx.Client, engine: FakeEngine, summary: str) -> None:
+    engine.says = ids("<think>\nWhere?\n</think>\n\nHere.")
+    thinking, message = create(client, reasoning={"summary": summary}, max_output_tokens=99)["output"]
+    assert thinking["summary"] == [{"type": "summary_text", "text": "Where?"}]
+    events = stream(client, reasoning={"summary": summary}, max_output_tokens=99)
+    kinds = [event["type"] for event in events if "summary" in event["type"]]
+    names = ("part.added", "text.delta", "text.done", "part.done")
+    assert kinds == [f"response.reasoning_summary_{name}" for name in names]
+    assert events[-1]["response"]["output"][0]["summary"] == thinking["summary"]
+    assert create(client, 400, reasoning={"summary": "concise"})["error"]["param"] == "reasoning.summary"
+    create(client, input=[{"role": "user", "content": "a"}, thinking, message, {"role": "user", "content": "b"}])
+    assert "Where?" in rendered(engine)
+
+
+def test_the_output_of_an_unknown_call_is_refused(client: httpx.Client, engine: FakeEngine) -> None:
+    user, call = {"role": "user", "content": "a"}, {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
+    for kind in ("function_call_output", "custom_tool_call_output"):
+        for given in (
+            [user],
+            [user, call],
+            [user, {"type": kind, "call_id": "call_2", "output": "x"}, call | {"call_id": "call_2"}],
+        ):
+            place = 1 if len(given) == 3 else len(given)
+            items = given if len(given) == 3 else [*given, {"type": kind, "call_id": "call_2", "output": "x"}]
+            error = create(client, 400, input=items)["error"]
+            assert (error["param"], "'call_2'" in error["message"]) == (f"input[{place}].call_id", True)
+    engine.says = ids(CALL)
+    first = create(client, **LONG, store=True)
+    result = {"type": "function_call_output", "call_id": "call_2", "output": "22 degrees"}
+    error = create(client, 400, input=[result], previous_response_id=first["id"])["error"]
+    assert error["param"] == "input[0].call_id"
+
+
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
+def test_other_media_are_refused_with_the_remedy(client: httpx.Client, kind: str) -> None:
+    part = {"type": kind, "image_url": "data:,x"}
+    call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
+    for items, path in (
+        ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, part]}], "input[0].content[1]"),
+        ([call, {"type": "function_call_output", "call_id": "call_1", "output": [part]}], "input[1].output[0]"),
+    ):
+        error = create(client, 400, input=items)["error"]
+        assert error["param"] == f"{path}.type"
+        assert "Send images to /v1/chat/completions" in error["message"]
+
+
 def test_a_tool_loop_by_items_and_by_the_store(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids(f"<think>\nWhere?\n</think>\n\n{CALL}")
     first = create(client, **LONG, store=True)

@@ -15,6 +15,7 @@ from engine import wire
 from tests import templates
 from tests.fakes import EOS, FakeEngine, ids, library
 from tests.gateway.conftest import Start, gateways, metric
+from tests.gateway.structure.test_structured_api import accepts
 
 MODELS = {
     **templates.FAMILY_OF,
@@ -199,14 +200,36 @@ def test_logprobs_have_every_token_that_was_drawn(server: Server) -> None:
 
 def test_a_stop_text_ends_an_answer_inside_a_call(server: Server) -> None:
     answer = server.answer("hermes", CALL, stop=["days"])
-    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Zürich 😀", "'
-    assert answer["finish_reason"] == "tool_calls"
+    assert ("tool_calls" in answer["message"], answer["finish_reason"]) == (False, "stop")
+    both = server.answer("hermes", f"{SECOND}{CALL}", stop=["days"])
+    assert [call["function"]["name"] for call in both["message"]["tool_calls"]] == ["get_time"]
+    assert both["finish_reason"] == "stop"
+    assert deltas(server.post("hermes", CALL, stop=["days"], stream=True))[-1]["finish_reason"] == "stop"
+    whole = server.answer("hermes", CALL, stop=["</tool_call>"])
+    assert (len(whole["message"]["tool_calls"]), whole["finish_reason"]) == (1, "tool_calls")
 
 
 def test_a_cut_answer_has_finish_reason_length(server: Server) -> None:
-    answer = server.answer("hermes", CALL, max_tokens=len(ids(CALL)) - 12)
-    assert answer["finish_reason"] == "length"
-    assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    answer = server.answer("hermes", CALL, max_tokens=len(ids(CALL)) - 20)
+    assert ("tool_calls" in answer["message"], answer["finish_reason"]) == (False, "length")
+
+
+@pytest.mark.parametrize("model", ["hermes", "llama_json", "harmony"])
+def test_a_forced_call_that_is_cut_leaves_no_markup(server: Server, model: str) -> None:
+    for tokens in (3, 12):
+        answer = server.answer(model, SAID[model], max_tokens=tokens, tool_choice="required")
+        assert (answer["message"]["content"], answer["finish_reason"]) == ("", "length")
+        assert "tool_calls" not in answer["message"]
+        chunks = deltas(server.post(model, max_tokens=tokens, tool_choice="required", stream=True))
+        assert not any(chunk["delta"].get("content") for chunk in chunks)
+
+
+def test_a_response_has_a_cut_call_as_incomplete(server: Server) -> None:
+    server.says("hermes", f"{SECOND}{CALL}")
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    body = {"model": "hermes", "input": "What is the weather?", "tools": tools, "stop": ["days"]}
+    output = server.client.post("/v1/responses", json=body).json()["output"]
+    assert [(item["name"], item["status"]) for item in output] == [("get_time", "completed"), ("get_weather", "incomplete")]
 
 
 def test_malformed_calls_are_text_and_are_counted(server: Server) -> None:
@@ -285,6 +308,92 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
 def test_bad_tools_are_refused(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
     told, message = server.refusal(**{"model": "hermes"} | fields)
     assert (told, words in message) == (param, True), message
+
+
+def test_the_answer_to_an_unknown_call_is_refused(server: Server) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    asked = [USER, {"role": "assistant", "tool_calls": [call]}]
+    answered = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
+    for messages in ([USER, answered], [*asked, answered], [USER, answered | {"tool_call_id": "call_1"}, asked[1]]):
+        param, message = server.refusal("hermes", messages=messages)
+        place = next(at for at, each in enumerate(messages) if each["role"] == "tool")
+        assert param == f"messages[{place}].tool_call_id"
+        assert repr(messages[place]["tool_call_id"]) in message
+    nameless = {"role": "assistant", "tool_calls": [{name: value for name, value in call.items() if name != "id"}]}
+    for messages in (
+        [*asked, answered | {"tool_call_id": "call_1"}],
+        [USER, nameless, answered],
+        [*asked, answered | {"tool_call_id": None}],
+    ):
+        assert server.post("hermes", "Yes", messages=messages).status_code == 200
+
+
+COLOR = {"$ref": "#/$defs/Farbe_ü"}
+PAINT = {
+    "type": "object",
+    "properties": {
+        "color": COLOR,
+        "back": {"anyOf": [COLOR, {"type": "null"}]},
+        "like": {"$ref": "#/properties/back"},
+        "size": {"$ref": "#/$defs/Size"},
+    },
+    "required": ["color"],
+    "$defs": {"Farbe_ü": {"enum": ["1", "2"], "type": "string"}, "Size": {"enum": [1, 2], "type": "integer"}},
+}
+TAGGED = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=paint>\n{}</function>\n</tool_call>",
+        "<parameter={}>\n{}\n</parameter>\n",
+    ),
+    "glm": ("<tool_call>paint\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+}
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_references_of_parameters_are_followed(server: Server, family: str) -> None:
+    """An enumeration of pydantic is a text, as its values are."""
+    whole, one = TAGGED[family]
+
+    def written(**values: Any) -> str:
+        return whole.format("".join(one.format(name, value) for name, value in values.items()))
+
+    tool = {"type": "function", "function": {"name": "paint", "parameters": PAINT}}
+    values = {"color": "1", "back": "2", "like": "1", "size": 2}
+    answer = server.answer(family, written(**values), tools=[tool], tool_choice="required")
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == values
+    grammar = server.request(family).grammar
+    assert accepts(grammar, written(**values))
+    for wrong in ({"color": "3"}, {"color": '"1"'}, {"back": "x"}, {"like": "3"}, {"size": 3}):
+        assert not accepts(grammar, written(**values | wrong))
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+def test_options_of_a_schema_take_effect(server: Server, family: str) -> None:
+    one_of = {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 5}]}
+    parameters = {"type": "object", "properties": {"days": one_of}, "required": ["days"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    assert server.refusal(family, tools=[tool])[0] == "tools[0].function.parameters"
+    parameters["x-guidance"] = {"coerce_one_of": True}
+    server.answer(family, "Yes", tools=[tool], tool_choice="required")
+    written = {"hermes": '<tool_call>\n{"name": "f", "arguments": {"days": 7}}\n</tool_call>'}
+    tagged = "<tool_call>\n<function=f>\n<parameter=days>\n7\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(server.request(family).grammar, written.get(family, tagged))
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {}}])
+@pytest.mark.parametrize("model", ["hermes", "mistral_named"])
+def test_a_forced_function_without_parameters_gets_none(server: Server, model: str, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now"} | ({} if parameters is None else {"parameters": parameters})}
+    written = {
+        "hermes": '<tool_call>\n{{"name": "now", "arguments": {}}}\n</tool_call>',
+        "mistral_named": "[TOOL_CALLS]now[ARGS]{}",
+    }
+    answer = server.answer(model, written[model].format("{}"), tools=[tool], tool_choice="required")
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    grammar = server.request(model).grammar
+    assert accepts(grammar, written[model].format("{}"))
+    assert not accepts(grammar, written[model].format('{"a": 1}'))
 
 
 @pytest.mark.parametrize("where", ["parameters", "arguments"])

@@ -69,6 +69,56 @@ def test_names_that_other_servers_use_for_supported_fields_are_supported(shared:
     assert "x-yardstick-ignored" not in answer.headers
 
 
+MISSPELT: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"length_guidence": {"target_length": 80}}, "length_guidence", "`length_guidance`"),
+    ("chat", {"lengthGuidance": {"scale": -10}}, "lengthGuidance", "`length_guidance`"),
+    ("chat", {"length_guidence": {"scales": 1}}, "length_guidence", "`length_guidance`"),
+    ("responses", {"target_length": 80}, "target_length", "`length_guidance.target_length`"),
+    ("completions", {"target_lenght": 80}, "target_lenght", "`length_guidance.target_length`"),
+    ("chat", {"scale": -10}, "scale", "`length_guidance.scale`"),
+    ("chat", {"applies_to": "thinking"}, "applies_to", "`length_guidance.applies_to`"),
+    ("completions", {"length_guidance": {"target_lenght": 80}}, "length_guidance.target_lenght", "`length_guidance.target_length`"),
+    ("chat", {"custom_params": {"value_scales": 2}}, "custom_params.value_scales", "`custom_params.value_scale`"),
+    ("chat", {"prompt_lookups": {"ngram": 2}}, "prompt_lookups", "`prompt_lookup`"),
+    ("chat", {"temprature": 0}, "temprature", "`temperature`"),
+    ("responses", {"max_output_token": 5}, "max_output_token", "`max_output_tokens`"),
+    ("score", {"apply_soft_max": True}, "apply_soft_max", "`apply_softmax`"),
+    ("embeddings", {"dimension": 2}, "dimension", "`dimensions`"),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "param", "name"), MISSPELT)
+def test_a_misspelt_or_misplaced_field_is_refused(
+    shared: httpx.Client, endpoint: str, fields: dict[str, Any], param: str, name: str
+) -> None:
+    answer = shared.post(f"/v1/{PATHS[endpoint]}", json=BODIES[endpoint] | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], f"did you mean {name}?" in error["message"]) == (param, True), error
+
+
+def test_a_long_body_has_no_misspelt_guidance(shared: httpx.Client) -> None:
+    body = BODIES["chat"] | {"user": "x" * SEARCHED_BYTES, "length_guidence": {"target_length": 80}}
+    answer = shared.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "length_guidence")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "instruct"},  # text-generation-webui
+        {"models": ["a", "b"], "provider": {}},  # OpenRouter
+        {"return_tokens": True},  # llama.cpp
+        {"length_guidence": None},
+        {"x" * 60_000: 1},
+    ],
+)
+def test_fields_of_others_are_ignored(shared: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = shared.post("/v1/chat/completions", json=BODIES["chat"] | fields)
+    assert answer.status_code == 200, answer.text
+    assert "x-yardstick-ignored" in answer.headers
+
+
 def test_nested_fields_are_named_once_with_their_path(shared: httpx.Client) -> None:
     message = {
         "role": "user",

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import llguidance
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+from engine.wire import GrammarVocabulary
 from gateway.schemas.structure import MAX_ALLOWED_TOKENS
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import gateways, metric
@@ -224,6 +227,106 @@ def test_hostile_constraints_cost_little(client: httpx.Client, fields: dict[str,
         _, message = refusal(answer)
         assert words in message
     assert client.get("/livez").status_code == 200
+
+
+def chained(hops: int, link: Any) -> dict[str, Any]:
+    """A schema whose definitions refer to each other in a row. ``link``: makes one of the reference to the next."""
+    names = [f"#/$defs/a{place}" for place in range(1, hops + 1)]
+    return {
+        "$ref": "#/$defs/a0",
+        "$defs": {f"a{hops}": {"type": "null"}} | {f"a{i}": link({"$ref": n}) for i, n in enumerate(names)},
+    }
+
+
+FATAL = [
+    (
+        {"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775803},
+        "too many digits to be enforced exactly",
+    ),
+    (chained(1000, lambda next: {"properties": {"x": next}, "required": ["x"]}), "levels deep through `$ref`"),
+    (chained(1000, lambda next: {"allOf": [next]}), "levels deep through `$ref`"),
+    # The first properties refer to the last definitions, so no path of this search is long.
+    (
+        {
+            "properties": {f"p{i}": {"$ref": f"#/$defs/a{i}"} for i in range(1000)},
+            "$defs": chained(1000, lambda next: {"properties": {"x": next}, "required": ["x"]})["$defs"],
+        },
+        "nested too deeply",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), FATAL)
+def test_a_schema_that_ends_a_process_is_refused_each_time(client: httpx.Client, schema: Any, words: str) -> None:
+    ended = [f'yardstick_text_workers_ended_total{{reason="{reason}"}}' for reason in ("crash", "memory", "slow")]
+    before = [metric(client, name) for name in ended]
+    for _ in range(6):  # each text worker
+        param, message = refusal(post(client, guided_json=schema))
+        assert (param, words in message) == ("guided_json", True), message
+    assert [metric(client, name) for name in ended] == before
+
+
+LETTERS = LLTokenizer(
+    llguidance.TokenizerWrapper(GrammarVocabulary([*map(bytes, zip(range(256))), b"<end>"], [256], 256, lambda text: list(text)))
+)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether ``text`` is complete in ``grammar``."""
+    matcher = LLMatcher(LETTERS, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+PAIR = [{"type": "integer"}, {"type": "string"}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, ["5"], ["-5"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["5", "-5"], ["a"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -3}, ["-5"], ["5", "-2"]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["18446744073709551615"], ["-5"]),
+        ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, ["0.5", "-5"], ["a"]),
+        ({"enum": [2**53, 2**60]}, [str(2**53), str(2**60)], [str(2**53 + 1)]),
+        ({"enum": [0.1, 123456.789012345]}, ["0.1", "123456.789012345"], ["0.2"]),
+        ({"properties": {"enum": {"default": 2**60 + 1}}, "required": ["enum"]}, ['{"enum": 1}'], ["{}"]),
+        ({"prefixItems": PAIR, "additionalItems": False, "type": "array"}, ['[1, "a"]'], ['[1, "a", 3]']),
+        ({"prefixItems": PAIR, "additionalItems": {"type": "null"}, "type": "array"}, ['[1, "a", null]'], ['[1, "a", 3]']),
+        ({"items": PAIR, "additionalItems": False, "type": "array"}, ['[1, "a"]'], ['[1, "a", 3]']),
+        ({"$ref": "#/$defs/Größe", "$defs": {"Größe": {"type": "integer"}}}, ["1"], ['"a"']),
+        ({"$ref": "#/definitions/A[B C]", "definitions": {"A[B C]": {"type": "integer"}}}, ["1"], ['"a"']),
+        ({"$ref": "#/$defs/a%25b", "$defs": {"a%b": {"type": "integer"}}}, ["1"], ['"a"']),
+        ({"$schema": "https://example.com/own", "type": "integer"}, ["1"], ['"a"']),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "integer"}, ["1"], ['"a"']),
+        ({"type": "array"}, ["[1, 2]", "[\n    1,\n    2\n]"], ["[1,  2]", "[\n\n1]", f"[\n{' ' * 21}1]"]),
+        ({"type": "array", "x-guidance": {"whitespace_flexible": False}}, ["[1,2]"], ["[1, 2]"]),
+        ({"type": "array", "x-guidance": {"whitespace_pattern": "[ ]{0,2}"}}, ["[1,  2]"], ["[1,\n2]"]),
+    ],
+)
+def test_what_a_schema_allows(engine: FakeEngine, client: httpx.Client, schema: Any, good: list[str], bad: list[str]) -> None:
+    answer = post(client, guided_json=schema)
+    assert answer.status_code == 200, answer.text
+    grammar = engine.generates[0].grammar
+    assert [text for text in (*good, *bad) if accepts(grammar, text)] == good
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1234567890123456789]},
+        {"properties": {"id": {"const": -1234567890123456789}}},
+        {"enum": [{"ids": [1, 2**53 + 1]}]},
+        {"enum": [0.5, 98693.53375553725]},
+        {"type": "integer", "minimum": 2**53 + 1},
+        {"items": {"anyOf": [{"type": "integer", "exclusiveMaximum": 2**54}]}},
+    ],
+)
+def test_numbers_that_would_be_rounded_are_refused(client: httpx.Client, schema: Any) -> None:
+    param, message = refusal(post(client, guided_json=schema))
+    assert (param, "too many digits to be enforced exactly" in message) == ("guided_json", True), message
 
 
 def test_other_models_refuse(client: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.parser import ToolParser
-from gateway.tools.parts import CallArguments, CallBegin, Joined, joined
+from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Joined, joined
 
 FUNCTIONS = {"get_weather": ["days", "exact", "places", "note"], "get_time": [], "f": [], "g": ["n"]}
 
@@ -34,6 +34,22 @@ def read(family: str, chunks: Sequence[str], most_calls: int | None = None) -> J
             assert part.call == len(begun) - 1
     assert len(begun) == parser.calls
     return joined(parts)
+
+
+CALLED: list[tuple[str, Any]] = [("f", {"a": {"b": "x} y"}}), ("g", {})]
+_F, _G = '{"a": {"b": "x} y"}}', "{}"
+WHOLE = {
+    "hermes": f'<tool_call>{{"name": "f", "arguments": {_F}}}</tool_call><tool_call>{{"name": "g", "arguments": {_G}}}</tool_call>',
+    "qwen3_coder": f"<tool_call><function=f><parameter=a>\n{_F[6:-1]}\n</parameter></function></tool_call>"
+    "<tool_call><function=g>\n</function></tool_call>",
+    "glm": f"<tool_call>f<arg_key>a</arg_key><arg_value>{_F[6:-1]}</arg_value></tool_call><tool_call>g\n</tool_call>",
+    "harmony": f"<|channel|>commentary to=functions.f<|message|>{_F}<|call|><|channel|>commentary to=functions.g<|message|>{_G}",
+    "llama_json": f'{{"name": "f", "parameters": {_F}}}; {{"parameters": {_G}, "name": "g"}}',
+    "pythonic": "[f(a={'b': 'x} y'}), g()]",
+    "mistral": f'[TOOL_CALLS][{{"name": "f", "arguments": {_F}}}, {{"name": "g", "arguments": {_G}}}]',
+    "mistral_named": f"[TOOL_CALLS]f[ARGS]{_F}[TOOL_CALLS]g[ARGS]{_G}",
+}
+"""An answer of the calls :data:`CALLED`."""
 
 
 def said(family: str, text: str, most_calls: int | None = None) -> tuple[str, list[tuple[str, Any]]]:
@@ -280,9 +296,32 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
 
 
 def test_what_follows_broken_arguments_is_content() -> None:
-    answer = read("hermes", ['<tool_call>{"name": "f", "arguments": {"a": 1]}} rest'])
-    assert answer.calls[0].arguments == '{"a": 1'
-    assert answer.content == "]}} rest"
+    parser = parser_of("hermes")
+    begin, arguments, cut, content = parser.push('<tool_call>{"name": "f", "arguments": {"a": 1]}} rest')
+    assert (begin, arguments) == (CallBegin(0, "id", "f"), CallArguments(0, '{"a": 1'))
+    assert (cut, content) == (CallCut(0), Content("]}} rest", 45))
+    assert (parser.calls, parser.complete, parser.malformed) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("family", sorted(WHOLE))
+@pytest.mark.parametrize("forced", [False, True])
+def test_only_calls_with_all_arguments_are_calls(family: str, forced: bool) -> None:
+    """Wherever an answer of two calls is cut. If calls are forced, there is no text beside them."""
+    text = WHOLE[family]
+    most = 0
+    for end in range(len(text) + 1):
+        if text.rfind("<|", 0, end + 1) > text.rfind("|>", 0, end):
+            continue  # control tokens are not cut
+        parser = FAMILIES[family].parser({"f": ["a"], "g": []}, lambda: "id")
+        parser.forced = forced
+        parts = [*parser.push(text[:end]), *parser.finish()]
+        answer = joined(parts)
+        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == CALLED[: len(answer.calls)]
+        assert most <= len(answer.calls) <= most + 1
+        assert len(answer.calls) == parser.complete == parser.calls - sum(isinstance(part, CallCut) for part in parts)
+        assert not (forced and answer.content)
+        most = len(answer.calls)
+    assert most == 2
 
 
 def test_the_text_after_the_last_call_that_is_allowed_is_dropped() -> None:

@@ -33,6 +33,8 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
+    "/v1/embed": "embeddings",
+    "/v2/embed": "embeddings",
     "/embeddings": "embeddings",
 }
 """``gen_ai.operation.name`` of the routes that OpenTelemetry has a name for; that of others is the last part of the route."""

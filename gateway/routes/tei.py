@@ -45,6 +45,8 @@ from gateway.scoring.scorer import Scores
 from gateway.text.prepared import Prepared
 from tracing.version import project_version
 
+SIMILARITY = {"inputs": {"source_sentence": "red running shoes", "sentences": ["blue running shoes", "oak table"]}}
+"""Example of a body of ``/similarity``."""
 NOT_SERVED = {
     "/embed_all": "This server returns one embedding for each text, not one for each token; use /embed.",
     "/embed_sparse": "No model of this server has sparse embeddings; use /embed.",
@@ -69,7 +71,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         Inference. The classes of a text come with the most probable first."""
         return await answer(request, data, ClassifyRequest | ScoreRequest)
 
-    @post_json("/similarity", TeiRequest, "scoring")
+    @post_json("/similarity", TeiRequest, "scoring", example=SIMILARITY)
     async def similarity(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
         """Return the cosine similarity of a sentence to each of several others, in the form of Text Embeddings Inference."""
         return await answer(request, data, Sentences)

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 
 from gateway.commands.errors import CommandError, WrongUsage
-from gateway.commands.example import show_calls, show_example
+from gateway.commands.example import abilities_of, show_calls, show_example
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
 from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
@@ -169,8 +169,8 @@ def _say_ready(options: ServeOptions, settings: Settings, supervisor: Supervisor
     with_key = settings.api_keys_file is not None
     if options.model is None and not with_key:
         show_example(out, supervisor.url, options.name)
-    guides = options.model is None or options.lenvm_model is not None
-    show_calls(out, supervisor.url, options.name, with_key=with_key, guides=guides)
+    abilities = abilities_of(settings.engines[0], settings.chosen_presets)
+    show_calls(out, supervisor.url, options.name, abilities, with_key=with_key)
     if settings.console:
         supervisor.console.print(f"\nOpen the web console: {supervisor.url}/", soft_wrap=True)
     supervisor.console.print("\nServing; press Ctrl-C to stop.")

@@ -30,6 +30,11 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S1
 class Stop(Exception):
     """A signal asked this process to end."""
 
+    def __init__(self, number: int) -> None:
+        """``number``: the signal."""
+        super().__init__()
+        self.number = number
+
 
 class Supervisor:
     """Watches the engines and the gateway in front of them."""
@@ -132,8 +137,8 @@ def supervised(engines: Sequence[Child], gateway: Child, settings: Settings) -> 
 def told_to_stop() -> Iterator[None]:
     """Convert the signals that ask a program to end into :class:`Stop`."""
 
-    def on_signal(_: int, __: FrameType | None) -> None:
-        raise Stop
+    def on_signal(number: int, _: FrameType | None) -> None:
+        raise Stop(number)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

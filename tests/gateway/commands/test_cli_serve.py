@@ -435,6 +435,16 @@ def upload(served: Served) -> tuple[socket.socket, bytes]:
 
 
 @pytest.mark.slow
+def test_warnings_of_an_engine_that_loads_are_shown(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model), "--quantize", "fp8", "--device", "cpu")
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+    before, _, _ = served.err.read_text().partition("Ready after")
+    (line,) = [line for line in before.splitlines() if "WARNING" in line]
+    assert re.match(r"engine: .* --quantize fp8 is emulated on a CPU: .*; use --quantize int8$", line), line
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     served = start(tmp_path, "--model", str(model))
     descendants = served.descendants

@@ -28,6 +28,7 @@ MAX_SPANS = 128
 MAX_REASONS = 64
 """Most finish reasons that are recorded."""
 OPERATIONS = {
+    "/": "infer",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
@@ -37,7 +38,8 @@ OPERATIONS = {
     "/v2/embed": "embeddings",
     "/embeddings": "embeddings",
 }
-"""``gen_ai.operation.name`` of the routes that OpenTelemetry has a name for; that of others is the last part of the route."""
+"""``gen_ai.operation.name`` of the routes that OpenTelemetry has a name for, and of the one without parts; that of others is the
+last part of the route."""
 
 _current: ContextVar[Trace | None] = ContextVar("yardstick_trace", default=None)
 

@@ -6,8 +6,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # by default, the first process of a container loses SIGTERM
-        signal.signal(number, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # by default, the first process of a container loses it
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     from engine.server import main
 
     sys.exit(main())

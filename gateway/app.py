@@ -55,13 +55,14 @@ from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
 from gateway.routes.completions import completion_route
 from gateway.routes.console import console_routes
-from gateway.routes.embeddings import embeddings_route
+from gateway.routes.embeddings import embeddings_routes
 from gateway.routes.health import health_routes
 from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
 from gateway.routes.rerank import rerank_route
 from gateway.routes.responses import response_routes
 from gateway.routes.score import score_route
+from gateway.routes.tei import tei_routes
 from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings
@@ -165,7 +166,8 @@ def _v1(
         *catalogue_routes(pool, reader, catalogues, quotas),
         warm_route(reader, prompts, scoring, fleet.fan_out, retries),
         classify_route(pool, reader, scoring),
-        embeddings_route(pool, reader, scoring),
+        *embeddings_routes(pool, reader, scoring),
+        *tei_routes(pool, reader, scoring),
         completion_route(pool, reader, generator),
         chat_route(pool, reader, generator),
         *response_routes(pool, reader, Responder(generator, kept)),

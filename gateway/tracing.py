@@ -28,14 +28,18 @@ MAX_SPANS = 128
 MAX_REASONS = 64
 """Most finish reasons that are recorded."""
 OPERATIONS = {
+    "/": "infer",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
+    "/v1/embed": "embeddings",
+    "/v2/embed": "embeddings",
     "/embeddings": "embeddings",
 }
-"""``gen_ai.operation.name`` of the routes that OpenTelemetry has a name for; that of others is the last part of the route."""
+"""``gen_ai.operation.name`` of the routes that OpenTelemetry has a name for, and of the one without parts; that of others is the
+last part of the route."""
 
 _current: ContextVar[Trace | None] = ContextVar("yardstick_trace", default=None)
 

@@ -26,6 +26,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+INTERRUPTED = 130
+"""Exit code of a run that a signal ends."""
+
 
 def main() -> None:
     """Run a subcommand. An error prints one line and exits with code 2; an objective that is not met gives exit code 1."""
@@ -77,7 +80,7 @@ def run(
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
     upload: Upload = None,
 ) -> None:
-    """Send the scenario's requests; exit code 1 if an objective is not met."""
+    """Send the scenario's requests; exit code 1 if an objective is not met, and 130 if a signal ends it."""
     from loadgen.files import check_written, write_reports
     from loadgen.records import to_log
     from loadgen.report import show
@@ -98,7 +101,7 @@ def run(
         check_written(done, out)
         write_reports(results, out)
     copy()
-    raise typer.Exit(not results.passed)
+    raise typer.Exit(INTERRUPTED if done.interrupted else not results.passed)
 
 
 @app.command()
@@ -120,7 +123,7 @@ def search(
     out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
     upload: Upload = None,
 ) -> None:
-    """Search for the highest rate that meets the objectives; exit code 1 if no rate does, or if a signal ends the search."""
+    """Search for the highest rate that meets the objectives; exit code 1 if no rate does, and 130 if a signal ends the search."""
     from loadgen import found as reports
     from loadgen.files import check_written, write_reports
     from loadgen.runner import run as send
@@ -148,7 +151,7 @@ def search(
     if out is not None:
         reports.write(found, out)
     copy()
-    raise typer.Exit(found.rate is None or found.reason == "interrupted")
+    raise typer.Exit(INTERRUPTED if found.reason == "interrupted" else found.rate is None)
 
 
 @app.command()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,7 @@ def test_a_signal_during_the_imports_ends_a_server_quietly(program: str, number:
     libraries = Path(f"/proc/{process.pid}/maps").read_text()
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (0, "")
+    assert (process.returncode, output) == (130 if number == signal.SIGINT else 0, "")
     assert "tokenizers" not in libraries, "it is the gateway that imports them, long before it serves"
     assert "zmq" not in libraries, "it is the engine that imports it, long before it serves"
 
@@ -41,3 +44,45 @@ def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+COMMANDS = {
+    "score": ["score", "--query", "a", "--labels", "b", "--items", "FILE", "--url", "URL"],
+    "load": ["load", "run", "--rate", "1", "--duration", "60", "--url", "URL"],
+    "serve": ["serve", "--model", str(DEMO), "--port", "PORT"],
+}
+ASKED = -1.0
+"""Stands for the moment at which a server is asked."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "seconds"),
+    [
+        ("score", 0.0),
+        ("score", 0.2),
+        ("score", ASKED),
+        ("load", 0.0),
+        ("load", ASKED),
+        ("serve", 0.0),
+        ("serve", 0.2),
+        ("serve", 2.0),
+    ],
+)
+def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float, tmp_path: Path) -> None:
+    """Counted from the moment at which Python has started; the model is not ready, and the server never answers."""
+    (tmp_path / "items.txt").write_text("one\n")
+    with as_in_production(), socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        places = {"FILE": str(tmp_path / "items.txt"), "URL": url, "PORT": str(free_port())}
+        program = "import sys; from gateway.__main__ import yardstick; print('began', flush=True); yardstick()"
+        arguments = [sys.executable, "-c", program, *(places.get(argument, argument) for argument in COMMANDS[command])]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "began\n"
+        with closing(silent.accept()[0]) if seconds == ASKED else nullcontext():
+            time.sleep(max(0.0, seconds))
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+    assert ("Traceback" in output, process.returncode) == (False, 130), output

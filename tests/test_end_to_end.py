@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -105,6 +106,30 @@ def test_likelihoods_of_items(gateway: Program, reference):
     again = gateway.client.post("/v1/score", json={"model": "tiny"} | fields)
     assert again.headers["x-yardstick-cache"] == "2/2"
     assert again.json()["data"] == answer["data"]
+
+
+@pytest.mark.parametrize("over", ["messages", "HTTP"])
+def test_an_urgent_request_overtakes_a_running_one_of_its_key(pod: Pod, gateway: Program, over: str):
+    """The large request is one message, whose steps take seconds; the urgent one is computed in its next step."""
+
+    def ask(name: str, items: list[list[int]], priority: int) -> object:
+        if over == "HTTP":
+            return post(gateway, "/v1/score", query=[1, 2], items=items, label_token_ids=[5], priority=priority)["scores"]
+        status, reply = pod.ask("/score", wire.Score(name, [1, 2], items, wire.Labels([5]), priority=priority))
+        assert status == 200
+        return reply
+
+    def running() -> bool:
+        return "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text
+
+    shift = 0 if over == "HTTP" else 7  # no result is in a cache
+    large = [[3 + (shift + 11 * item + 17 * place) % 200 for place in range(60)] for item in range(800)]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, "large", large, 0)
+        wait_until(running, seconds=60)
+        assert ask("urgent", [[200 + shift]], -10)
+        assert running(), "the large one goes on"
+        assert answer.result(timeout=120)
 
 
 @pytest.mark.slow

@@ -156,7 +156,9 @@ fill = conversion.fill
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raises :class:`ModelError` where the device cannot multiply in FP8."""
     if device.type == "cpu":
-        logger.info("FP8 is emulated on a CPU: the results are correct, and slower to compute than without FP8")
+        logger.warning(
+            "--quantize fp8 is emulated on a CPU: results are right, and take longer than without it; use --quantize int8"
+        )
         return
     if not supported(device):
         needed, found = (".".join(map(str, version)) for version in (CAPABILITY, torch.cuda.get_device_capability(device)))

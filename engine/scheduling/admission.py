@@ -48,10 +48,11 @@ class Admission:
         self._max_load, self._now, self._contended = max_load, now, contended
         self._closed_above = math.inf
 
-    def admit_waiting(self, batch: Batch, flow: Flow) -> None:
-        """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
+    def admit_waiting(self, batch: Batch, flow: Flow, before: float = math.inf) -> None:
+        """Start waiting requests of a tenant whose rank is lower than ``before`` while it has a share of the step, and while there
+        are places and slots."""
         searched: Request | None = None
-        while flow.waiting and flow.room > 0 and batch.load < self._max_load:
+        while flow.waiting and flow.waiting[0][0] < before and flow.room > 0 and batch.load < self._max_load:
             if not self._has_room(flow):
                 return
             waiting, room = flow.waiting[0][2], min(flow.room, self._max_load - batch.load)

@@ -59,6 +59,8 @@ class FairQueue:
         """Sum of the weights of all flows."""
         self.waiting = 0
         """Number of waiting requests."""
+        self.prioritised = 0
+        """Number of requests with a priority other than 0."""
         self.satisfied = True
         """Whether the step has room for all demand."""
         self._lanes = kv_pools
@@ -104,6 +106,7 @@ class FairQueue:
             flow = self.flows[tenant] = Flow(tenant, next(self._numbers), [0] * self._lanes, 0.0, virtual)
         self.weight += weight - flow.weight
         flow.weight = weight
+        self.prioritised += request.priority != 0
         self.wait(request)
 
     def wait(self, request: Request) -> None:
@@ -154,6 +157,7 @@ class FairQueue:
     def leave(self, request: Request) -> None:
         """Remove a request that has ended and does not run."""
         flow = self.of(request)
+        self.prioritised -= request.priority != 0
         place = bisect_left(flow.waiting, (rank(request), request.arrival))
         if place < len(flow.waiting) and flow.waiting[place][2] is request:
             del flow.waiting[place]

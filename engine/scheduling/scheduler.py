@@ -2,10 +2,12 @@
 
 Order within a tenant: running requests come first, in order of admission. Each decoding branch gets its one token; prompts and
 items get the rest of the budget. Waiting requests are admitted in the order of :func:`~engine.scheduling.flow.rank`, which is the
-time of arrival, corrected by priority. A running request that finds no free slot evicts from the prefix cache, then preempts the
-request that was admitted last; the preempted tokens are computed again later. A waiting request only evicts from the cache. So the
-oldest request always progresses. Neither scoring nor decoding starves: every generated sequence gets its token in every step, and
-prompts and items get at least a :data:`PREFILL_SHARE` of the budget.
+time of arrival, corrected by priority. While there is a request with a priority other than 0, running requests get their tokens in
+this order too, and a waiting request is admitted before running prompts and items of a higher rank get theirs. A running request
+that finds no free slot evicts from the prefix cache, then preempts the request that was admitted last; the preempted tokens are
+computed again later. A waiting request only evicts from the cache. So the request that was admitted first finds slots. Neither
+scoring nor decoding starves: every generated sequence gets its token in every step, and prompts and items get at least a
+:data:`PREFILL_SHARE` of the budget.
 
 Between tenants, resources are divided by weight:
 
@@ -45,6 +47,7 @@ from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.decoding import decode, decoding_branch
 from engine.scheduling.drafting import Drafting, LookupSettings
 from engine.scheduling.fair_queue import FairQueue
+from engine.scheduling.flow import rank
 from engine.scheduling.wait_estimator import WaitEstimator
 from engine.settings import RESERVED_SHARE
 
@@ -267,9 +270,11 @@ class Scheduler:
         return failed
 
     def _compute_running(self, batch: Batch) -> None:
-        """Compute the running requests in order of admission. Consecutive ones that continue by one token are composed at once."""
+        """Compute the running requests in order of admission or, with priorities, of rank. Consecutive ones that continue by one
+        token are composed at once."""
         decoding: list[Branch] = []
-        for request in self.running:
+        ranked = self._queue.prioritised > 0
+        for request in sorted(self.running, key=rank) if ranked else self.running:
             if request.awaits_result or (request.adapter is not None and not self._allocator.turns.takes(request)):
                 continue
             if self._run_ahead and self._drafting.holds(request):
@@ -278,6 +283,8 @@ class Scheduler:
             if branch is None or self._drafting.wants(branch):
                 self._decode(batch, decoding)
                 decoding = []
+                if ranked and request.arrival in self._running:
+                    self._admission.admit_waiting(batch, self._queue.of(request), before=rank(request))
                 self._compute_request(batch, request)
             else:
                 decoding.append(branch)

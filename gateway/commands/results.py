@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -26,12 +26,14 @@ class Results:
     scores: Sequence[Sequence[float]]
     """[item][label], probabilities."""
     total_tokens: int
+    heading: str = "P({})"
+    """Heading of a label's column in a table."""
 
     def by_first_label(self) -> Results:
         """Return the results sorted by the first label, best first; the order of equal ones is kept."""
         order = sorted(range(len(self.items)), key=lambda index: -self.scores[index][0])
         items, scores = [self.items[index] for index in order], [self.scores[index] for index in order]
-        return Results(self.model, self.labels, items, scores, self.total_tokens)
+        return replace(self, items=items, scores=scores)
 
 
 def write(results: Results, format: str, output: Path | None, *, by_first_label: bool = False) -> None:
@@ -53,7 +55,7 @@ def as_table(results: Results) -> Table:
     table = Table(caption=f"{results.model}, {results.total_tokens} tokens", caption_justify="left")
     table.add_column("Item", overflow="fold")
     for label in results.labels:
-        table.add_column(Text(f"P({label.strip() or repr(label)})"), justify="right")
+        table.add_column(Text(results.heading.format(label.strip() or repr(label))), justify="right")
     for item, scores in zip(results.items, results.scores, strict=True):
         table.add_row(Text(item), *(f"{score:.4f}" for score in scores))
     return table

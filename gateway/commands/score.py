@@ -1,10 +1,10 @@
-"""``yardstick score``: sends a list of items to a running gateway, in batches."""
+"""``yardstick score`` and ``rerank`` of a list of items: sends it to a running gateway, in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -14,9 +14,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gateway.commands.errors import CommandError
 from gateway.commands.results import Results
 from gateway.errors import ErrorBody
+from gateway.schemas.rerank import RerankResponse
 from gateway.schemas.score import ScoreResponse
 
+T = TypeVar("T")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+
+
+class Job(Protocol):
+    """What the jobs have in common."""
+
+    @property
+    def url(self) -> str:
+        """URL of the gateway."""
+
+    @property
+    def api_key(self) -> str | None:
+        """API key."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,38 @@ class ScoreJob:
     batch: int
     suffix: str = ""
     """Text appended to every item, such as a question about it."""
+
+
+@dataclass(frozen=True)
+class RerankJob:
+    """Options of the command line."""
+
+    query: str
+    url: str
+    api_key: str | None
+    model: str | None
+    instruction: str | None
+    truncate: bool
+    top_n: int | None
+    batch: int
+
+
+def rerank(job: RerankJob, lines: Iterable[str]) -> Results:
+    """Rank the lines of ``lines`` that are not empty, the most relevant first. Raises :class:`CommandError`."""
+    documents = _read(lines)
+    given = {"query": job.query, "model": job.model, "instruction": job.instruction, "truncate": job.truncate or None}
+    fields = {name: value for name, value in given.items() if value is not None}
+    scores, model, tokens = [0.0] * len(documents), "", 0
+    with _client(job) as client, _progress() as progress:
+        task = progress.add_task("Ranking", total=len(documents))
+        for start, batch in zip(range(0, len(documents), job.batch), _batches(documents, job.batch), strict=True):
+            answer = _post(client, job, "/v1/rerank", fields | {"documents": batch}, RerankResponse)
+            for result in answer.results:
+                scores[start + result.index] = result.relevance_score
+            model, tokens = answer.model, tokens + answer.usage.total_tokens
+            progress.advance(task, len(batch))
+    whole = Results(model, ("relevance",), documents, [[score] for score in scores], tokens, heading="{}").by_first_label()
+    return replace(whole, items=whole.items[: job.top_n], scores=whole.scores[: job.top_n])
 
 
 def run(job: ScoreJob, lines: Iterable[str]) -> Results:
@@ -54,7 +100,7 @@ def score_items(job: ScoreJob, items: list[str]) -> Results:
     return Results(model, job.labels, items, scores, tokens)
 
 
-def _client(job: ScoreJob) -> httpx.Client:
+def _client(job: Job) -> httpx.Client:
     headers = {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
     try:
         return httpx.Client(base_url=job.url, headers=headers, timeout=_TIMEOUT)
@@ -86,15 +132,19 @@ def _score(client: httpx.Client, job: ScoreJob, items: list[str]) -> ScoreRespon
     }
     if job.model is not None:
         body["model"] = job.model
+    return _post(client, job, "/v1/score", body, ScoreResponse)
+
+
+def _post(client: httpx.Client, job: Job, path: str, body: dict[str, Any], kind: type[T]) -> T:
     try:
-        response = client.post("/v1/score", json=body)
+        response = client.post(path, json=body)
     except httpx.RequestError as error:
         reason = str(error) or type(error).__name__
         raise CommandError(f"no answer from {job.url} ({reason}); check --url, or start a server with `yardstick serve`") from None
     if not response.is_success:
         raise CommandError(_refusal(response))
     try:
-        return msgspec.json.decode(response.content, type=ScoreResponse)
+        return msgspec.json.decode(response.content, type=kind)
     except ValueError:  # also of bytes that are not UTF-8
         raise CommandError(f"{job.url} did not answer as a Yardstick gateway does; check --url") from None
 

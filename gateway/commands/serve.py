@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
-from gateway.commands.errors import CommandError, WrongUsage
-from gateway.commands.example import show_calls, show_example
+from gateway.commands.errors import CommandError, Interrupted, WrongUsage
+from gateway.commands.example import abilities_of, show_calls, show_example
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
 from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
@@ -72,18 +73,22 @@ class _Models(NamedTuple):
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` if it cannot start or a process ends by itself."""
+    """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` if it cannot start, if Ctrl-C comes before it serves, or if a
+    process ends by itself."""
     require_engine()
     _check_engine_options(options)
     settings = gateway_settings(options, program_environment())
     _check_port(settings)
+    ready = False
     try:
         with told_to_stop(), children(options, settings, models_of(options)) as supervisor:
             supervisor.wait_until_ready(options.title)
+            ready = True
             _say_ready(options, settings, supervisor)
             supervisor.watch()
-    except Stop:
-        return
+    except Stop as stop:
+        if not ready and stop.number == signal.SIGINT:
+            raise Interrupted(f"interrupted before {options.title} was ready") from None
 
 
 def _check_engine_options(options: ServeOptions) -> None:
@@ -169,8 +174,8 @@ def _say_ready(options: ServeOptions, settings: Settings, supervisor: Supervisor
     with_key = settings.api_keys_file is not None
     if options.model is None and not with_key:
         show_example(out, supervisor.url, options.name)
-    guides = options.model is None or options.lenvm_model is not None
-    show_calls(out, supervisor.url, options.name, with_key=with_key, guides=guides)
+    abilities = abilities_of(settings.engines[0], settings.chosen_presets)
+    show_calls(out, supervisor.url, options.name, abilities, with_key=with_key)
     if settings.console:
         supervisor.console.print(f"\nOpen the web console: {supervisor.url}/", soft_wrap=True)
     supervisor.console.print("\nServing; press Ctrl-C to stop.")

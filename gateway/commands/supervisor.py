@@ -24,11 +24,18 @@ _ENGINE_SECONDS = 10.0
 """Time that the engines have to end after the gateway, and with it every request, has ended."""
 _SPARE_SECONDS = 5.0
 """The gateway ends within its grace period; it is killed if it takes this much longer."""
+_WARNING = " WARNING "
+"""Level of a line of the log."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S104 - local addresses of servers that listen on all
 
 
 class Stop(Exception):
     """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        """``number``: the signal."""
+        super().__init__()
+        self.number = number
 
 
 class Supervisor:
@@ -43,6 +50,8 @@ class Supervisor:
         self._progress = ""
         """The latest line of any engine."""
         self._talkative = False
+        self._warnings: list[str] = []
+        """Warnings of the engines while they load. The gateway's only say that the engines are not ready."""
         for child in self._children:
             child.follow(partial(self._on_line, child))
 
@@ -60,6 +69,8 @@ class Supervisor:
                 self._show_progress(status, time.monotonic() - started)
                 time.sleep(_POLL_SECONDS)
         self._talkative = talkative
+        for warning in self._warnings if talkative else ():
+            _say(warning)
         self.console.print(f"Ready after {time.monotonic() - started:.1f} s: {self.url}/v1")
 
     def watch(self) -> None:
@@ -100,8 +111,11 @@ class Supervisor:
             self._latest[child.name] = line
         if child.program == "engine":
             self._progress = line if child.name == child.program else f"{child.name}: {line}"
+        said = f"{child.name}: {line.removeprefix(prefix)}"
         if self._talkative:
-            _say(f"{child.name}: {line.removeprefix(prefix)}")
+            _say(said)
+        elif child.program == "engine" and _WARNING in line:
+            self._warnings.append(said)
 
 
 def _say(line: str) -> None:
@@ -132,8 +146,8 @@ def supervised(engines: Sequence[Child], gateway: Child, settings: Settings) -> 
 def told_to_stop() -> Iterator[None]:
     """Convert the signals that ask a program to end into :class:`Stop`."""
 
-    def on_signal(_: int, __: FrameType | None) -> None:
-        raise Stop
+    def on_signal(number: int, _: FrameType | None) -> None:
+        raise Stop(number)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -16,7 +16,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
 from gateway.edge.middleware import HttpMiddleware
-from gateway.handling.openapi import ERRORS, WRITE_ERRORS, ApiOperation
+from gateway.handling.openapi import ERRORS, WRITE_ERRORS, ApiOperation, operation_with
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,9 +28,10 @@ class Body(Generic[T]):
         self.content = content
 
 
-def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
-    """Return ``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``. The content type is not checked."""
-    return _with_body(post, path, kind, tag, ERRORS)
+def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str, *, example: object = None) -> HTTPRouteHandler:
+    """Return ``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``. The content type is not checked. ``example``: of
+    the body; by default that of ``kind``."""
+    return _with_body(post, path, kind, tag, ERRORS, ApiOperation if example is None else operation_with(example))
 
 
 def put_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
@@ -44,6 +45,7 @@ def _with_body(
     kind: type[msgspec.Struct],
     tag: str,
     errors: dict[int, ResponseSpec],
+    operation: type[ApiOperation] = ApiOperation,
 ) -> HTTPRouteHandler:
     return method(
         path,
@@ -51,7 +53,7 @@ def _with_body(
         dto=JsonBody[kind],  # type: ignore[valid-type]
         return_dto=None,
         responses=errors,
-        operation_class=ApiOperation,
+        operation_class=operation,
         tags=[tag],
         middleware=[_CallHandler()],
     )

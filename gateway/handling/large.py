@@ -58,6 +58,16 @@ async def with_rows(
     return _InParts(await _filled(answer, name, rows), headers)
 
 
+async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
+    """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
+    parts, rest = [], _encoder.encode(answer)
+    found = sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists)
+    for _, name in found:
+        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
+        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
+    return _InParts([*parts, rest], headers)
+
+
 async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
     """Return ``answer`` as a server-sent event, with ``rows`` in place of the empty list in its field ``name``."""
     return b"data: %b\n\n" % b"".join(await _filled(answer, name, rows))

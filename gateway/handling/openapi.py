@@ -17,7 +17,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.plugins import SwaggerRenderPlugin
-from litestar.openapi.spec import Components, OpenAPIResponse, Operation, Reference, Schema, SecurityScheme
+from litestar.openapi.spec import Components, OpenAPIResponse, Operation, Reference, RequestBody, Schema, SecurityScheme
 from litestar.openapi.spec.enums import OpenAPIType
 from litestar.openapi.spec.header import OpenAPIHeader
 from litestar.openapi.spec.media_type import OpenAPIMediaType
@@ -128,12 +128,44 @@ _GENERATION = {
 _HEADERS_OF_TAG = {"scoring": _CACHE | _CUT, "length": _CACHE, "generation": _GENERATION}
 
 
+_DESCRIBE = "Describe: red running shoes"
+EXAMPLES: dict[str, object] = {
+    "ScoreRequest": {
+        "query": "Query: red running shoes\nItem: ",
+        "items": ["crimson jogging sneakers\nRelevant:", "blue running shoes\nRelevant:"],
+        "labels": [" Yes", " No"],
+        "apply_softmax": True,
+    },
+    "RerankRequest": {"query": "red running shoes", "documents": ["blue running shoes", "crimson jogging sneakers"], "top_n": 1},
+    "CatalogueRequest": {"template": "{item}\nQuestion: {query}", "labels": [" Yes", " No"]},
+    "ItemsRequest": [{"id": "sku-1", "text": "Red running shoes"}, {"id": "sku-2", "text": "Oak table"}],
+    "WarmRequest": {"ids": ["sku-1"]},
+    "ClassifyRequest": {"input": ["red running shoes", "blue table"]},
+    "EmbeddingsRequest": {"input": ["red running shoes", "blue table"]},
+    "CohereEmbedRequest": {"texts": ["red running shoes", "blue table"], "input_type": "search_document"},
+    "TeiRequest": {"inputs": "red running shoes"},
+    "CompletionRequest": {"prompt": f"{_DESCRIBE}\n", "max_tokens": 30},
+    "ChatRequest": {"messages": [{"role": "user", "content": _DESCRIBE}], "max_tokens": 30},
+    "ResponseRequest": {"input": _DESCRIBE, "max_output_tokens": 30},
+    "LengthRequest": {"input": f"{_DESCRIBE}\n"},
+    "TokenizeRequest": {"prompt": "red running shoes"},
+    "DetokenizeRequest": {"tokens": [5, 6, 7]},
+    "LoadAdapterRequest": {"lora_name": "support", "lora_path": "support"},
+    "UnloadAdapterRequest": {"lora_name": "support"},
+}
+"""An example of each body, by its schema. They name no model, so they are for a server of one model of the endpoint's kind."""
+
+
 @dataclass
 class ApiOperation(Operation):
-    """An operation that needs a key, with its response headers and the events of its stream."""
+    """An operation that needs a key, with an example of its body, its response headers and the events of its stream."""
 
     def __post_init__(self) -> None:
-        """Complete the responses that the framework found."""
+        """Complete the body and the responses that the framework found."""
+        if isinstance(self.request_body, RequestBody):
+            for content in self.request_body.content.values():
+                assert isinstance(content.schema, Reference)
+                content.example = self.example or EXAMPLES[content.schema.ref.rpartition("_")[2]]
         for status, response in (self.responses or {}).items():
             assert isinstance(response, OpenAPIResponse)
             headers = {"x-request-id": "Id of the request: the client's own, if it sent one."}
@@ -143,6 +175,16 @@ class ApiOperation(Operation):
             elif status in ("429", "503"):
                 headers |= {"retry-after": "Seconds to wait before another try; absent if waiting does not help."}
             response.headers = {name: _header(description) for name, description in headers.items()}
+
+    @property
+    def example(self) -> object:
+        """An example of the body; None for that of its schema."""
+        return None
+
+
+def operation_with(example: object) -> type[ApiOperation]:
+    """Return the class of an operation with ``example`` as the example of its body."""
+    return type("ExampleOperation", (ApiOperation,), {"example": example})
 
 
 def _header(description: str) -> OpenAPIHeader:

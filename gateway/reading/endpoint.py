@@ -68,7 +68,8 @@ class Endpoint(Generic[T]):
 
     kind: type[T]
     bulk: Mapping[str, Any]
-    """Fields that may be large and that the event loop does not need, with the stand-in that replaces each non-empty one."""
+    """Fields that may be large and that the event loop does not need, with the stand-in that replaces each non-empty one, or a
+    function that returns it."""
     read: Callable[[T, Model], Prepared]
     """Returns the prompts. Raises :class:`InvalidRequest`."""
     is_light: Callable[[T], bool]
@@ -97,7 +98,8 @@ class Endpoint(Generic[T]):
 
     def without_bulk(self, request: T) -> T:
         """Return the request with stand-ins for its bulk fields."""
-        present = {name: stand_in for name, stand_in in self.bulk.items() if getattr(request, name)}
+        given = {name: value for name in self.bulk if (value := getattr(request, name))}
+        present = {name: stand_in(given[name]) if callable(stand_in := self.bulk[name]) else stand_in for name in given}
         return msgspec.structs.replace(request, **present)
 
     def pack_fields(self, request: T) -> bytes:

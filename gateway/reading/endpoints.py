@@ -13,7 +13,8 @@ from gateway.reading.length import LENGTH
 from gateway.reading.rerank import RERANK
 from gateway.reading.responses import RESPONSES
 from gateway.reading.score import SCORE
-from gateway.reading.texts import CLASSIFY, EMBEDDINGS
+from gateway.reading.tei import TEI
+from gateway.reading.texts import CLASSIFY, COHERE_EMBED, EMBEDDINGS
 from gateway.reading.tokenize import TOKENIZE
 
 ENDPOINTS: dict[str, Endpoint[Any]] = {
@@ -21,6 +22,8 @@ ENDPOINTS: dict[str, Endpoint[Any]] = {
     "rerank": RERANK,
     "classify": CLASSIFY,
     "embeddings": EMBEDDINGS,
+    "cohere_embed": COHERE_EMBED,
+    "tei": TEI,
     "completions": COMPLETIONS,
     "chat": CHAT,
     "responses": RESPONSES,

@@ -8,6 +8,7 @@ from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.pairs import Pairs, preset_of
 from gateway.reading.prompts import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
 from gateway.schemas.classify import ClassifyRequest
+from gateway.schemas.cohere import CohereEmbedRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.length import MAX_TEXTS, Texts
 from gateway.schemas.truncation import Truncation
@@ -15,8 +16,9 @@ from gateway.text.prepared import Prepared
 from gateway.text.prompts import share_prefix
 
 
-def _classify(request: ClassifyRequest, model: Model) -> Prepared:
-    prepared = _read(model, "classify", request, request.input, "input")
+def read_classified(request: ClassifyRequest, model: Model, param: str = "input") -> Prepared:
+    """Read texts to classify. ``param``: field of the client's body that holds them. Raises :class:`InvalidRequest`."""
+    prepared = _read(model, "classify", request, request.input, param)
     categories = None if model.text is None or model.text.preset is None else model.text.preset.fitted.categories_prefix
     if not categories:
         return prepared
@@ -25,7 +27,7 @@ def _classify(request: ClassifyRequest, model: Model) -> Prepared:
     for index, row in enumerate(prepared.rows):
         rows += [[*row], [*row, *categories]]
         model.facts.check_prompt(len(prepared.prefix) + len(rows[-1]), prepared.param_of(index))
-    model.bounds.check("max_request_tokens", len(prepared.prefix) + sum(map(len, rows)), "tokens", "input")
+    model.bounds.check("max_request_tokens", len(prepared.prefix) + sum(map(len, rows)), "tokens", param)
     return Prepared(rows, prepared.prefix, param=prepared.param, truncated=prepared.truncated)
 
 
@@ -38,6 +40,11 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
     if as_query and "document" in (request.input_type, request.prompt_name):
         raise InvalidRequest("`instruction` is for queries; set `input_type` to query.", param="instruction")
     return _read(model, "embed", request, given, param, as_query=as_query, instruction=request.instruction)
+
+
+def _cohere_embed(request: CohereEmbedRequest, model: Model) -> Prepared:
+    texts, as_query = request.texts, request.input_type == "search_query"
+    return Pairs(model, preset_of(model, "embed"), request.cuts, "texts", as_query=as_query).prepared(texts, texts=True)
 
 
 def _read(
@@ -64,7 +71,7 @@ def _light(given: Texts | None) -> bool:
 CLASSIFY = Endpoint(
     kind=ClassifyRequest,
     bulk={"input": "", "user": ""},
-    read=_classify,
+    read=read_classified,
     is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.input),
     is_small=lambda _: True,
@@ -75,5 +82,13 @@ EMBEDDINGS = Endpoint(
     read=_embed,
     is_light=lambda request: _light(request.input) and _light(request.inputs),
     characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),
+    is_small=lambda _: True,
+)
+COHERE_EMBED = Endpoint(
+    kind=CohereEmbedRequest,
+    bulk={"texts": [""]},
+    read=_cohere_embed,
+    is_light=lambda _: False,
+    characters=lambda request, _: sum(map(len, request.texts)),
     is_small=lambda _: True,
 )

@@ -21,6 +21,7 @@ from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, sigmoid, softmax
 from gateway.schemas.classify import Category, Classification, ClassifyRequest, ClassifyResponse
 from gateway.schemas.usage import PromptTokensDetails, Usage
@@ -54,7 +55,7 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
             cache_salt=fields.cache_salt,
         )
         scores = await scoring.score(job)
-        names = model.info.classes if isinstance(fitted.readout, wire.Classes) else fitted.names
+        names = class_names(fitted, model)
         rows = _classifications(fitted, model.info, names, scores.rows, raw=fields.raw)
         tokens = prepared.tokens
         answer = ClassifyResponse(
@@ -71,6 +72,16 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
     return classify
 
 
+def class_names(fitted: Fitted, model: ServedModel) -> Sequence[str]:
+    """Return the names of the classes of a head, or of the preset's labels."""
+    return model.info.classes if isinstance(fitted.readout, wire.Classes) else fitted.names
+
+
+def probabilities(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
+    """Return the probability of each class, or with ``raw`` the number before the activation."""
+    return _head(fitted, row, info, raw=raw) if isinstance(fitted.readout, wire.Classes) else _verdicts(fitted, row, raw=raw)
+
+
 def _classifications(
     fitted: Fitted, info: wire.Info, names: Sequence[str], rows: Sequence[Row], *, raw: bool
 ) -> Iterator[Classification]:
@@ -78,7 +89,7 @@ def _classifications(
     step = 2 if fitted.categories else 1
     for index in range(len(rows) // step):
         row = rows[step * index]
-        probs = _head(fitted, row, info, raw=raw) if isinstance(fitted.readout, wire.Classes) else _verdicts(fitted, row, raw=raw)
+        probs = probabilities(fitted, row, info, raw=raw)
         categories = _categories(fitted, rows[step * index + 1]) if fitted.categories else None
         label = names[max(range(len(probs)), key=probs.__getitem__)]
         yield Classification(index=index, label=label, probs=probs, num_classes=len(probs), categories=categories)

@@ -95,10 +95,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
 
             return await scoring.stream(job, chunk, last)
         scores = await scoring.score(job)
-        ranks = (await _ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
+        ranks = (await ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
         headers, large = headers_of(prepared, scores), len(ranks) > LARGE_RESULTS
         if fields.texts is not None:
-            return await listed(_tei(ranks, prepared), large=large, headers=headers)
+            return await listed(tei_ranks(ranks, prepared), large=large, headers=headers)
         return await with_rows(closing(scores), "results", _results(ranks, prepared), large=large, headers=headers)
 
     return rerank
@@ -138,7 +138,7 @@ def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> 
     )
 
 
-async def _ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bool) -> list[tuple[int, float]]:
+async def ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bool) -> list[tuple[int, float]]:
     """Return the index and score of each document, the most relevant first. The scores are computed in slices."""
     ranks, time_slice = [], TimeSlice()
     for index, row in zip(prepared.places, scores.rows, strict=True):
@@ -156,6 +156,7 @@ def _results(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[Rer
         yield RerankResult(index=index, relevance_score=score, document=document, id=id)
 
 
-def _tei(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[TeiRank]:
+def tei_ranks(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[TeiRank]:
+    """Yield the documents in the form of TEI."""
     for index, score in ranks:
         yield TeiRank(index=index, score=score, text=prepared.texts[index] if prepared.texts else None)

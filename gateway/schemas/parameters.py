@@ -33,10 +33,20 @@ Endpoint = Literal[
     "catalogue_warm",
     "load_adapter",
     "unload_adapter",
+    "tei",
+    "cohere_embed",
 ]
 
-OWN: tuple[Endpoint, ...] = ("catalogue", "catalogue_items", "catalogue_warm", "load_adapter", "unload_adapter")
-"""Endpoints that do not answer prompts, to which the tables below do not apply."""
+OWN: tuple[Endpoint, ...] = (
+    "catalogue",
+    "catalogue_items",
+    "catalogue_warm",
+    "load_adapter",
+    "unload_adapter",
+    "tei",
+    "cohere_embed",
+)
+"""Endpoints that do not answer prompts, or answer the clients of one server. The tables below do not apply to them."""
 ALL: tuple[Endpoint, ...] = tuple(endpoint for endpoint in get_args(Endpoint) if endpoint not in OWN)
 GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")

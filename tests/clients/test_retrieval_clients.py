@@ -75,6 +75,26 @@ def test_the_external_reranker_of_open_webui(reranker: httpx.Client) -> None:
     assert sorted(enumerate(scores), key=lambda entry: -entry[1]) == [tuple(entry) for entry in best(reranker, top_n=3)]
 
 
+def test_the_cohere_sdk_embeds(embedder: httpx.Client) -> None:
+    plain = embeddings(embedder, TEXTS)
+    assert run_client("cohere_embed.py", url_of(embedder), "embedder") == [plain, plain]
+
+
+def test_haystack_embeds(embedder: httpx.Client) -> None:
+    assert run_client("haystack_embed.py", url_of(embedder), "embedder", HF_HUB_OFFLINE="0") == embeddings(
+        embedder, TEXTS, normalize=False
+    )
+
+
+def test_hugging_face_embeds(embedder: httpx.Client) -> None:
+    script = SCRIPTS / "huggingface_embed.py"
+    vectors, scores = json.loads(
+        run([sys.executable, str(script), url_of(embedder), "embedder"], SCRIPTS, script, 60, {"HF_HUB_OFFLINE": "0"})
+    )
+    assert vectors == embeddings(embedder, TEXTS)
+    assert scores == [pytest.approx(1, abs=1e-5), pytest.approx(sum(a * b for a, b in zip(*vectors, strict=True)), abs=1e-5)]
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_embeddings_of_the_openai_sdk(embedder: httpx.Client, version: int) -> None:
     script = SCRIPTS / "openai_embeddings.py"

@@ -119,7 +119,7 @@ def test_the_budget_cuts_a_group_and_its_rest_waits_by_rank() -> None:
     take(scheduler, batch, None, contents)
     scheduler.add(urgent := items("urgent", known[:3], [6], now=1.0, priority=-1))
     batch = scheduler.schedule()
-    assert [segment.request.group for segment in batch.segments] == [group, *[urgent] * 3, *[group] * 3], "1 + 3 + 5 tokens"
+    assert [segment.request.group for segment in batch.segments] == [*[urgent] * 3, *[group] * 4], "3 + 1 + 5 tokens"
     take(scheduler, batch, None, contents)
     drain(scheduler, contents=contents)
     assert [len(row) for row in group.rows] == [1] * 12

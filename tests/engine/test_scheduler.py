@@ -196,6 +196,49 @@ def test_priority_then_arrival():
     assert order == ["first", "second", "late"]
 
 
+def computed(batch) -> dict[str, int]:
+    """Tokens of a step by request."""
+    found: dict[str, int] = {}
+    for segment in batch.segments:
+        found[segment.request.id] = found.get(segment.request.id, 0) + len(segment.tokens)
+    return found
+
+
+def test_urgent_requests_overtake_running_ones_in_the_next_step():
+    """Scores, items and prompts with a lower rank than those that fill each step."""
+    scheduler = make(slots=4096, tokens=32)
+    scheduler.add(score("large", [7], *([place + 10] * 3 for place in range(100))))
+    scheduler.add(score("equal", [8], [1]))
+    for _ in range(3):
+        batch = scheduler.schedule()
+        assert list(computed(batch)) == ["large"]
+        settle(scheduler, batch, None)
+        check(scheduler)
+    scheduler.add(score("urgent", [9], *([place] * 3 for place in range(1, 13)), priority=-10))
+    scheduler.add(generate("text", [5] * 6, max_tokens=1, priority=-9))
+    settle(scheduler, batch := scheduler.schedule(), None)
+    assert computed(batch) == {"urgent": 32}
+    settle(scheduler, batch := scheduler.schedule(), lambda: 100)
+    assert (list(computed(batch)), computed(batch)["urgent"], computed(batch)["text"]) == (["urgent", "text", "large"], 5, 6)
+    check(scheduler)
+    assert list(computed(scheduler.schedule())) == ["large"], "as before: in order of arrival"
+
+
+def test_running_requests_of_a_lower_rank_come_first():
+    """A request that was admitted late, because there was no place, is computed before those that were admitted earlier."""
+    scheduler = make(slots=4096, tokens=32, running=2)
+    scheduler.add(score("large", [7], *([place + 10] * 3 for place in range(100)), priority=3))
+    settle(scheduler, scheduler.schedule(), None)
+    scheduler.add(score("middle", [9], *([place + 10] * 3 for place in range(40))))
+    steps = []
+    while scheduler.get("middle") is not None:
+        batch = scheduler.schedule()
+        steps.append(computed(batch))
+        settle(scheduler, batch, None)
+        check(scheduler)
+    assert [list(step) for step in steps] == [["middle"]] * 3 + [["middle", "large"]]
+
+
 def test_late_work_is_dropped_before_it_is_computed():
     clock = Clock()
     scheduler = make(tokens=8, clock=clock)

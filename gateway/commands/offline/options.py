@@ -19,10 +19,13 @@ _ITEMS_A_REQUEST, _ROWS_A_REQUEST = 200, 32
 _ROW_OPTIONS = ("readout", "query_column", "items_column", "item_column", "keep", "concurrency", "retry_seconds")
 _LIST_OPTIONS = ("sort", "format")
 """Options of ``yardstick score`` that work only with --input or only with --items."""
+_RERANK_ROW_OPTIONS = ("query_column", "documents_column", "document_column", "keep", "concurrency", "retry_seconds")
+_RERANK_LIST_OPTIONS = ("query", "top_n", "format")
+"""Options of ``yardstick rerank`` that work only with --input or only with --documents."""
 
 
 class Format(StrEnum):
-    """Output formats of ``yardstick score --items``."""
+    """Output formats of ``yardstick score --items`` and ``yardstick rerank --documents``."""
 
     TABLE = "table"
     JSON = "json"
@@ -66,9 +69,18 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def rerank(
-    input: Input,
-    output: Output,
-    url: Url = None,
+    context: typer.Context,
+    query: Annotated[str | None, typer.Option(help="With --documents: the query.")] = None,
+    documents: Annotated[
+        typer.FileText | None, typer.Option(encoding="utf-8", help="File with one document per line; - reads standard input.")
+    ] = None,
+    top_n: Annotated[int | None, typer.Option(min=1, help="With --documents: write this many, the most relevant first.")] = None,
+    format: Annotated[Format | None, typer.Option(help="With --documents: how to write the results (table).")] = None,
+    input: Annotated[Path | None, typer.Option(help="File of rows, instead of --documents: .jsonl, .csv or .parquet.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write to; with --documents, by default standard output.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help=f"URL of the gateway. Default: {_LOCAL}; with --input, the command starts one.")
+    ] = None,
     api_key: ApiKey = None,
     model: Model = None,
     query_column: QueryColumn = "query",
@@ -77,16 +89,35 @@ def rerank(
     instruction: Instruction = None,
     truncate: Truncate = False,
     keep: Keep = None,
-    batch: Rows = _ROWS_A_REQUEST,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help=f"Documents a request ({_ITEMS_A_REQUEST}; with --input, {_ROWS_A_REQUEST} rows)."),
+    ] = None,
     concurrency: Concurrency = 16,
     retry_seconds: RetrySeconds = 600,
 ) -> None:
-    """Score the relevance of documents to queries in a file."""
+    """Score the relevance of documents to a query: a list of documents on a running server, or a file of rows."""
+    if (documents is None) == (input is None):
+        raise WrongUsage("give either --documents, a list of documents, or --input, a file of rows")
+    wrong = _RERANK_ROW_OPTIONS if input is None else _RERANK_LIST_OPTIONS
+    _check_form(context, wrong, "--input" if input is None else "--documents")
+    if documents is not None:
+        from gateway.commands import score as lists
+        from gateway.commands.results import write
+
+        if query is None:
+            raise WrongUsage("--documents needs --query")
+        size = batch or _ITEMS_A_REQUEST
+        job = lists.RerankJob(query, url or _LOCAL, api_key, model, instruction, truncate, top_n, size)
+        write(lists.rerank(job, documents), (format or Format.TABLE).value, output)
+        return
+    if input is None or output is None:
+        raise WrongUsage("--input needs --output, whose ending selects the format")
     from gateway.commands.offline.command import execute
     from gateway.commands.offline.tasks.rerank import RerankOptions
 
     columns = (query_column, documents_column, document_column)
-    chosen = RerankOptions(*columns, model if url else None, instruction, truncate, tuple(keep or ()), batch)
+    chosen = RerankOptions(*columns, model if url else None, instruction, truncate, tuple(keep or ()), batch or _ROWS_A_REQUEST)
     common = _common(input, output, url, api_key, model, concurrency, retry_seconds)
     raise typer.Exit(execute(common, chosen.task, _TABLES))
 
@@ -213,7 +244,7 @@ def score(
 
 
 def _check_form(context: typer.Context, names: tuple[str, ...], other: str) -> None:
-    """Check that no option of the other form of ``yardstick score`` is given. Raises :class:`WrongUsage`."""
+    """Check that no option of the other form of the command is given. Raises :class:`WrongUsage`."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -23,7 +23,7 @@ import pytest
 
 from gateway.commands.example import ITEMS as ITEMS_SHOWN
 from gateway.commands.example import example_body
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.processes import alive, free_port, wait_until
 from tests.warm import as_in_production
 
@@ -126,6 +126,30 @@ def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
     assert "'object': 'scoring'" in done.stdout
 
 
+@pytest.mark.parametrize("kind", ["classifier", "embedder"])
+def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
+    classes = {"model_class": CLASSIFIERS["qwen3"] if kind == "classifier" else HEADLESS["qwen3"]}
+    directory = make_checkpoint(tmp_path / kind, "qwen3", **classes, **({"num_labels": 3} if kind == "classifier" else {}))
+    if kind == "embedder":
+        write_pooling(directory)
+    served = start(tmp_path, "--model", str(directory))
+    try:
+        text = served.out.read_text()
+        (line,) = [line for line in text.splitlines() if line.startswith("curl ")]
+        path = "/v1/classify" if kind == "classifier" else "/v1/embeddings"
+        assert f"{served.url}{path} " in line
+        answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
+        assert len(answer["data"]) == len(ITEMS_SHOWN)
+        program = text[text.index("from openai import") :]
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("{'")
+        assert "chat" not in text
+    finally:
+        served.process.terminate()
+        assert served.process.wait(END_SECONDS) == 0
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = start(tmp_path_factory.mktemp("demo"))
@@ -217,6 +241,29 @@ def test_the_table_can_be_sorted(served: Served) -> None:
     best_first = [score for _, score in rows]
     assert best_first == sorted(best_first, reverse=True)
     assert [number for number, _ in rows] != sorted(number for number, _ in rows)
+
+
+def test_a_list_of_documents_is_ranked(demo: Served, tmp_path: Path) -> None:
+    documents = [f"{item} {number}" for number in range(3) for item in ITEMS_SHOWN]
+    ranked = httpx.post(f"{demo.url}/v1/rerank", json={"query": "red running shoes", "documents": documents}, timeout=60).json()
+    best = [(documents[result["index"]], result["relevance_score"]) for result in ranked["results"]]
+    file = tmp_path / "documents.txt"
+    file.write_text("\n".join([*documents, ""]), encoding="utf-8")
+    command = ["rerank", "--query", "red running shoes", "--url", demo.url]
+    done = run(*command, "--documents", str(file), "--top-n", "4", "--batch", "6", "--format", "json")
+    rows = json.loads(done.stdout)["results"]
+    assert [(row["item"], row["scores"]["relevance"]) for row in rows] == [(text, pytest.approx(score)) for text, score in best[:4]]
+    shown = run(*command, "--documents", "-", text="\n".join(documents))
+    assert [text for text, _ in best] == re.findall(r"^│ ([a-z ]+\d) +│ +\d\.\d+ │$", shown.stdout, flags=re.M)
+    for arguments, message in (
+        ([], "give either --documents"),
+        (["--documents", str(file), "--input", "rows.jsonl"], "give either --documents"),
+        (["--documents", str(file), "--keep", "id"], "--keep works only with --input"),
+        (["--input", "rows.jsonl", "--top-n", "3"], "--query works only with --documents"),
+    ):
+        failed = run(*command, *arguments)
+        assert (failed.returncode, message in failed.stderr) == (2, True), failed.stderr
+    assert "--documents needs --query" in run("rerank", "--documents", str(file)).stderr
 
 
 @pytest.mark.slow
@@ -385,6 +432,16 @@ def upload(served: Served) -> tuple[socket.socket, bytes]:
     head = f"POST /v1/score HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body[:1])
     return connection, body[1:]
+
+
+@pytest.mark.slow
+def test_warnings_of_an_engine_that_loads_are_shown(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model), "--quantize", "fp8", "--device", "cpu")
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+    before, _, _ = served.err.read_text().partition("Ready after")
+    (line,) = [line for line in before.splitlines() if "WARNING" in line]
+    assert re.match(r"engine: .* --quantize fp8 is emulated on a CPU: .*; use --quantize int8$", line), line
 
 
 @pytest.mark.slow

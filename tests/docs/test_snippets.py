@@ -1,0 +1,168 @@
+"""Programs and calls that the pages show run against the model that they name, and the examples of /schema are answered."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from engine.demo import MODELS
+from tests.fakes import FakeEngine, adapter
+from tests.gateway.conftest import gateways
+from tests.processes import Pod, Program
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "bash", "sh", "shell", "console", "javascript", "js"}
+SERVER = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
+FAILING = 'set -euo pipefail\ncurl() { command curl --silent --show-error --fail-with-body "$@"; echo; }\n'
+"""Makes an error of the server an error of the script."""
+
+CLUSTER = "needs a cluster"
+OTHER_SERVERS = "names servers that are not here"
+LONG_WORK = "runs for minutes; tests of the command run it with small sizes"
+NOT_RUN = {
+    ("README.md", "make serve   # make"): "makes an environment; tests/gateway/commands runs `yardstick serve`",
+    ("README.md", "MODEL=Qwen/Qwen3-0.6B"): "downloads models",
+    ("README.md", "make images\n$ helm install"): CLUSTER,
+    ("README.md", "YARDSTICK_API_KEY=$(kubectl"): CLUSTER,
+    ("README.md", "apply -k loadgen/deploy"): CLUSTER,
+    ("README.md", "--reset-then-reuse-values"): CLUSTER,
+    ("README.md", "make images VARIANT=cuda"): CLUSTER,
+    ("README.md", "yardstick load run"): LONG_WORK,
+    ("docs/caching.md", "redis://cache:6379"): OTHER_SERVERS,
+    (
+        "docs/catalogue.md",
+        "yardstick catalogue load",
+    ): "names a file of the reader; tests/gateway/commands/test_catalogue_command.py runs it",
+    ("docs/catalogue.md", "python -m benchmarks"): LONG_WORK,
+    ("docs/keys.md", "http://engine:8100"): OTHER_SERVERS,
+    ("docs/length.md", "--lenvm-model /models"): "names models of the reader",
+    ("docs/lora.md", "--lora support"): "names models of the reader",
+    ("docs/lora.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
+    ("docs/lora.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
+    ("docs/offline.md", "--input pairs.jsonl"): "names files of the reader; tests/gateway/commands/offline runs the commands",
+    (
+        "docs/offline.md",
+        "--items items.txt",
+    ): "names a file of the reader; tests/gateway/commands/test_cli_serve.py runs the command",
+    ("docs/thinking.md", "examples.thinking_model"): LONG_WORK,
+    ("docs/tools.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",
+    ("docs/tracing.md", "YARDSTICK_TRACING_ENDPOINT"): OTHER_SERVERS,
+    ("docs/vision.md", "data:image/png"): "needs a model of 7 GB; tests/test_vision_end_to_end.py has such calls",
+}
+"""Snippets that cannot run here: page and a text of the snippet, and why. Whole pages have their own table."""
+PAGES_NOT_RUN = {
+    "docs/clients.md": "tests/clients runs these programs",
+    "docs/load.md": LONG_WORK,
+    "docs/operations.md": CLUSTER,
+    "docs/benchmarks": LONG_WORK,
+    "docs/decisions": "records measurements",
+    "docs/demo-models.md": LONG_WORK,
+}
+
+
+class Snippet(NamedTuple):
+    """A fenced block."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def program(self) -> list[str]:
+        """The command that runs it."""
+        if self.language == "python":
+            return [sys.executable, "-W", "ignore", "-c", self.text]
+        script = re.sub(r"^\$ ", "", self.text, flags=re.M) if self.language == "console" else self.text
+        return ["bash", "-c", FAILING + script]
+
+
+def snippets() -> Iterator[Snippet]:
+    """Return all programs and shell commands of the pages."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S):
+            if found[1] in LANGUAGES:
+                yield Snippet(str(page.relative_to(ROOT)), text.count("\n", 0, found.start()) + 1, found[1], found[2])
+
+
+def reasons_of(snippet: Snippet) -> list[object]:
+    """Return the entries of the tables that keep ``snippet`` from running."""
+    pages = [page for page in PAGES_NOT_RUN if snippet.page == page or snippet.page.startswith(f"{page}/")]
+    return [*pages, *(entry for entry in NOT_RUN if entry[0] == snippet.page and entry[1] in snippet.text)]
+
+
+ALL = list(snippets())
+RUN = [snippet for snippet in ALL if not reasons_of(snippet)]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Program]:
+    """A gateway before an engine with the demo models, as ``yardstick serve`` starts them."""
+    pod = Pod(MODELS / "base", "--lenvm-model", str(MODELS / "lenvm"), "--name", "yardstick-demo")
+    try:
+        gateway = Program("gateway", "--engine", pod.wait_ready().url)
+        yield gateway.wait_ready()
+        gateway.close()
+    finally:
+        pod.close()
+
+
+def test_each_snippet_runs_or_has_one_reason() -> None:
+    assert len(RUN) >= 10
+    assert {f"{snippet.page}:{snippet.line}": found for snippet in ALL if len(found := reasons_of(snippet)) > 1} == {}
+    used = {reason for snippet in ALL for reason in reasons_of(snippet)}
+    assert [entry for entry in NOT_RUN if entry not in used] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", RUN, ids=[f"{snippet.page}:{snippet.line}" for snippet in RUN])
+def test_snippets_run(demo: Program, snippet: Snippet) -> None:
+    assert SERVER.search(snippet.text), "it names the server of `yardstick serve`"
+    ours = snippet._replace(text=SERVER.sub(demo.url, snippet.text))
+    done = subprocess.run(ours.program, capture_output=True, text=True, timeout=60, env=os.environ, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_example_of_structured_output_always_ends(demo: Program) -> None:
+    (first,) = [snippet for snippet in RUN if snippet.page == "docs/structured-output.md"]
+    test_snippets_run(demo, first._replace(text=f"for _ in range(10):\n    exec({first.text!r})\n"))
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_schema_are_answered(demo: Program) -> None:
+    """Those of the demo model's endpoints by it, the others by fake engines of the kind that they need."""
+    paths = demo.client.get("/schema/openapi.json").raise_for_status().json()["paths"]
+    examples = [
+        (method, path, operation["requestBody"]["content"]["application/json"]["example"])
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if "requestBody" in operation
+    ]
+    embedding = {"/embed", "/v1/embeddings", "/embeddings", "/v1/embed", "/v2/embed", "/", "/similarity"}
+    classifying = {"/v1/classify", "/classify", "/predict"}
+    loading = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    with gateways() as start:
+        clients: dict[str, httpx.Client] = {
+            **dict.fromkeys(embedding, start(FakeEngine(capabilities=("embed",), embedding_size=8))),
+            **dict.fromkeys(classifying, start(FakeEngine(capabilities=("classify",), classes=("bad", "good")))),
+            **dict.fromkeys(loading, start(FakeEngine(loadable={"support": adapter("aa11", "red")}))),
+        }
+        assert clients.keys() <= paths.keys()
+        answers = {}
+        for method, path, example in examples:
+            client = clients.get(path, demo.client)
+            answer = client.request(method, path.replace("{name}", "shoes"), json=example)
+            answers[path] = (answer.status_code, "" if answer.is_success else answer.text)
+    assert answers == dict.fromkeys(answers, (200, ""))
+    assert len(answers) > 25

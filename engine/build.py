@@ -181,6 +181,7 @@ def assemble(
             max_wait_seconds=max_wait,
             overlap=overlap,
             mean_pooling=config.pooling == "mean",
+            pad_token_id=config.pad_token_id,
             structured=structured,
             compilations=compilations,
             adapters=adapters,

@@ -14,6 +14,8 @@ import math
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from engine import wire
 from engine.batch import Batch
 from engine.checks import check
@@ -29,6 +31,7 @@ from engine.replies.request_log import Ending, RequestLog
 from engine.requests.core import Branch, Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
 from engine.requests.item_group import ItemGroup
+from engine.requests.readout_prompts import without_padding
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
@@ -55,14 +58,15 @@ class Loop:
         max_wait_seconds: float = math.inf,
         overlap: bool = False,
         mean_pooling: bool = False,
+        pad_token_id: int | None = None,
         structured: StructuredRequests | None = None,
         compilations: Compilations | None = None,
         adapters: AdapterRegistry | None = None,
         images: ImageIntake | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``mean_pooling``: see :meth:`ScoringRequest.of`. ``structured``: None where the engine follows no grammars. ``images``:
-        None where the model reads none. Steps that ``runner`` computed before are not counted."""
+        """``mean_pooling``, ``pad_token_id``: see :meth:`ScoringRequest.of`. ``structured``: None where the engine follows no
+        grammars. ``images``: None where the model reads none. Steps that ``runner`` computed before are not counted."""
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
@@ -71,6 +75,7 @@ class Loop:
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
         self._mean_pooling = mean_pooling
+        self._pad = pad_token_id
         self._structured = structured
         self._compilations = compilations
         self._images = images
@@ -163,9 +168,16 @@ class Loop:
         if not (message.branches if isinstance(message, wire.Score) else message.lengths):
             self._ended.append(wire.Scored(message.id, [], 0, 0))
         elif isinstance(message, wire.ScoreItems):
+            if self._pad is not None and self._reads_padding(message):
+                message = msgspec.structs.replace(message, query=without_padding(message.query, self._pad))
             self._add(ItemGroup.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
         else:
-            self._add(ScoringRequest.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
+            request = ScoringRequest.of(message, received, adapter, mean_pooling=self._mean_pooling, pad=self._pad)
+            self._add(request, message)
+
+    def _reads_padding(self, message: wire.ScoreItems) -> bool:
+        """Whether a head would read the padding at the end of the query."""
+        return isinstance(message.readout, wire.Classes) and message.query[-1] == self._pad
 
     def _add(self, request: Request, message: Message) -> None:
         if self._images is not None and message.images:
@@ -184,6 +196,8 @@ class Loop:
         problem = check(message, self.info if adapter is None else adapter.info)
         if problem is not None:
             return self._refusals.invalid(message.id, problem, message.caller)
+        if isinstance(message, wire.ScoreItems) and self._reads_padding(message) and set(message.query) == {self._pad}:
+            return self._refusals.invalid(message.id, "The query is padding alone, which the head does not read.", message.caller)
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
             return self._refusals.overloaded(message, "wait", wait)

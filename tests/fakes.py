@@ -132,6 +132,7 @@ class FakeEngine:
     lenvm_gamma: float | None = 0.985
     classes: tuple[str, ...] = ()
     multi_label: bool = False
+    regression: bool = False
     embedding_size: int = 0
     architecture: str = ""
     preset: str | None = None
@@ -209,6 +210,7 @@ class FakeEngine:
             gamma,
             classes=list(self.classes),
             multi_label=self.multi_label,
+            regression=self.regression,
             embedding_size=self.embedding_size,
             vision=self.vision,
         )

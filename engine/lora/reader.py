@@ -24,6 +24,7 @@ from engine.lora.config import AdapterConfig
 from engine.lora.errors import AdapterError
 from engine.lora.layout import WHOLE, Layout
 from engine.lora.tensors import MAX_HEADER, StoredTensor
+from engine.models.config import MULTI_LABEL, REGRESSION
 from kernels.lora_layout import ALIGNMENT, padded_rank
 
 MAX_CLASSES = 4096
@@ -204,12 +205,14 @@ class AdapterReader:
         if head is None and parsed.task != "SEQ_CLS":
             return self.info
         able = [name for name in self.info.capabilities if name == "embed"]
-        names, multi_label = _classes(model)
+        names, problem = _classes(model)
         count = len(self.info.classes) if head is None else len(head)
         if len(names) != count:
             names = list(self.info.classes) if len(self.info.classes) == count else [f"LABEL_{index}" for index in range(count)]
-            multi_label = self.info.multi_label if names == list(self.info.classes) else multi_label
-        return msgspec.structs.replace(self.info, capabilities=["classify", *able], classes=names, multi_label=multi_label)
+        kind = {"multi_label": problem == MULTI_LABEL, "regression": problem == REGRESSION}
+        if not problem and names == list(self.info.classes):
+            kind = {"multi_label": self.info.multi_label, "regression": self.info.regression}
+        return msgspec.structs.replace(self.info, capabilities=["classify", *able], classes=names, **kind)
 
 
 def capacity_of(layout: Layout, rank: int) -> int:
@@ -248,9 +251,8 @@ def read_bounded(directory: Path, name: str, most: int, *, optional: bool = Fals
     return data
 
 
-def _classes(model: bytes) -> tuple[list[str], bool]:
-    """Names of classes in a ``config.json`` beside the adapter, and whether they do not exclude each other; no names if it has
-    none."""
+def _classes(model: bytes) -> tuple[list[str], str]:
+    """Names of classes in a ``config.json`` beside the adapter, and its ``problem_type``; nothing if it has none."""
 
     class Model(msgspec.Struct):
         id2label: dict[int, str] = {}
@@ -259,9 +261,9 @@ def _classes(model: bytes) -> tuple[list[str], bool]:
     try:
         found = msgspec.json.decode(model, type=Model)
     except msgspec.DecodeError:
-        return [], False
+        return [], ""
     names = [found.id2label.get(index, "") for index in range(len(found.id2label))]
-    return names if all(names) else [], found.problem_type == "multi_label_classification"
+    return names if all(names) else [], found.problem_type or ""
 
 
 def _why_not(name: str, layout: Layout) -> str:

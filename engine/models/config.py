@@ -26,8 +26,8 @@ OLD_GELU = "gelu"
 """Name of that GELU in ``hidden_act`` of early configurations of Gemma. In ``hidden_activation`` it names another function."""
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
-MULTI_LABEL = "multi_label_classification"
-"""``problem_type`` of classes that do not exclude each other."""
+MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
+"""``problem_type`` of classes that do not exclude each other, and of numbers that are no classes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class ModelConfig:
     """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
     multi_label: bool = False
     """Whether classes do not exclude each other."""
+    regression: bool = False
+    """Whether the head's outputs are numbers and no classes."""
+    pad_token_id: int | None = None
+    """A classification head reads the last token that is not this one."""
     pooling: Pooling | None = None
     """None where the model does not embed."""
     qk_norm_over_heads: bool = False
@@ -205,6 +209,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         lm_head=family.head == "lm",
         classes=_classes(keys) if family.head == "classes" else (),
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
+        regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
+        pad_token_id=_pad_token_id(written, vocab_size),
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
@@ -251,6 +257,10 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         raw["label2id"] = {name: number for number, name in enumerate(config.classes)}
     if config.multi_label:
         raw["problem_type"] = MULTI_LABEL
+    if config.regression:
+        raw["problem_type"] = REGRESSION
+    if config.pad_token_id is not None:
+        raw["pad_token_id"] = config.pad_token_id
     try:
         written = parse_config(raw)
     except ModelError:  # about a value of ``raw``, which is not the model's
@@ -283,6 +293,12 @@ def _classes(keys: Keys) -> tuple[str, ...]:
     if names and len(names) != count:
         raise keys.error("num_labels", f"is {count}, but id2label has {len(names)} names; correct the file")
     return tuple(names) or tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _pad_token_id(written: dict[str, Any], vocab_size: int) -> int | None:
+    """The padding token; None for -1, which some models have, and for other numbers that are no token."""
+    pad = written.get("pad_token_id")
+    return pad if isinstance(pad, int) and 0 <= pad < vocab_size else None
 
 
 def _eos_token_ids(vocab_size: int, generation: Keys, config: Keys, defaults: Keys) -> tuple[int, ...]:

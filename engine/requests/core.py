@@ -261,10 +261,16 @@ class ScoringRequest(Request):
 
     @classmethod
     def of(
-        cls, message: wire.Score, received: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+        cls,
+        message: wire.Score,
+        received: float,
+        adapter: LoadedAdapter | None = None,
+        *,
+        mean_pooling: bool = False,
+        pad: int | None = None,
     ) -> ScoringRequest:
-        """``received``: seconds, monotonic; ``mean_pooling``: whether an embedding is the mean over the whole prompt."""
-        prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling)
+        """``received``: seconds, monotonic; ``mean_pooling``, ``pad``: see :func:`prompt_parts_of`."""
+        prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling, pad=pad)
         request = cls(
             id=message.id,
             prefix=ints(prefix),

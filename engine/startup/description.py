@@ -40,6 +40,7 @@ def describe(
         lenvm_gamma=gamma,
         classes=list(config.classes),
         multi_label=config.multi_label,
+        regression=config.regression,
         embedding_size=0 if config.pooling is None else config.hidden_size,
     )
 

@@ -27,6 +27,8 @@ class Adapter(msgspec.Struct, tag="adapter", frozen=True, omit_defaults=True):
     """Classes for requests with this adapter; see :attr:`engine.wire.Info.classes`."""
     multi_label: bool = False
     """For requests with this adapter; see :attr:`engine.wire.Info.multi_label`."""
+    regression: bool = False
+    """For requests with this adapter; see :attr:`engine.wire.Info.regression`."""
 
 
 class Adapters(msgspec.Struct, tag="adapters", frozen=True, omit_defaults=True):

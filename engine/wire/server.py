@@ -58,6 +58,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Names of the classes of the model's head, in the order of :class:`Classes` rows; one for a reward model."""
     multi_label: bool = False
     """Whether classes exclude each other (False: softmax) or not (True: sigmoid)."""
+    regression: bool = False
+    """Whether the head's outputs are numbers, which no function makes probabilities."""
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
     arithmetic: str = ""

@@ -123,6 +123,7 @@ def adapter_model(
         capabilities=list(adapter.capabilities),
         classes=list(adapter.classes),
         multi_label=adapter.multi_label,
+        regression=adapter.regression,
     )
     return AdapterModel(
         info=info,

@@ -96,9 +96,9 @@ def _classifications(
 
 
 def _head(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
-    """Return the probabilities of a head's classes, or with ``raw``, one class or no activation the logits."""
+    """Return the probabilities of a head's classes; its logits with ``raw``, and for one class, a regression or no activation."""
     activation = fitted.preset.activation
-    if raw or len(row) == 1 or activation == "none":
+    if raw or len(row) == 1 or info.regression or activation == "none":
         return list(row)
     return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
 

@@ -14,6 +14,8 @@ from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
+from engine.wire.ids import pack_ids
+from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
@@ -247,3 +249,33 @@ def test_rows_hold_under_random_load_and_aborts(build: Build, reference: Referen
     for reply in replies:
         if isinstance(reply, wire.Scored):
             assert_equal_rows(reply.rows, reference.rows(messages[reply.id]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_head_reads_the_last_token_that_is_no_padding(family: str, tmp_path: Path) -> None:
+    """As transformers does, in every division of a prompt, and for prompts of padding alone."""
+    directory = make_checkpoint(tmp_path, family, model_class=CLASSIFIERS[family], num_labels=3, pad_token_id=0)
+    reference = Reference(directory, family, "classes")
+    loop = build_loop(EngineSettings(model=str(directory), name="test", max_total_tokens=4096))
+    rng = random.Random(2)
+    prefix = [*some_tokens(rng, 5, 9), 0]
+    divided = [
+        wire.Score("ends", prefix, [[4, 5, 0], [7], [0, 8, 0, 0, 0]], wire.Classes()),
+        wire.Score("alone", prefix, [[4, 5], [0, 0]], wire.Classes()),
+        wire.Score("nothing", [], [[0, 0], [0]], wire.Classes()),
+    ]
+    found = scored(run(loop, *divided))
+    for message in divided:
+        assert_equal_rows(found[message.id].rows, reference.rows(message))
+    items = wire.ScoreItems("items", pack_ids([3, 4, 5]), pack_ids([2, 1]), [9, 0], wire.Classes())
+    expected = [reference.row(item, [9, 0], wire.Classes()) for item in ([3, 4], [5])]
+    assert_equal_rows(scored(run(loop, items))["items"].rows, expected)
+    (refused,) = run(loop, msgspec.structs.replace(items, query=[0, 0]))
+    assert isinstance(refused, wire.Failed)
+    assert "padding" in refused.message
+
+
+def test_a_regression_says_so(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3, problem_type="regression")
+    info = build_loop(EngineSettings(model=str(directory), name="test", max_total_tokens=512)).info
+    assert (info.regression, info.multi_label) == (True, False)

@@ -113,3 +113,10 @@ def test_a_preset_without_activation_gives_logits(start: Start) -> None:
     engine = head(preset='name = "a"\ntask = "classify"\ntemplate = ["{document}"]\nactivation = "none"\n')
     (entry, *_) = start(engine).post("/v1/classify", json={"input": TEXTS}).json()["data"]
     assert entry["probs"] == pytest.approx(rows(engine)[0])
+
+
+def test_numbers_of_a_regression_are_answered_as_they_are(start: Start) -> None:
+    client = start(head(regression=True))
+    told = client.post("/v1/classify", json={"input": "red"}).json()["data"][0]["probs"]
+    assert told == client.post("/v1/classify", json={"input": "red", "raw": True}).json()["data"][0]["probs"]
+    assert abs(sum(told) - 1) > 1e-3

@@ -138,8 +138,8 @@ def linear_qk_norm_rope_triton(
         programs = tiles.programs(count, x.device)
         _linear_qk_norm_rope[(programs,)](
             tiles.operand(x, tiles.rows), tiles.operand(weight, tile_heads * head_dim), bias, x_scales, weight_scales, q_weight,
-            k_weight, eps, cos, sin, q, keys, values, slots, scales, tokens, programs, heads, kv_heads, head_dim // 2, size, tiles.rows,
-            tile_heads, tiles.step, tiles.group, tiles.tma, tiles.resident > 0 and not tiles.specialized, tiles.specialized,
+            k_weight, eps, cos, sin, q, keys, values, slots, scales, tokens, programs, heads, kv_heads, head_dim // 2, size,
+            tiles.rows, tile_heads, tiles.step, tiles.group, tiles.tma, tiles.flatten, tiles.specialized,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return q
@@ -194,28 +194,31 @@ def _linear_qk_norm_rope(
             acc = tl.dot(left, right.T, acc, input_precision="ieee")
         token = row + tl.arange(0, ROWS)
         kept = token < rows
-        columns = head * (2 * HALF) + tl.arange(0, COLUMNS)
-        if x_scales is not None:
-            acc *= tl.load(x_scales + token, mask=kept, other=0.0)[:, None]
-            acc *= tl.load(weight_scales + columns)[None, :]
-        if bias is not None:
-            acc += tl.load(bias + columns).to(tl.float32)[None, :]
         # The elements of both halves that are rotated together are in the registers of one thread.
         first, second = tl.split(tl.permute(tl.reshape(acc, [ROWS, HEADS, 2, HALF]), [0, 1, 3, 2]))
+        heads, element = head + tl.arange(0, HEADS), tl.arange(0, HALF)
+        columns = heads[:, None] * (2 * HALF) + element[None, :]
+        if x_scales is not None:
+            x_scale = tl.load(x_scales + token, mask=kept, other=0.0)[:, None, None]
+            first *= x_scale * tl.load(weight_scales + columns)[None, :, :]
+            second *= x_scale * tl.load(weight_scales + columns + HALF)[None, :, :]
+        if bias is not None:
+            first += tl.load(bias + columns).to(tl.float32)[None, :, :]
+            second += tl.load(bias + columns + HALF).to(tl.float32)[None, :, :]
         # Branches would keep the loop from being flattened. Values are multiplied by one, and turned by no angle.
         is_query, is_value = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
-        element = tl.arange(0, HALF)
         if q_weight is not None:
             scale = tl.rsqrt(tl.sum(first * first + second * second, axis=2) / (2 * HALF) + eps)[:, :, None]
             scale = tl.where(is_value, 1.0, scale)
-            first *= scale * _weight(q_weight, k_weight, element, is_query, is_value)
-            second *= scale * _weight(q_weight, k_weight, element + HALF, is_query, is_value)
+            norm = _address(is_query, q_weight, k_weight) + element
+            normed = (element < HALF) & (head < Q_HEADS + KV_HEADS)
+            first *= scale * tl.load(norm, mask=normed, other=1.0).to(tl.float32)[None, None, :]
+            second *= scale * tl.load(norm + HALF, mask=normed, other=1.0).to(tl.float32)[None, None, :]
         angles = token.to(tl.int64)[:, None] * HALF + element[None, :]
         turned = (kept & (head < Q_HEADS + KV_HEADS))[:, None]
         cosines = tl.load(cos + angles, mask=turned, other=1.0)[:, None, :]
         sines = tl.load(sin + angles, mask=turned, other=0.0)[:, None, :]
         first, second = first * cosines - second * sines, second * cosines + first * sines
-        heads = head + tl.arange(0, HEADS)
         slot = tl.load(slots + token, mask=kept, other=0)
         q_first, q_second = first, second
         if scales is not None:
@@ -223,27 +226,31 @@ def _linear_qk_norm_rope(
             q_first, q_second = first * q_factor, second * q_factor
             factor = tl.div_rn(1.0, tl.load(scales + heads - Q_HEADS, mask=heads >= Q_HEADS, other=1.0))[None, :, None]
             first, second = _bounded(first * factor), _bounded(second * factor)
-        _store(q, token.to(tl.int64), heads, Q_HEADS, q_first, q_second, kept & is_query, HALF)
-        _store(keys, slot, heads - Q_HEADS, KV_HEADS, first, second, kept & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS), HALF)
-        _store(values, slot, heads - (Q_HEADS + KV_HEADS), KV_HEADS, first, second, kept & is_value, HALF)
+        # One store of selected addresses takes fewer registers than three, two of them masked.
+        cache_start = _address(is_value, values, keys) + slot * (KV_HEADS * 2 * HALF)
+        cache_head = heads - tl.where(is_value, Q_HEADS + KV_HEADS, Q_HEADS)
+        query_start = q + token.to(tl.int64) * (Q_HEADS * 2 * HALF)
+        if scales is not None:
+            _store(query_start, heads, q_first, q_second, kept & is_query, HALF)
+            _store(cache_start, cache_head, first, second, kept & (head >= Q_HEADS), HALF)
+        else:
+            start = tl.where(is_query, query_start.to(tl.int64), cache_start.to(tl.int64)).to(q.dtype)
+            start = tl.multiple_of(start, 16)
+            _store(start, tl.where(is_query, heads, cache_head), first, second, kept, HALF)
 
 
 @jit()
-def _weight(
-    q_weight: tl.tensor, k_weight: tl.tensor, element: tl.tensor, is_query: tl.tensor, is_value: tl.tensor
-) -> tl.tensor:  # fmt: skip
-    weight = tl.where(is_query, tl.load(q_weight + element).to(tl.float32), tl.load(k_weight + element).to(tl.float32))
-    return tl.where(is_value, 1.0, weight)[None, None, :]
+def _address(condition: tl.tensor, yes: tl.tensor, no: tl.tensor) -> tl.tensor:
+    """One of two pointers to tensors, which begin at multiples of 16 bytes."""
+    return tl.multiple_of(tl.where(condition, yes.to(tl.int64), no.to(tl.int64)).to(yes.dtype), 16)
 
 
 @jit()
 def _store(
-    out: tl.tensor, row: tl.tensor, heads: tl.tensor, COUNT: tl.constexpr, first: tl.tensor, second: tl.tensor, kept: tl.tensor,
-    HALF: tl.constexpr,
+    starts: tl.tensor, heads: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor, HALF: tl.constexpr
 ) -> None:  # fmt: skip
-    """Write both halves of ``heads`` out of COUNT to rows of ``out``. first, second: [rows, heads, HALF]."""
-    starts = row[:, None, None] * (COUNT * 2 * HALF) + (heads * (2 * HALF))[None, :, None]
-    left = out + starts + tl.arange(0, HALF)[None, None, :]
+    """Write both halves, [rows, heads, HALF], of ``heads`` of the rows that begin at ``starts``."""
+    left = starts[:, None, None] + (heads * (2 * HALF))[None, :, None] + tl.arange(0, HALF)[None, None, :]
     store_halves(left, left + HALF, first, second, kept[:, None, None])
 
 

@@ -66,7 +66,7 @@ def linear_silu_mul_triton(
         programs = tiles.programs(count, x.device)
         _linear_silu_mul[(programs,)](
             tiles.operand(x, tiles.rows), tiles.operand(weight, half), bias, out, rows, programs, columns, size, tiles.rows, half,
-            tiles.step, tiles.group, tiles.tma, tiles.resident > 0 and not tiles.specialized, tiles.specialized, gelu,
+            tiles.step, tiles.group, tiles.tma, tiles.flatten, tiles.specialized, gelu,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out

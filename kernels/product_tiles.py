@@ -39,6 +39,11 @@ class Tiles:
     specialized: bool = False
     """Let some warps load and others multiply."""
 
+    @property
+    def flatten(self) -> bool:
+        """Whether a program loads for its next tile while it ends one."""
+        return self.resident > 0 and not self.specialized
+
     def programs(self, tiles: int, device: torch.device) -> int:
         """Number of programs that compute ``tiles`` tiles."""
         return min(tiles, self.resident * multiprocessors(device)) if self.resident else tiles

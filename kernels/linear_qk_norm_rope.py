@@ -72,7 +72,7 @@ def linear_qk_norm_rope_reference(
         qkv = linear(x, weight, bias)
     else:
         qkv = scaled_linear_reference(x, x_scales, weight, weight_scales, bias)
-    qkv = qkv.view(len(x), -1, keys.shape[2])
+    qkv = qkv.view(len(x), len(weight) // keys.shape[2], keys.shape[2])
     return qk_norm_rope_write_reference(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, scales, out)
 
 

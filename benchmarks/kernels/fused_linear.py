@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.harness import Gpu, Row
+from benchmarks.kernels.harness import Gpu, Row, mark
 from kernels.linear import linear
 from kernels.linear_qk_norm_rope import linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
 from kernels.linear_silu_mul import linear_silu_mul_reference, linear_silu_mul_triton
@@ -89,23 +89,26 @@ def qkv(tokens: int, *, fp8: bool = False) -> Case:
     codes = [quantize_rows(x) for x in xs]
     weight_codes, weight_scales = quantize_rows(weight)
 
-    def given(i: int) -> tuple[Any, ...]:
+    Given = tuple[None, Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+    def given(i: int, caches: Tensor = caches) -> Given:
         return None, norms[0], norms[1], 1e-6, cos, sin, caches[i, 0], caches[i, 1], slots
 
     def run(i: int, tiles: Tiles | None) -> list[Tensor]:
         if fp8:
-            scaled = {"x_scales": codes[i][1], "weight_scales": weight_scales}
-            q = linear_qk_norm_rope_triton(codes[i][0], weight_codes, *given(i), **scaled, tiles=tiles)
+            q = linear_qk_norm_rope_triton(
+                codes[i][0], weight_codes, *given(i), x_scales=codes[i][1], weight_scales=weight_scales, tiles=tiles
+            )
         else:
             q = linear_qk_norm_rope_triton(xs[i], weight, *given(i), tiles=tiles)
-        return [q, caches[i, 0], caches[i, 1]]
+        return [q, *caches[i]]
 
     def expected() -> list[Tensor]:
         x, w = xs[0].float(), weight.float()
         if fp8:
             x, w = codes[0][0].float() * codes[0][1], weight_codes.float() * weight_scales
-        keys, values = caches[0].float()
-        return [linear_qk_norm_rope_reference(x, w, *given(0)[:6], keys, values, slots), keys, values]
+        wide = caches[:1].float()
+        return [linear_qk_norm_rope_reference(x, w, *given(0, wide)), *wide[0]]
 
     def product(i: int) -> Tensor:
         if fp8:
@@ -116,7 +119,7 @@ def qkv(tokens: int, *, fp8: bool = False) -> Case:
         return qk_norm_rope_write(product(i).view(tokens, -1, HEAD_DIM), *given(i)[1:])
 
     name = f"linear_qk_norm_rope{' fp8' if fp8 else ''} {tokens}"
-    peers = {"product": product, "product and qk_norm_rope_write": both}
+    peers: dict[str, Callable[[int], Any]] = {"product": product, "product and qk_norm_rope_write": both}
     return Case(name, 2 * tokens * weight.numel(), run, expected, peers, FP8_CANDIDATES if fp8 else QKV_CANDIDATES)
 
 
@@ -160,7 +163,7 @@ class Sweep:
         self.compile(cases)
         for case in cases:
             for name, peer in case.peers.items():
-                self.record(case, name, partial(_timed, lambda i, peer=peer: peer(i)))
+                self.record(case, name, partial(_timed, peer))
         # The specialized ones are last: one that hangs ends the sweep.
         for specialized in (False, True):
             for case in cases:
@@ -176,7 +179,7 @@ class Sweep:
         """The fastest of those that were timed with 8,192 rows."""
         like = case.name.rpartition(" ")[0] + " 8192"
         for name, peer in case.peers.items():
-            self.record(case, name, partial(_timed, lambda i, peer=peer: peer(i)))
+            self.record(case, name, partial(_timed, peer))
         names = [said for name, _, _, said in sorted(self.found) if name == like]
         tiles = [tiles for said in names for tiles in case.candidates if _said(tiles) == said]
         for chosen in tiles[:4]:
@@ -191,7 +194,7 @@ class Sweep:
         start = time.perf_counter()
         for case in cases:
             for name, peer in case.peers.items():
-                _attempt(f"{case.name}: {name}", lambda peer=peer: peer(0))
+                _attempt(f"{case.name}: {name}", partial(peer, 0))
         with mock.patch.object(JITFunction, "__getitem__", only_compile), ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = {pool.submit(case.run, 0, tiles): (case, tiles) for case in cases for tiles in case.candidates}
             for job in as_completed(jobs):
@@ -256,14 +259,14 @@ def _timed(run: Callable[[int], Any], repeats: int = 15) -> float:
     with torch.cuda.graph(graph):
         for i in range(2 * COPIES):
             run(i % COPIES)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks = [mark() for _ in range(repeats + 1)]
     graph.replay()
     graph.replay()
-    for mark in marks:
-        mark.record()
+    for each in marks:
+        each.record()
         graph.replay()
     torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in pairwise(marks)) / (2 * COPIES) / 1e3
+    return median(float(a.elapsed_time(b)) for a, b in pairwise(marks)) / (2 * COPIES) / 1e3
 
 
 def main() -> None:

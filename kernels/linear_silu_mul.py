@@ -64,10 +64,10 @@ def linear_silu_mul_triton(
     count = -(-rows // tiles.rows) * -(-columns // half)
     if count:
         programs = tiles.programs(count, x.device)
+        parts = tiles.operand(weight.view(2, columns, size), 1 if tiles.specialized else 2, half)
         _linear_silu_mul[(programs,)](
-            tiles.operand(x, tiles.rows), tiles.operand(weight, half), bias, out, rows, programs, columns, size, tiles.rows, half,
-            tiles.step, tiles.group, tiles.tma, tiles.flatten, tiles.specialized, gelu,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            tiles.operand(x, tiles.rows), parts, bias, out, rows, programs, columns, size, tiles.rows, half, tiles.step, tiles.group,
+            tiles.tma, tiles.flatten, tiles.specialized, gelu, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
 
@@ -97,14 +97,28 @@ def _linear_silu_mul(
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=FLATTEN, warp_specialize=SPECIALIZED):
         row_tile, column_tile = place(tile, row_tiles, column_tiles, GROUP)
         row, column = row_tile * ROWS, column_tile * HALF
-        gate = tl.zeros([ROWS, HALF], tl.float32)
-        up = tl.zeros([ROWS, HALF], tl.float32)
-        for start in range(0, SIZE, STEP):
-            left = block(x, row, start, rows, SIZE, ROWS, STEP, TMA)
-            gate_weight = block(weight, column, start, 2 * COLUMNS, SIZE, HALF, STEP, TMA)
-            up_weight = block(weight, COLUMNS + column, start, 2 * COLUMNS, SIZE, HALF, STEP, TMA)
-            gate = tl.dot(left, gate_weight.T, gate, input_precision="ieee")
-            up = tl.dot(left, up_weight.T, up, input_precision="ieee")
+        if SPECIALIZED:  # which splits tiles between groups of warps, and no reshaped ones
+            gate = tl.zeros([ROWS, HALF], tl.float32)
+            up = tl.zeros([ROWS, HALF], tl.float32)
+            for start in range(0, SIZE, STEP):
+                left = block(x, row, start, rows, SIZE, ROWS, STEP, TMA)
+                gate_weight = weight.load([0, column, start]).reshape(HALF, STEP)
+                up_weight = weight.load([1, column, start]).reshape(HALF, STEP)
+                gate = tl.dot(left, gate_weight.T, gate)
+                up = tl.dot(left, up_weight.T, up)
+        else:
+            # One product of twice the columns reads x from shared memory once. Gate and up of a cell are then in one thread.
+            acc = tl.zeros([ROWS, 2 * HALF], tl.float32)
+            for start in range(0, SIZE, STEP):
+                left = block(x, row, start, rows, SIZE, ROWS, STEP, TMA)
+                if TMA:
+                    right = tl.reshape(weight.load([0, column, start]), [2 * HALF, STEP])
+                else:
+                    place_in = tl.arange(0, 2 * HALF)
+                    inside = tl.minimum(column + place_in % HALF, COLUMNS - 1) + place_in // HALF * COLUMNS
+                    right = tl.load(weight + inside.to(tl.int64)[:, None] * SIZE + (start + tl.arange(0, STEP))[None, :])
+                acc = tl.dot(left, right.T, acc, input_precision="ieee")
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [ROWS, 2, HALF]), [0, 2, 1]))
         columns = column + tl.arange(0, HALF)
         if bias is not None:
             gate += tl.load(bias + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]

@@ -48,13 +48,16 @@ class Tiles:
         """Number of programs that compute ``tiles`` tiles."""
         return min(tiles, self.resident * multiprocessors(device)) if self.resident else tiles
 
-    def operand(self, tensor: Tensor, rows: int) -> Any:
-        """What a kernel loads blocks of ``rows`` rows of the matrix from: a tensor descriptor or the tensor itself."""
+    def operand(self, tensor: Tensor, *rows: int) -> Any:
+        """What a kernel loads blocks of ``rows`` rows of the matrix from: a tensor descriptor or the tensor itself.
+
+        With several axes of rows, so many of each.
+        """
         if not self.tma:
             return tensor
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor.from_tensor(tensor, [rows, self.step])
+        return TensorDescriptor.from_tensor(tensor, [*rows, self.step])
 
 
 @cache

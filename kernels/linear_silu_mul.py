@@ -66,8 +66,8 @@ def linear_silu_mul_triton(
         programs = tiles.programs(count, x.device)
         parts = tiles.operand(weight.view(2, columns, size), 1 if tiles.specialized else 2, half)
         _linear_silu_mul[(programs,)](
-            tiles.operand(x, tiles.rows), parts, bias, out, rows, programs, columns, size, tiles.rows, half, tiles.step, tiles.group,
-            tiles.tma, tiles.flatten, tiles.specialized, gelu, num_warps=tiles.warps, num_stages=tiles.stages,
+            tiles.operand(x, tiles.rows), parts, bias, out, rows, programs, columns, size, tiles.rows, half, tiles.step,
+            tiles.group, tiles.tma, tiles.flatten, tiles.specialized, gelu, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
 

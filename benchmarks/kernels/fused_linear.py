@@ -144,7 +144,7 @@ GATED_CANDIDATES = (
     Tiles(128, 256, 64, 4, 4, specialized=True),
     Tiles(128, 128, 64, 4, 4, specialized=True),
 )
-QKV_CANDIDATES = (*COMMON, Tiles(128, 128, 64, 3, 8, resident=2))
+QKV_CANDIDATES = (*COMMON, Tiles(128, 256, 64, 2, 8), Tiles(128, 256, 64, 3, 8, resident=0))
 FP8_CANDIDATES = tuple(replace(tiles, step=2 * tiles.step) for tiles in QKV_CANDIDATES)
 
 TOLERANCE = 0.02

@@ -124,11 +124,20 @@ def linear_qk_norm_rope_triton(
     qkv = x.new_empty(head_dim, dtype=dtype).expand(tokens, heads + 2 * kv_heads, head_dim)
     check_qk_norm_rope(qkv, q_weight, k_weight, cos, sin, keys, values, slots, scales, dense_axes=1)
     tiles = tiles or _chosen(x.dtype)
-    if head_dim != power_of_two(head_dim) or 2 * cos.shape[1] != head_dim or columns % head_dim or size % tiles.step:
+    if (
+        head_dim < 16
+        or head_dim != power_of_two(head_dim)
+        or 2 * cos.shape[1] != head_dim
+        or columns % head_dim
+        or size % tiles.step
+    ):
         raise ValueError(
             f"weight has shape {list(weight.shape)}, heads have {head_dim} elements and {2 * cos.shape[1]} are rotated, where a"
-            f" multiple of {tiles.step} columns, a power of two and all are expected"
+            f" multiple of {tiles.step} columns, a power of two from 16 on and all are expected"
         )
+    for name, tensor in (("q_weight", q_weight), ("k_weight", k_weight), ("keys", keys), ("values", values)):
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} begins at {tensor.data_ptr()}, where a multiple of 16 bytes is expected")
     if out is not None:
         expect("out", out, x, (tokens, heads, head_dim), (dtype,))
     q = x.new_empty((tokens, heads, head_dim), dtype=dtype) if out is None else out

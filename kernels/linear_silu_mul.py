@@ -31,7 +31,6 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and len(x) >= MIN_ROWS
         and x.shape[1] % TILES.step == 0
-        and weight.shape[0] % TILES.columns == 0
         and is_aligned(x, weight)
     )
 

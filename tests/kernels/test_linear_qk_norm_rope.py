@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import kv_codes
 from kernels.linear_qk_norm_rope import fits, heads_of_tile, linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
 from kernels.product_tiles import Tiles, is_hopper
 from kernels.quantize import FP8, quantize_rows_reference
@@ -110,20 +109,38 @@ def test_weights_of_the_norm_in_float32_and_a_given_output(device: torch.device)
     torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=4e-3)
 
 
-def test_keys_and_values_in_fp8(device: torch.device) -> None:
-    """Codes differ by one step at most, where a sum is halfway between two and where the interpreter does not carry."""
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
+def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept in float32, because the interpreter does not carry when it rounds to FP8. Too large numbers are cut off."""
+    monkeypatch.setattr("kernels.qk_norm_rope.FP8", torch.float32)
     given = inputs(37, 32, 4, 2, 64, device, torch.float32)
-    keys, values = torch.zeros(2, 42, 2, 64, device=device).to(FP8)
-    given = given._replace(keys=keys, values=values, scales=torch.tensor([[0.5, 0.25], [2.0, 2.0**-7]], device=device))
-    other = given.wide()
-    expected = linear_qk_norm_rope_reference(*other)
-    found = linear_qk_norm_rope_triton(*given, tiles=TILES["descriptors"])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    for codes, wide in ((keys, other.keys), (values, other.values)):
-        one, two = kv_codes.decode(codes, torch.float32), kv_codes.decode(wide, torch.float32)
-        assert (one == two).float().mean() > 0.95
-        torch.testing.assert_close(one, two, atol=2.0**-9, rtol=0.13)
-    assert kv_codes.decode(values, torch.float32).abs().max() == 448
+    given.x[0] *= 1000
+    if not normed:
+        given = given._replace(q_weight=None, k_weight=None)
+    plain = given._replace(keys=given.keys.clone(), values=given.values.clone())
+    scales = torch.tensor([[0.25, 2.0], [0.5, 0.0625]], device=device)
+    found = linear_qk_norm_rope_triton(*given._replace(scales=scales), tiles=TILES["descriptors"])
+    expected = linear_qk_norm_rope_reference(*plain) * scales[0].repeat_interleave(2)[:, None]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    for one, kept, each in ((given.keys, plain.keys, scales[0]), (given.values, plain.values, scales[1])):
+        wide = (kept / each[:, None]).clamp(-448, 448)[given.slots]
+        torch.testing.assert_close(one[given.slots], wide, atol=1e-3, rtol=1e-5)
+    assert given.values.abs().max() == 448
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_codes_are_written(dtype: torch.dtype, device: torch.device) -> None:
+    """Values of which none is between two codes: their own, with a scale of one."""
+    given = inputs(20, 16, 4, 2, 64, device, dtype)
+    weight = torch.zeros_like(given.weight)
+    weight[-128:] = torch.eye(16, device=device, dtype=dtype).repeat(8, 1)
+    x = given.x.to(FP8).to(dtype)
+    keys, values = torch.zeros(2, 25, 2, 64, device=device).to(FP8)
+    scales = torch.ones(2, 2, device=device)
+    given = given._replace(x=x, weight=weight, bias=None, keys=keys, values=values, scales=scales)
+    linear_qk_norm_rope_triton(*given, tiles=TILES["descriptors"])
+    assert torch.equal(values.float()[given.slots], x.float().repeat(1, 8).view(20, 2, 64))
+    assert (keys.float() == 0).all()
 
 
 @pytest.mark.parametrize("tiles", TILES.values(), ids=list(TILES))
@@ -191,6 +208,7 @@ def test_arguments_are_checked(device: torch.device) -> None:
         "x_scales and weight_scales are given with e4m3 codes": {"x_scales": given.x[:, :1]},
         r"out has shape \[4, 5, 32\], where \[4, 6, 32\]": {"out": given.x.new_empty(4, 5, 32)},
         "keys is torch.float16": {"keys": given.keys.half()},
+        r"k_weight begins at .* a multiple of 16 bytes": {"k_weight": given.x.flatten()[1:33]},
         r"bias has shape \[10\], where \[320\]": {"bias": given.x.new_empty(10)},
     }
     for message, change in wrong.items():

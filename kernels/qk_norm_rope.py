@@ -136,8 +136,9 @@ def check_qk_norm_rope(
     values: Tensor,
     slots: Tensor,
     scales: Tensor | None,
+    dense_axes: int | None = None,
 ) -> None:
-    """Check the arguments of a kernel of this operation. Raises ValueError."""
+    """Check the arguments of a kernel of this operation; dense_axes: of qkv, as in :func:`expect`. Raises ValueError."""
     expect_device("qkv", qkv)
     if qkv.dim() != 3 or keys.dim() != 3 or qkv.shape[1] <= 2 * keys.shape[1] or qkv.shape[2] % 2:
         raise ValueError(
@@ -145,7 +146,7 @@ def check_qk_norm_rope(
             " and [slots, kv_heads, head_dim] are expected, head_dim even"
         )
     tokens, _, head_dim = qkv.shape
-    expect("qkv", qkv, qkv, qkv.shape, FLOATS)
+    expect("qkv", qkv, qkv, qkv.shape, FLOATS, dense_axes)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight are given both or not at all")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):

@@ -127,7 +127,7 @@ def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(WARM_UPS):
         run()
-    marks = [(_mark(), _mark()) for _ in range(repeats)]
+    marks = [(mark(), mark()) for _ in range(repeats)]
     torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
     for start, end in marks:
         flushed.zero_()
@@ -138,7 +138,7 @@ def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
     return median(float(start.elapsed_time(end)) for start, end in marks) / 1e3
 
 
-def _mark() -> torch.cuda.Event:
+def mark() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -15,6 +15,8 @@ from kernels.gelu_mul import gelu_mul_quantized_triton, gelu_mul_triton
 from kernels.keep_thresholds import keep_thresholds_triton
 from kernels.label_logprobs import label_logprobs_triton
 from kernels.largest import token_logprobs_triton
+from kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
+from kernels.linear_silu_mul import linear_silu_mul_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 from kernels.quantize import quantize_rows_triton
 from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_quantized_triton, rms_norm_triton
@@ -35,6 +37,18 @@ def _qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool, rotate
     slots = "torch.zeros(4, dtype=torch.int64)"
     qkv = _bf16(4, heads + 2 * kv_heads, head_dim)
     return f"qk_norm_rope_write_triton({qkv}, {weights}, 1e-6, {angles}, {cache}, {slots})"
+
+
+def _linear_qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool, biased: bool, coded: bool = False) -> str:
+    columns = (heads + 2 * kv_heads) * head_dim
+    kind = "float8_e4m3fn" if coded else "bfloat16"
+    x, weight = (f"torch.empty(({rows}, 1024), dtype=torch.{kind})" for rows in (2048, columns))
+    norms = ", ".join([_bf16(head_dim) if normed else "None"] * 2)
+    angles = f"torch.empty(2048, {head_dim // 2})"
+    cache = _bf16(4096, kv_heads, head_dim)
+    given = f"{x}, {weight}, {_bf16(columns) if biased else None}, {norms}, 1e-6, {angles}, {angles}, {cache}, {cache}"
+    scales = f", x_scales=torch.empty(2048, 1), weight_scales=torch.empty({columns}, 1)" if coded else ""
+    return f"linear_qk_norm_rope_triton({given}, torch.zeros(2048, dtype=torch.int64){scales})"
 
 
 def _label_logprobs(rows: int, dtype: str, cap: float = 0.0) -> str:
@@ -64,6 +78,14 @@ PRODUCTS = [
     _label_logprobs(64, "bfloat16"),
     _label_logprobs(1000, "float32"),
 ]
+FUSED_PRODUCTS = [
+    f"linear_silu_mul_triton({_bf16(2048, 1024)}, {_bf16(6144, 1024)})",
+    f"linear_silu_mul_triton({_bf16(2048, 3584)}, {_bf16(2 * 18944, 3584)}, {_bf16(2 * 18944)}, gelu=True)",
+    _linear_qk_norm_rope(16, 8, 128, normed=True, biased=False),
+    _linear_qk_norm_rope(14, 2, 64, normed=False, biased=True),
+    _linear_qk_norm_rope(28, 4, 128, normed=False, biased=True),
+]
+CODED_PRODUCT = _linear_qk_norm_rope(16, 8, 128, normed=True, biased=False, coded=True)
 SMALL_PRODUCT = _label_logprobs(1, "float16")
 LOGITS, NUMBERS, LONGS = "torch.empty(4, 151936)", "torch.empty(4)", "torch.empty(4, dtype=torch.int64)"
 BITS = "torch.empty((4, 4748), dtype=torch.int32)"
@@ -79,13 +101,14 @@ CHOICE = "seeded_choice_triton(torch.empty(4, 8), torch.empty((4, 8), dtype=torc
 MOST_CANDIDATES = f"candidates_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS}, 64)"
 
 
-def compiled_within_limits(*launches: str) -> list[list[dict[str, Any]]]:
-    """Return the result of :func:`compiled`, after checks: no kernel spills registers or needs more shared memory than there is."""
+def compiled_within_limits(*launches: str, spilled: int = 0) -> list[list[dict[str, Any]]]:
+    """Return the result of :func:`compiled`, after checks: no kernel needs more shared memory than there is, or spills more than
+    ``spilled`` bytes of registers a thread."""
     found = compiled(IMPORTS, *launches)
     for kernels in found:
         assert kernels
         for kernel in kernels:
-            assert kernel["local"] == 0, kernel["name"]
+            assert kernel["local"] <= spilled, kernel["name"]
             assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
     return found
 
@@ -113,3 +136,13 @@ def test_kernels_compile_for_hopper() -> None:
     *wide, _, small = (kernels[0]["ptx"] for kernels in found[len(ELEMENTWISE) :])
     assert all("wgmma.mma_async" in ptx for ptx in wide)
     assert "mma.sync" in small
+
+
+@pytest.mark.slow
+def test_fused_products_compile_for_hopper() -> None:
+    """On the tensor cores of Hopper, which load through tensor descriptors. That of codes spills some registers once a tile with
+    Triton 3.7, and none with 3.6."""
+    for (kernel,) in compiled_within_limits(*FUSED_PRODUCTS) + compiled_within_limits(CODED_PRODUCT, spilled=128):
+        assert "wgmma.mma_async" in kernel["ptx"], kernel["name"]
+        assert "cp.async.bulk.tensor." in kernel["ptx"], kernel["name"]
+        assert re.search(r"st\.global[.\w]*\.v4\.b32", kernel["ptx"]), f"no stores of 16 bytes: {kernel['name']}"

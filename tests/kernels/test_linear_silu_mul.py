@@ -1,0 +1,92 @@
+"""The product with gate and up in one kernel with the gate: against the reference in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.linear_silu_mul import fits, linear_silu_mul_reference, linear_silu_mul_triton
+from kernels.product_tiles import Tiles, is_hopper
+
+SMALL = Tiles(rows=16, columns=64, step=16, warps=4, group=2)
+TILES = {
+    "descriptors": SMALL,
+    "pointers": Tiles(rows=16, columns=64, step=16, warps=4, group=2, tma=False),
+    "a program a tile": Tiles(rows=16, columns=64, step=16, warps=4, group=2, resident=0),
+}
+"""Small ones, so that a few rows are several tiles, some of them partly outside."""
+
+
+def inputs(rows: int, size: int, columns: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, size), (2 * columns, size), (2 * columns,)))
+    return x.to(device, dtype), (weight / size**0.5).to(device, dtype), bias.to(device, dtype)
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=list(TILES))
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("shape", [(1, 16, 32), (53, 64, 80), (70, 48, 136), (0, 16, 32)], ids=str)
+def test_kernel(shape: tuple[int, int, int], biased: bool, gelu: bool, tiles: Tiles, device: torch.device) -> None:
+    x, weight, bias = inputs(*shape, device, torch.float16)
+    found = linear_silu_mul_triton(x, weight, bias if biased else None, gelu=gelu, tiles=tiles)
+    expected = linear_silu_mul_reference(x.float(), weight.float(), bias.float() if biased else None, gelu=gelu)
+    assert found.shape == (shape[0], shape[2])
+    torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_rows_of_a_larger_tensor(device: torch.device) -> None:
+    """Rows beyond the given ones do not reach the result, whatever they are."""
+    x, weight, _ = inputs(40, 32, 48, device, torch.float16)
+    x[19:] = torch.nan
+    for tiles in TILES.values():
+        expected = linear_silu_mul_reference(x[:19].float(), weight.float())
+        found = linear_silu_mul_triton(x[:19], weight, tiles=tiles)
+        torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_chosen_tiles_in_float32(device: torch.device) -> None:
+    x, weight, bias = inputs(20, 32, 40, device, torch.float32)
+    expected = linear_silu_mul_reference(x, weight, bias)
+    torch.testing.assert_close(linear_silu_mul_triton(x, weight, bias), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1024, 2000, 8192])
+def test_chosen_tiles_on_a_gpu(rows: int, device: torch.device) -> None:
+    """Qwen3-0.6B's feed-forward layer, as captured in a CUDA graph and replayed."""
+    if device.type != "cuda" or not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    x, weight, _ = inputs(rows, 1024, 3072, device, torch.bfloat16)
+    assert fits(x, weight)
+    linear_silu_mul_triton(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear_silu_mul_triton(x, weight)
+    x.mul_(-1.5)
+    graph.replay()
+    expected = linear_silu_mul_reference(x.float(), weight.float())
+    torch.testing.assert_close(found.float(), expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_what_fits(device: torch.device) -> None:
+    """Few rows and float32 do not; elsewhere than on a Hopper GPU nothing does."""
+    x, weight, _ = inputs(1024, 64, 128, device, torch.float16)
+    assert fits(x, weight) == (device.type == "cuda" and is_hopper(device))
+    assert not fits(x[:1023], weight)
+    assert not fits(x.float(), weight.float())
+    assert not fits(x, weight.requires_grad_())
+
+
+def test_arguments_are_checked(device: torch.device) -> None:
+    x, weight, bias = inputs(3, 16, 8, device, torch.float32)
+    with pytest.raises(ValueError, match=r"weight has shape \[15, 16\], where \[14, 16\] is expected"):
+        linear_silu_mul_triton(x, weight[:15], bias)
+    with pytest.raises(ValueError, match=r"weight is torch\.float16"):
+        linear_silu_mul_triton(x, weight.half(), bias)
+    with pytest.raises(ValueError, match=r"bias has shape \[8\], where \[16\]"):
+        linear_silu_mul_triton(x, weight, bias[:8])
+    with pytest.raises(ValueError, match="x has 8 columns, where a multiple of 16 is expected"):
+        linear_silu_mul_triton(x[:, :8].contiguous(), weight[:, :8].contiguous())
+    with pytest.raises(ValueError, match=r"x of shape .* make it contiguous"):
+        linear_silu_mul_triton(x.repeat(1, 2)[:, :16], weight)

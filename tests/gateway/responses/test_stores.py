@@ -92,7 +92,6 @@ async def redis_store(url: str, bounds: ResponseBounds = SMALL, prefix: str = "t
     await link.stop()
 
 
-@pytest.mark.redis
 @pytest.mark.parametrize("seed", range(3))
 def test_both_stores_keep_the_same_responses(server: RedisServer, seed: int) -> None:
     """Random writes and deletions of three tenants, beyond all bounds."""
@@ -120,7 +119,6 @@ def test_both_stores_keep_the_same_responses(server: RedisServer, seed: int) -> 
     asyncio.run(check())
 
 
-@pytest.mark.redis
 def test_expired_responses_leave_redis(server: RedisServer) -> None:
     async def check() -> None:
         async with redis_store(server.url, ResponseBounds(8, 1 << 20, 0.2), "expiry") as store:
@@ -137,7 +135,6 @@ def test_expired_responses_leave_redis(server: RedisServer) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.redis
 @pytest.mark.slow
 def test_a_cluster_keeps_responses() -> None:
     async def check(url: str) -> None:
@@ -155,7 +152,6 @@ def create(client: httpx.Client, **body: Any) -> httpx.Response:
     return client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "seed": 1} | body)
 
 
-@pytest.mark.redis
 def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start) -> None:
     with RedisServer.start() as server:
         engine = FakeEngine(says=ids("red"))
@@ -182,7 +178,6 @@ def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start
         assert (plain.status_code, plain.json()["store"]) == (200, False)
 
 
-@pytest.mark.redis
 def test_a_response_that_cannot_be_stored_any_more_is_answered(start: Start) -> None:
     with RedisServer.start() as server:
         engine = FakeEngine(says=ids("red"))

@@ -18,7 +18,7 @@ if [ -z "$outcomes" ]; then
 fi
 status=0
 run() { # run EXPRESSION OPTION ...
-  "${PYTHON:?}" -m pytest -q -rfE "${@:2}" --outcomes "$outcomes" ${except:+--except "$except"} -m "$1" || {
+  "${PYTHON:?}" -m pytest -q -rfE "${@:2}" --outcomes="$outcomes" ${except:+--except="$except"} -m "$1" || {
     local code=$?
     if [ $code != 5 ] || [ -z "$except" ]; then status=$code; fi # 5: all tests of this part have run before
   }

@@ -681,7 +681,7 @@ def test_what_a_machine_lacks_is_left_out_and_named(bare: Path, tmp_path: Path) 
     given = {"PART": "parallel", "PYTHON": sys.executable, "PATH": str(bare), "OUTCOMES": str(tmp_path / "ran")}
 
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
-        command = [SCRIPTS / "test.sh", "not slow", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+        command = [SCRIPTS / "test.sh", "not slow", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir=."]
         whole = os.environ | given | environment
         return subprocess.run([*command, tmp_path], env=whole, capture_output=True, text=True, timeout=100, check=False)
 

@@ -15,11 +15,6 @@ SDK_2 := openai==2.54.0 distro==1.9.0
 given = $(if $(filter command,$(firstword $(origin $(1)))),--$(2) $($(1)))
 SERVE := $(call given,MODEL,model) $(call given,HOST,host) $(call given,PORT,port) $(call given,DTYPE,dtype) $(FLAGS)
 
-# Tests marked redis start a real Redis, tests marked browser Chromium. `make test` leaves out what cannot be started and says so; `make
-# test-all` fails.
-HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 && echo docker; })
-HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-WITHOUT := $(if $(HAS_REDIS),, and not redis)$(if $(HAS_BROWSER),, and not browser)
 IMAGE_PYTHON ?= 3.11
 
 too_old = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || echo yes)
@@ -35,10 +30,8 @@ setup: $(READY) ## Create .venv with all dependencies
 serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= PORT= DTYPE=, with any other FLAGS=
 	@$(BIN)/yardstick serve $(SERVE)
 
-test: $(READY) ## Run the quick tests
-	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster$(WITHOUT)" --hypothesis-profile=quick
-	@$(if $(HAS_REDIS),:,echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
-	@$(if $(HAS_BROWSER),:,echo "Left out: the tests that need a browser. Install chromium to run them.")
+test: $(READY) ## Run the quick tests, and say which parts of them this machine leaves out
+	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster" --hypothesis-profile=quick
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
 	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster"
 soak: $(READY) ## Run hostile clients beside well-behaved ones for SOAK_SECONDS=600

@@ -24,6 +24,7 @@ import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 from tests import warm
 from tests.order import long_first
+from tests.parts import required
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CLUSTER = Path(__file__).parent / "cluster"
@@ -82,8 +83,33 @@ def shared_tls() -> Iterator[None]:
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two runs can share the tests: the second leaves out what the first has run."""
+    parser.addoption("--outcomes", type=Path, help="append the ids of tests that run and the reasons why others are skipped")
+    parser.addoption("--except", type=Path, dest="before", help="leave out the tests that ran according to this file of --outcomes")
+
+
+class Outcomes:
+    """Writes the file of ``--outcomes``: lines ``ran<tab>ID`` and ``skipped<tab>REASON``."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            print("skipped", report.longrepr[2].removeprefix("Skipped: "), sep="\t", file=self._file)
+        elif report.when == "call" and "hypothesis" not in report.keywords:  # which another run may give more examples
+            print("ran", report.nodeid, sep="\t", file=self._file)
+
+    def pytest_unconfigure(self) -> None:
+        self._file.close()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the workers that pytest-xdist is about to start."""
+    """Check ``REQUIRE``, record outcomes, and fork the workers that pytest-xdist is about to start."""
+    required()
+    if config.option.outcomes and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(config.option.outcomes))
     if config.getoption("tx", None) and not config.option.collectonly and sys.platform == "linux":
         importlib.import_module("tests.forked_workers").enable(config)
 
@@ -123,8 +149,12 @@ def leaks() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Skip tests marked ``gpu`` where there is no GPU, mark the tests in ``ALONE``, and order those that are selected."""
+    if config.option.before:
+        ran = {line.removeprefix("ran\t") for line in config.option.before.read_text().splitlines()}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in ran])
+        items[:] = [item for item in items if item.nodeid not in ran]
     for item in items:
         if _is_alone(item.path):
             item.add_marker("alone")

@@ -22,16 +22,13 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.parts import need
 from tests.processes import free_port, wait_until
 
 IMAGE = os.environ.pop("YARDSTICK_TEST_REDIS_IMAGE", "redis:7.4-alpine")
 """Taken out of the environment because gateways, which inherit it, refuse settings that they do not know."""
 START_SECONDS = 20
 BASE = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1")
-
-
-class NoRedis(RuntimeError):
-    """Neither Docker nor redis-server."""
 
 
 class RedisServer:
@@ -103,13 +100,7 @@ class RedisServer:
 
 class _Process:
     def __init__(self, arguments: list[str]) -> None:
-        program = shutil.which("redis-server")
-        if program is None:
-            raise NoRedis(
-                "These tests need a real Redis: install redis-server (apt-get install redis-server; brew install redis), or start"
-                " Docker with an image of it (YARDSTICK_TEST_REDIS_IMAGE). To leave them out: pytest -m 'not redis'"
-            )
-        self._process = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen([need("redis"), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -168,7 +159,7 @@ class Certificates:
     def __init__(self, directory: Path) -> None:
         self.ca, self._certificate, self._key = (directory / name for name in ("ca.pem", "redis.pem", "redis.key"))
         authority = directory / "ca.key"
-        new = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+        new = (need("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
         _run(*new, "-subj", "/CN=test authority", "-keyout", str(authority), "-out", str(self.ca))
         signed = ("-CA", str(self.ca), "-CAkey", str(authority), "-addext", "subjectAltName=IP:127.0.0.1")
         extensions = ("-addext", "basicConstraints=critical,CA:FALSE")

@@ -162,7 +162,7 @@ def test_a_scan_has_every_item_once_and_ends_with_its_client(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)], ids=["memory", "redis"])
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
 def test_scans_of_a_large_catalogue_beside_live_requests(tmp_path: Path, shared: bool) -> None:
     """Two scans: the second one's client leaves. Times are compared with those of the same requests before and after the scan, and
     with that of the scan. The reasons of the engine's growth are in docs/catalogue.md."""

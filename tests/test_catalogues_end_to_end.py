@@ -49,7 +49,7 @@ def pods(model: Path) -> Iterator[list[Pod]]:
         pod.close()
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(scope="module", params=["memory", "redis"])
 def gateway(request: pytest.FixtureRequest, pods: list[Pod]) -> Iterator[Program]:
     engines = [argument for pod in pods for argument in ("--engine", pod.url)]
     if request.param == "memory":

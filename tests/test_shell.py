@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.helm.chart import helm
+from tests.parts import PARTS, need
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,19 +90,6 @@ def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
     assert "pip install" in make("-n", "serve", directory=tmp_path).stdout, "new pins are installed"
 
 
-@pytest.mark.parametrize(("marker", "words"), [("redis", "a real Redis"), ("browser", "a browser")])
-def test_the_quick_tests_say_what_they_leave_out(marker: str, words: str) -> None:
-    present = {"HAS_REDIS": "redis-server", "HAS_BROWSER": "chromium"}
-    absent = present | {f"HAS_{marker.upper()}": ""}
-    complete, without = (make("-n", "test", *map("=".join, given.items())).stdout for given in (present, absent))
-    assert "not redis" not in complete
-    assert "not browser" not in complete
-    assert "Left out" not in complete
-    assert f"and not {marker}" in without
-    assert f"Left out: the tests that need {words}" in without
-    assert f"not {marker}" not in make("-n", "test-all", f"HAS_{marker.upper()}=").stdout
-
-
 def test_constraints_pin_every_dependency_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
@@ -126,8 +114,8 @@ def test_ci_runs_what_everybody_runs() -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
     (parts,) = re.findall(r"^check: (.*) ##", (ROOT / "Makefile").read_text(), flags=re.M)
-    ran = re.findall(r"^(?:\w+=\S+ )*make (.*?)(?: \|\| failed=1)?$", script.read_text(), flags=re.M)
-    assert set(" ".join(ran).split()) == {"setup", *parts.split()}
+    ran = re.findall(r"^ *(?:\w+=\S+ |on_bare_machine )*make (.*?)(?: \|\| status=.*)?$", script.read_text(), flags=re.M)
+    assert set(" ".join(ran).split()) == {"setup", "test", *parts.split()}
     checks = make("-n", "check").stdout
     for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "scripts/test.sh"):
         assert tool in checks
@@ -323,9 +311,10 @@ def test_images_name_their_source_and_no_password(machine: Path, origin: str | N
     shutil.copy(ROOT / "pyproject.toml", root)
     pretend(machine, "docker", 'echo "$*" >>"$LOG"')
     environment = {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log"), "GIT_CEILING_DIRECTORIES": str(root.parent)}
-    subprocess.run(["git", "init", "--quiet", "."], cwd=root, check=True, timeout=60)
+    git = need("git")
+    subprocess.run([git, "init", "--quiet", "."], cwd=root, check=True, timeout=60)
     if origin is not None:
-        subprocess.run(["git", "remote", "add", "origin", origin], cwd=root, check=True, timeout=60)
+        subprocess.run([git, "remote", "add", "origin", origin], cwd=root, check=True, timeout=60)
     subprocess.run([root / "scripts" / "images.sh"], env=environment, capture_output=True, check=True, timeout=60)
     lines = (root / "log").read_text().splitlines()
     assert len(lines) == 2
@@ -444,8 +433,10 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     assert f"-n {min(8, 2 * cores)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
-    assert second == "-m pytest -q -n 2 --dist worksteal -m waits and not slow"
-    assert third == "-m pytest -q -m alone and not waits and not slow"
+    assert " -n 2 --dist worksteal " in second
+    assert second.endswith("-m waits and not slow")
+    assert " -n " not in third
+    assert third.endswith("-m alone and not waits and not slow")
 
 
 @pytest.mark.parametrize(
@@ -595,6 +586,8 @@ def ci(machine: Path) -> Path:
         (root / directory).mkdir(parents=True)
     for name in ("redis-server", "chromium", "python3"):
         pretend(machine, name, "")
+    (root / "scripts").mkdir()
+    pretend(root / "scripts", "bare_path.sh", f'ln -s {machine}/make {shutil.which("grep")} "$1"')
     pretend(root / "tests" / "cluster", "local.sh", "")
     pretend(root / ".venv" / "bin", "python", 'echo "$*" >>"$LOG"')
     return Path(shutil.copy(ROOT / ".ci" / "run", root / ".ci"))
@@ -603,7 +596,7 @@ def ci(machine: Path) -> Path:
 @pytest.mark.parametrize(("status", "words"), [(0, ""), (3, "left out, because no cluster can run"), (2, "CLUSTER TESTS FAILED")])
 def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, ci: Path, status: int, words: str) -> None:
     pretend(machine.parent / "tests" / "cluster", "local.sh", f"exit {status}")
-    pretend(machine, "make", "! env | grep YARDSTICK_")
+    pretend(machine, "make", '[ -z "$YARDSTICK_CLUSTER" ]')
     done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
     assert done.returncode == (0 if status == 3 else status), done.stderr
     assert words in done.stdout
@@ -625,19 +618,83 @@ def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_m
     pretend(machine.parent / "tests" / "cluster", "local.sh", 'while ! grep -q parallel "$LOG"; do :; done; echo cluster >>"$LOG"')
     done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
     assert done.returncode == 0, done.stderr
-    setup, *beside, parallel, cluster, alone = (machine / "log").read_text().splitlines()
-    assert (setup, set(beside)) == (" setup", {"waiting test-all", " lint types imports"})
-    assert (parallel, cluster, alone) == ("parallel test-all", "cluster", "alone test-all")
+    setup, *beside, cluster, bare, alone = (machine / "log").read_text().splitlines()
+    assert (setup, set(beside[:3])) == (" setup", {"waiting test", "waiting test-all", " lint types imports"})
+    assert set(beside[3:]) | {cluster} == {"parallel test", "parallel test-all", "cluster"}
+    assert (bare, alone) == ("alone test", "alone test-all")
 
 
 @pytest.mark.parametrize("part", ["waiting", "parallel", "alone"])
+@pytest.mark.parametrize("target", ["test", "test-all"])
 @pytest.mark.parametrize("again", [0, 1])
-def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, again: int) -> None:
-    pretend(machine, "make", f'[ "$PART" != {part} ]')
-    pretend(machine.parent / ".venv" / "bin", "python", f'echo "$*" >>"$LOG"; exit {again}')
+def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, target: str, again: int) -> None:
+    """With the parts that they had."""
+    pretend(machine, "make", f'[ "$PART $*" != "{part} {target}" ]')
+    pretend(machine.parent / ".venv" / "bin", "python", f'echo "$PATH|$REQUIRE|$PYTEST_ADDOPTS|$*" >>"$LOG"; exit {again}')
     assert on(machine, ci).returncode == again
     (line,) = (machine / "log").read_text().splitlines()
-    assert "--last-failed --last-failed-no-failures none" in line
+    path, require, options, arguments = line.split("|")
+    assert "--last-failed --last-failed-no-failures none" in arguments
+    if target == "test":
+        assert (require, options) == ("", "-o cache_dir=.pytest_cache/bare")
+        assert str(machine) not in path
+    else:
+        assert "redis" in require.split(",")
+        assert (path.split(":")[0], options) == (str(machine), "")
+
+
+def test_ci_runs_each_test_once(machine: Path, ci: Path) -> None:
+    """What `make test` has run on the bare machine is left out of the rest."""
+    pretend(machine, "make", 'echo "$*|$PATH|$REQUIRE|$OUTCOMES|$EXCEPT" >>"$LOG"')
+    assert on(machine, ci).returncode == 0
+    lines = [line.split("|") for line in (machine / "log").read_text().splitlines()]
+    bare, rest = ([line for line in lines if line[0] == target] for target in ("test", "test-all"))
+    assert len(bare) == len(rest) == 3
+    ((path, require, ran, _),) = {tuple(line[1:]) for line in bare}
+    assert (":" in path, require) == (False, "")
+    assert {(line[3], line[4]) for line in rest} == {("", ran)}
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The PATH of a machine with Python and make only."""
+    if not shutil.which("dpkg-query"):
+        pytest.skip("the list of such a machine's programs is Debian's")
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([SCRIPTS / "bare_path.sh", folder], check=True, timeout=60)
+    return folder
+
+
+def test_a_bare_machine_has_make_and_python_and_nothing_that_tests_need(bare: Path) -> None:
+    names = {path.name for path in bare.iterdir() if path.exists()}
+    assert {"bash", "sh", "env", "sed", "awk", "true", "[", "make", "python3"} <= names
+    assert not names & {name for _, programs in PARTS.values() for name in programs}
+    assert make("help", PATH=str(bare)).returncode == 0
+
+
+@pytest.mark.slow
+def test_what_a_machine_lacks_is_left_out_and_named(bare: Path, tmp_path: Path) -> None:
+    """Another run repeats nothing, and fails where what it requires is missing."""
+    tests = {"bare": "pass", "first": "need('redis')", "second": "need('redis')"}
+    lines = [f"def test_{name}(): {body}" for name, body in tests.items()]
+    (tmp_path / "test_some.py").write_text("\n".join(["from tests.parts import need", *lines]))
+    given = {"PART": "parallel", "PYTHON": sys.executable, "PATH": str(bare), "OUTCOMES": str(tmp_path / "ran")}
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        command = [SCRIPTS / "test.sh", "not slow", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir=."]
+        whole = os.environ | given | environment
+        return subprocess.run([*command, tmp_path], env=whole, capture_output=True, text=True, timeout=100, check=False)
+
+    first = run()
+    assert (first.returncode, first.stdout.splitlines()[-1]) == (0, "Left out (2 tests): needs redis: apt-get install redis-server")
+    assert "1 passed, 2 skipped" in first.stdout
+    second = run(OUTCOMES="", EXCEPT=given["OUTCOMES"], REQUIRE="redis,curl")
+    assert second.returncode == 1
+    assert "2 failed, 1 deselected" in second.stdout
+    assert "needs redis: apt-get install redis-server (REQUIRE=redis,curl)" in second.stdout
+    third = run(REQUIRE="radis")
+    assert third.returncode != 0
+    assert "REQUIRE names radis; the parts are redis, browser" in third.stderr
 
 
 def test_a_failed_check_of_style_ends_ci(machine: Path, ci: Path) -> None:

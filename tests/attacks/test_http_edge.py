@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import shutil
 import socket
 import subprocess
 import time
@@ -20,6 +19,7 @@ from tests.attacks.conftest import StartGateway
 from tests.attacks.raw import Answer, connected, parse, read_answer, read_to_end, request
 from tests.attacks.watch import Watch, metric_of, settled_mib, tree_mib
 from tests.fakes import FakeEngine, ids
+from tests.parts import need
 from tests.processes import Program, wait_until
 
 SCORE = json.dumps({"query": [1], "items": [[2]], "label_token_ids": [1]}).encode()
@@ -55,10 +55,9 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
 # --- upgrades
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_that_offers_http2(gateway: Program) -> None:
     command = [
-        "curl",
+        need("curl"),
         "-sS",
         "--http2",
         "-m",

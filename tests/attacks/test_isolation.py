@@ -174,7 +174,6 @@ def test_a_flight_serves_its_own_group_only(server: Server, slow: FakeEngine) ->
 
 
 @pytest.mark.slow
-@pytest.mark.redis
 def test_redis_shares_within_a_group_only(engine: FakeEngine, keys: Path) -> None:
     body = BODIES["score"](next(prompts))
     with RedisServer.start() as redis:

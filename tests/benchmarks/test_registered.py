@@ -10,7 +10,6 @@ from benchmarks.__main__ import main
 
 
 @pytest.mark.slow
-@pytest.mark.redis
 def test_it_measures_both_stores(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["registered", "--requests", "2", "--rounds", "1"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from tests.parts import need
+
 PINS = Path(__file__).parent / "pins"
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = Path(__file__).parent / "tasks"
@@ -145,14 +147,13 @@ def link(source: Path, target: Path) -> None:
 
 def node_environment(name: str) -> Path:
     """A directory whose ``node_modules`` has the package that ``pins/<name>.npm`` names; skips the test without Node.js."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("needs Node.js and npm")
+    need("node")
     pin = (PINS / f"{name}.npm").read_text(encoding="utf-8").split()
 
     def install(directory: Path) -> None:
-        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(directory), *pin]
+        command = [need("npm"), "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(directory), *pin]
         directory.mkdir()
-        download(command, ["npm", "ping"])
+        download(command, [command[0], "ping"])
 
     return ready(name, " ".join(pin).encode(), install)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from engine import wire
 from engine.serving import metrics
 from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
-
-pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing; Debian's package prometheus has it")
+from tests.parts import need
 
 RULES: Values = {"monitoring": {"rules": {"enabled": True}}}
 MINUTES = 12
@@ -35,7 +33,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def promtool(*arguments: str | Path) -> None:
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([need("promtool"), *arguments], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,6 +15,7 @@ import redis
 import yaml
 
 from tests.helm.chart import EVERYTHING, GITOPS, Values, helm, manifests, one, render
+from tests.parts import need
 from tests.processes import free_port, wait_until
 
 
@@ -60,6 +61,7 @@ def running_redis(values: Values, folder: Path, port: int) -> Iterator[subproces
     (container,) = one(manifests(values), "Deployment", "yardstick-redis")["spec"]["template"]["spec"]["containers"]
     command = [part.replace("/tmp/", f"{folder}/").replace("/etc/redis", str(folder)) for part in container["command"]]
     arguments = [str(folder) if part in ("/tmp", "/data") else part for part in container["args"]]
+    need("redis")
     with subprocess.Popen([*command, *arguments, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
         try:
             yield process
@@ -67,7 +69,6 @@ def running_redis(values: Values, folder: Path, port: int) -> Iterator[subproces
             process.kill()
 
 
-@pytest.mark.redis
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_persistent_redis_has_its_keys_after_it_was_killed(persistent: bool, tmp_path: Path):
     (tmp_path / "password").write_text("secret")
@@ -102,7 +103,6 @@ def test_a_persistent_redis_has_a_claim(existing: str):
 
 
 @pytest.mark.slow
-@pytest.mark.redis
 @pytest.mark.parametrize("password", [pytest.param("plain0", marks=pytest.mark.slow), 'with "quotes", \\ and spaces'])
 def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Path):
     (tmp_path / "password").write_text(f"{password}\n")

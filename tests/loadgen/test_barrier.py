@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -55,7 +54,6 @@ def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(meet(Path("/dev/null/x"), Share(0, 2), lambda: False))
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_workers_in_a_cluster_share_a_claim() -> None:
     job = rendered(ROOT / "loadgen" / "deploy-claim")["Job"]
     pod = job["spec"]["template"]["spec"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,16 +19,15 @@ from loadgen.errors import LoadError
 from loadgen.scenario import load
 from loadgen.scenarios.cluster import State, job
 from loadgen.scenarios.play import Play, Settings
+from tests.parts import need
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "loadgen" / "deploy"
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-
 
 @cache
 def rendered(folder: Path) -> dict[str, Any]:
-    command = ["kubectl", "kustomize", str(folder)]
+    command = [need("kubectl"), "kustomize", str(folder)]
     documents = yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return {document["kind"]: document for document in documents}
 
@@ -39,7 +37,6 @@ def arguments(job: dict[str, Any]) -> list[str]:
     return container["command"]
 
 
-@needs_kubectl
 def test_one_worker_needs_nothing_new(tmp_path: Path) -> None:
     found = rendered(DEPLOY)
     assert found.keys() == {"ConfigMap", "Job"}
@@ -57,7 +54,6 @@ def test_one_worker_needs_nothing_new(tmp_path: Path) -> None:
     assert keys == {"yardstick-load-key", "yardstick-first-key"}
 
 
-@needs_kubectl
 def test_several_workers_are_an_indexed_job() -> None:
     job = rendered(ROOT / "loadgen" / "deploy-workers")["Job"]
     assert (job["spec"]["completionMode"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Indexed", 2, 2)
@@ -65,7 +61,6 @@ def test_several_workers_are_an_indexed_job() -> None:
     assert arguments(job)[:-2] == arguments(rendered(DEPLOY)["Job"])
 
 
-@needs_kubectl
 def test_the_commands_are_of_the_program() -> None:
     from typer.main import get_command
 

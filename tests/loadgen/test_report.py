@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +24,7 @@ from loadgen.records import Record, Run, RunInfo, from_log, lines, merge, parse,
 from loadgen.report import as_json, as_text, warnings
 from loadgen.scenario import as_settings, load
 from loadgen.statistics import evaluate, percentile
+from tests.parts import need
 
 
 def info(*settings: str, started: float = 1000.0, share: Share | None = None) -> RunInfo:
@@ -249,15 +249,17 @@ def test_ticks_are_few_and_round(low: float, high: float) -> None:
     assert all(math.isclose(float(f"{tick:.2g}"), tick, abs_tol=1e-12) for tick in found)
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the page is not opened in one")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
-    assert BROWSER is not None
     (tmp_path / "report.html").write_text(a_page(500))
     picture = tmp_path / "page.png"
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", str(tmp_path / "report.html")]
+    command = [
+        need("browser"),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--screenshot={picture}",
+        str(tmp_path / "report.html"),
+    ]
     subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
     assert picture.stat().st_size > 10_000
 

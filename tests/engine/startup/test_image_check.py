@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -10,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from engine.startup import image_check
+from tests.parts import need
 
 
 def test_every_module_is_imported() -> None:
     assert image_check.import_all() > 100
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_an_extension_is_compiled_where_there_are_headers(tmp_path: Path) -> None:
+    need("gcc")
     image_check.compile_extension(Path(sysconfig.get_path("include")))
     with pytest.raises(subprocess.CalledProcessError):
         image_check.compile_extension(tmp_path)
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_modules_with_missing_libraries_are_found(tmp_path: Path) -> None:
     def module(name: str, source: str) -> None:
         (tmp_path / name).mkdir()
-        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / name / f"{name}.so")]
+        command = [need("gcc"), "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / name / f"{name}.so")]
         subprocess.run(command, input=source, text=True, check=True)
 
     module("page", "int page(void) { return 1; }")

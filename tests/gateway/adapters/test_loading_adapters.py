@@ -302,7 +302,6 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.redis
 def test_gateways_share_what_was_loaded(start: Start, redis: RedisServer) -> None:
     one = able()
     client = start(one, redis_url=redis.url)
@@ -328,7 +327,6 @@ def test_gateways_share_what_was_loaded(start: Start, redis: RedisServer) -> Non
         stop([server])
 
 
-@pytest.mark.redis
 def test_an_unload_through_another_gateway_is_a_404_at_once(
     start: Start, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +345,6 @@ def test_an_unload_through_another_gateway_is_a_404_at_once(
     assert "red" not in models(client)
 
 
-@pytest.mark.redis
 async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
     rules = "~ys:* +ping +get +set +eval +evalsha"  # what docs/caching.md asks for in any case
     with redis.client() as admin:

@@ -44,7 +44,7 @@ def redis() -> Iterator[RedisServer]:
         yield running
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "redis"])
 def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin:
     """Starts a gateway whose limits of the key ``a`` are kept in memory, or in Redis."""
 
@@ -335,7 +335,6 @@ async def test_the_allowance_is_whole_when_everything_is_refunded(steps: list[tu
         assert (await local.take(lease("all", RATES, Cost(50, 1000, 40)))).denied is None
 
 
-@pytest.mark.redis
 @pytest.mark.parametrize("seed", range(3))
 async def test_redis_settles_as_this_process_does(redis: RedisServer, seed: int) -> None:
     noise, local, open_ = random.Random(seed), LocalLimiter(), []

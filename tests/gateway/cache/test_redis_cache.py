@@ -20,8 +20,6 @@ from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer
 
-pytestmark = pytest.mark.redis
-
 AVAILABLE = "yardstick_redis_available"
 STORED = 'yardstick_cache_writes_total{result="stored"}'
 

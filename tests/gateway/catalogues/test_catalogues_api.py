@@ -26,7 +26,7 @@ QUERY = " Is it relevant? Answer:"
 names = (f"shoes-{number}" for number in count())
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(scope="module", params=["memory", "redis"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     engine = FakeEngine()
     with gateways() as start:
@@ -365,7 +365,6 @@ def test_items_go_to_the_replica_that_the_warm_up_chose() -> None:
         assert cached >= least
 
 
-@pytest.mark.redis
 def test_without_redis_a_request_is_answered_503() -> None:
     engine = FakeEngine()
     with gateways() as start, RedisServer.start() as redis:
@@ -382,7 +381,6 @@ def test_without_redis_a_request_is_answered_503() -> None:
         assert client.post("/v1/score", json=plain).status_code == 200, "other requests need no Redis"
 
 
-@pytest.mark.redis
 def test_a_redis_that_cannot_save_is_read() -> None:
     """It refuses all writes, and even PING, until its disk has room."""
     with gateways() as start, RedisServer.start("--save", "3600 1000") as redis:
@@ -418,7 +416,6 @@ def test_a_redis_that_cannot_save_is_read() -> None:
         assert client.get("/v1/catalogues/shop").json()["items"] == len(TEXTS) + 1
 
 
-@pytest.mark.redis
 def test_a_redis_without_memory_is_read_and_emptied() -> None:
     """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""
     with gateways() as start, RedisServer.start() as redis:

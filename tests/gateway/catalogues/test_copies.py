@@ -39,7 +39,6 @@ def kept(gateway: CatalogueStore) -> dict[str, bytes]:
     return {} if copy is None else copy.records
 
 
-@pytest.mark.redis
 @pytest.mark.parametrize("later", [0, 1, 2, 3, 7])
 async def test_copies_of_lost_changes_are_not_served(request: pytest.FixtureRequest, redis: RedisServer, later: int) -> None:
     """Gateway `one` has copies of version 4; Redis loses the last two changes. Then ``later`` other changes follow, so that the
@@ -70,7 +69,6 @@ def test_an_answer_about_other_copies_moves_nothing() -> None:
     assert copy.records == {"i": b"old"}
 
 
-@pytest.mark.redis
 async def test_a_request_that_is_overtaken_again_and_again_reads_without_copies(request: pytest.FixtureRequest) -> None:
     async with store(request, "redis", gateways=2) as (_, (one, two)):
         epoch = (await one.create("o", "c", SPEC)).epoch
@@ -92,7 +90,6 @@ async def test_a_request_that_is_overtaken_again_and_again_reads_without_copies(
         assert await first(one, ["i1", "i2"]) == [9, 2]
 
 
-@pytest.mark.redis
 async def test_removals_drop_only_copies_of_removed_items(request: pytest.FixtureRequest) -> None:
     async with store(request, "redis", gateways=2) as (now, (one, two)):
         epoch = (await one.create("o", "c", SPEC)).epoch
@@ -109,7 +106,6 @@ async def test_removals_drop_only_copies_of_removed_items(request: pytest.Fixtur
         assert await first(two, ids) == [0, 1, 2, 30, 40, 5, 6, 7, 8, 9, *[None] * 5]
 
 
-@pytest.mark.redis
 async def test_removed_ids_are_bounded_and_counted(request: pytest.FixtureRequest, redis: RedisServer) -> None:
     async with store(request, "redis", gateways=2) as (_, (one, two)):
         epoch = (await one.create("o", "c", SPEC)).epoch
@@ -208,7 +204,6 @@ def test_the_order_of_changes_gives_memory_back() -> None:
     assert max(block.__sizeof__() for block in order._blocks.values()) < 2000, "blocks with few entries are small"
 
 
-@pytest.mark.redis
 async def test_a_listing_reads_on_behind_large_and_expired_items(request: pytest.FixtureRequest) -> None:
     async with store(request, "redis") as (now, (one,)):
         epoch = (await one.create("o", "c", SPEC)).epoch

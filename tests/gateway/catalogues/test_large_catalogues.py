@@ -49,7 +49,7 @@ def engine() -> FakeEngine:
     return FakeEngine(limits=LIMITS, scores=Newest(), item_scores=Newest(), faults=Faults(delay=0.02))
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "redis"])
 def gateway(request: pytest.FixtureRequest, engine: FakeEngine) -> Iterator[Program]:
     with served(engine) as url, RedisServer.start() as redis:
         flags = [] if request.param == "memory" else ["--redis-url", redis.url]

@@ -20,7 +20,7 @@ ITEMS, VERSIONS, READERS = 6, 20, 2
 QUERY, LABELS = [7, 8], [5, 6]
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "redis"])
 def clients(request: pytest.FixtureRequest) -> Iterator[list[httpx.Client]]:
     """A gateway with a catalogue in its memory, or two that share it and their cached results in Redis."""
     engine = FakeEngine(prefixes=PrefixCache())

@@ -107,7 +107,6 @@ def test_the_most_items_while_some_change(start: Start) -> None:
     assert [row["id"] for row in found[-4:]] == ["i0", "i1", "i2", f"i{items - 1}"]
 
 
-@pytest.mark.redis
 def test_a_scan_goes_on_when_redis_is_back(start: Start, redis: RedisServer) -> None:
     """It has results that would be lost, unlike a request that begins while Redis is away."""
     items = PAGE_ITEMS + 50

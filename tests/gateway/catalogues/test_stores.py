@@ -132,7 +132,6 @@ async def test_pages_have_every_item_that_stays(request: pytest.FixtureRequest, 
         assert "i1000" not in seen
 
 
-@pytest.mark.redis
 async def test_copies_never_serve_an_old_item(request: pytest.FixtureRequest) -> None:
     """Gateways read while others write. What a read returns is not older than the last write that was confirmed before the read."""
     async with store(request, "redis", gateways=3, copies=20_000) as (_, gateways):
@@ -168,7 +167,6 @@ async def test_copies_never_serve_an_old_item(request: pytest.FixtureRequest) ->
             assert await first(gateway, ids) == [confirmed[id] for id in ids]
 
 
-@pytest.mark.redis
 async def test_a_hot_request_reads_no_items(request: pytest.FixtureRequest, redis: RedisServer) -> None:
     async with store(request, "redis") as (_, (one,)):
         epoch = (await one.create("o", "c", SPEC)).epoch
@@ -188,7 +186,6 @@ async def test_a_hot_request_reads_no_items(request: pytest.FixtureRequest, redi
         assert after["cmdstat_hmget"] - before["cmdstat_hmget"] == 2, "versions and totals"
 
 
-@pytest.mark.redis
 async def test_copies_are_bounded(request: pytest.FixtureRequest) -> None:
     copies = 100 * (ITEM_BYTES + 60)
     async with store(request, "redis", copies=copies) as (_, (one,)):
@@ -205,7 +202,6 @@ async def test_copies_are_bounded(request: pytest.FixtureRequest) -> None:
         assert kept.bytes == 0
 
 
-@pytest.mark.redis
 async def test_without_redis_nothing_is_read(request: pytest.FixtureRequest) -> None:
     with RedisServer.start() as own:
         link = Link(Redis(port=own.port), Telemetry(), seconds=0.5)

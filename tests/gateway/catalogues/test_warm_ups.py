@@ -73,7 +73,7 @@ def test_an_empty_item(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)])
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_long_list_of_items(start: Start, request: pytest.FixtureRequest, shared: bool, stream: bool) -> None:
     """A text worker decodes the list, and then serves others: the warm-up reads the tokens behind the items of each part."""
     settings = {"redis_url": request.getfixturevalue("redis").url, "redis_seconds": 5.0} if shared else {}

@@ -24,6 +24,7 @@ import pytest
 from gateway.commands.example import ITEMS as ITEMS_SHOWN
 from gateway.commands.example import example_body
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
+from tests.parts import need
 from tests.processes import alive, free_port, wait_until
 from tests.warm import as_in_production
 
@@ -111,6 +112,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def test_the_curl_line_that_is_shown_works(served: Served) -> None:
     (line,) = [line for line in served.out.read_text().splitlines() if line.startswith("curl ")]
+    need("curl")
     done = subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30)
     answer = json.loads(done.stdout)
     assert len(answer["scores"]) == len(example_body("")["items"])
@@ -351,6 +353,7 @@ def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
         assert "--api-key" in the_one_line(run(*SCORE, "--url", served.url, text="a"))
         line = next(line for line in served.out.read_text().splitlines() if line.startswith("curl "))
         environment = os.environ | {"YARDSTICK_API_KEY": key}
+        need("curl")
         done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True, timeout=30)
         assert json.loads(done.stdout)["object"] == "scoring"
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.gateway.console.scripted import ScriptedServer
+from tests.parts import need
 from tests.processes import Pod, Program
 
 KEY = "ys-console-test"
@@ -42,7 +42,8 @@ def demo_engine() -> Pod:
 
 
 @pytest.fixture(scope="package")
-def engine() -> Iterator[Pod]:
+def engine(browser: Browser) -> Iterator[Pod]:
+    """Takes ``browser`` so that it is not started where there is none."""
     pod = demo_engine()
     yield pod
     pod.close()
@@ -80,11 +81,9 @@ def scripted() -> Iterator[ScriptedServer]:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.fail("These tests need Chromium: apt-get install chromium. To leave them out: pytest -m 'not browser'")
+    chromium = need("browser")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", *DRAW_ON_CPU])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", *DRAW_ON_CPU])
         yield browser
         browser.close()
 

@@ -14,8 +14,6 @@ from tests.gateway.console.conftest import QUICK, Open, demo_engine, ready
 from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
 from tests.processes import Program
 
-pytestmark = pytest.mark.browser
-
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 

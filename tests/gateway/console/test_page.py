@@ -14,8 +14,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.gateway.console.conftest import KEY, Open, ready, write
 
-pytestmark = pytest.mark.browser
-
 PICTURES = Path(__file__).parents[3] / "docs" / "images"
 MAX_PICTURE_BYTES = 150_000
 PANELS = ("rank", "write", "status")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-pytestmark = pytest.mark.browser
+from tests.parts import need
 
 RELEVANT = {"crimson jogging sneakers", "scarlet running trainers", "red shoes for running on trails"}
 
@@ -30,6 +30,7 @@ def shown_code(page: Page, panel: str, language: str) -> str:
 
 
 def run_in_shell(command: str) -> str:
+    need("curl")
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30).stdout
 
 

@@ -11,8 +11,6 @@ from tests.gateway.console.conftest import KEY, Open
 from tests.gateway.console.scripted import Connection, ScriptedServer
 from tests.processes import Pod
 
-pytestmark = pytest.mark.browser
-
 
 def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     page.click("#tab-status")

@@ -14,8 +14,6 @@ from tokenizers import Tokenizer
 from tests.gateway.console.conftest import DEMO, ended, write
 from tests.gateway.console.test_rank import run_in_shell, shown_code
 
-pytestmark = pytest.mark.browser
-
 QUESTION = "Describe: red running shoes"
 
 

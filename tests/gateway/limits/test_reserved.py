@@ -22,7 +22,7 @@ from tests.redis import RedisServer
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 1000, "items_per_minute": 100, "concurrency": 2}
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "redis"])
 async def quotas(request: pytest.FixtureRequest) -> AsyncIterator[Quotas]:
     if request.param == "memory":
         yield Quotas(LocalLimiter(), Telemetry())

@@ -23,8 +23,6 @@ from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:

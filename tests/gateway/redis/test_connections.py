@@ -23,8 +23,6 @@ from tests.gateway.conftest import Start, metric, metrics
 from tests.processes import wait_until
 from tests.redis import Certificates, RedisServer, cluster
 
-pytestmark = pytest.mark.redis
-
 
 def test_tls_with_an_authority_of_ones_own(start: Start, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)

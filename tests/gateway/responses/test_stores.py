@@ -97,7 +97,6 @@ async def redis_store(url: str, bounds: ResponseBounds = SMALL, prefix: str = "t
     await link.stop()
 
 
-@pytest.mark.redis
 @pytest.mark.parametrize("seed", range(3))
 def test_both_stores_keep_the_same_responses(server: RedisServer, seed: int) -> None:
     """Random writes and deletions of three tenants, beyond all bounds."""
@@ -125,7 +124,6 @@ def test_both_stores_keep_the_same_responses(server: RedisServer, seed: int) -> 
     asyncio.run(check())
 
 
-@pytest.mark.redis
 def test_expired_responses_leave_redis(server: RedisServer) -> None:
     async def check() -> None:
         async with redis_store(server.url, ResponseBounds(8, 1 << 20, 0.2), "expiry") as store:
@@ -142,7 +140,6 @@ def test_expired_responses_leave_redis(server: RedisServer) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.redis
 @pytest.mark.slow
 def test_a_cluster_keeps_responses() -> None:
     async def check(url: str) -> None:
@@ -160,7 +157,6 @@ def create(client: httpx.Client, **body: Any) -> httpx.Response:
     return client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "seed": 1} | body)
 
 
-@pytest.mark.redis
 def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start) -> None:
     with RedisServer.start() as server:
         engine = FakeEngine(says=ids("red"))
@@ -187,7 +183,6 @@ def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start
         assert (plain.status_code, plain.json()["store"]) == (200, False)
 
 
-@pytest.mark.redis
 def test_short_pauses_of_redis_lose_no_stored_response(start: Start, tmp_path: Path) -> None:
     """Though calls for limits and results time out, and these are not asked for until Redis has answered again."""
     file = write(tmp_path / "keys", key_entry("a", requests_per_minute=100_000))
@@ -218,7 +213,6 @@ def test_short_pauses_of_redis_lose_no_stored_response(start: Start, tmp_path: P
         assert metric(client, 'yardstick_redis_errors_total{kind="timeout"}') > 0
 
 
-@pytest.mark.redis
 def test_a_response_that_cannot_be_stored_any_more_is_answered(start: Start) -> None:
     with RedisServer.start() as server:
         engine = FakeEngine(says=ids("red"))

@@ -33,7 +33,7 @@ def _shape(
     } | others
 
 
-_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
 _GEMMA_2 = _GEMMA | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 _LATE = {"sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = _shape(32000, 4096, 14336, 32, 32, 8, 131072, eos_token_id=2, sliding_window=4096)
@@ -56,11 +56,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
-    "phi3": _shape(32064, 3072, 8192, 32, 32, None, 4096, eos_token_id=32000)
+    "phi3": _shape(32064, 3072, 8192, 32, 32, None, 4096, eos_token_id=32000, pad_token_id=32000)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "smollm3": _shape(128256, 2048, 11008, 36, 16, 4, 32768, eos_token_id=128001)
+    "smollm3": _shape(128256, 2048, 11008, 36, 16, 4, 32768, eos_token_id=128001, pad_token_id=128004)
     | {"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
-    "olmo2": _shape(50304, 4096, 11008, 32, 32, None, 2048, eos_token_id=50279) | {"rms_norm_eps": 1e-5},
+    "olmo2": _shape(50304, 4096, 11008, 32, 32, None, 2048, eos_token_id=50279, pad_token_id=1) | {"rms_norm_eps": 1e-5},
     "granite": _GRANITE,
     "qwen2_moe": _shape(151936, 2048, 5632, 24, 16, 16, 32768, **_QWEN_MOE)
     | {

@@ -210,7 +210,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         classes=_classes(keys) if family.head == "classes" else (),
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
-        pad_token_id=_pad_token_id(written, vocab_size),
+        pad_token_id=keys.pad_token_id,
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
@@ -252,6 +252,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
     }
     raw["eos_token_id"] = list(config.eos_token_ids) or None
+    raw["pad_token_id"] = config.pad_token_id
     if config.classes:
         raw["id2label"] = {str(number): name for number, name in enumerate(config.classes)}
         raw["label2id"] = {name: number for number, name in enumerate(config.classes)}
@@ -259,8 +260,6 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         raw["problem_type"] = MULTI_LABEL
     if config.regression:
         raw["problem_type"] = REGRESSION
-    if config.pad_token_id is not None:
-        raw["pad_token_id"] = config.pad_token_id
     try:
         written = parse_config(raw)
     except ModelError:  # about a value of ``raw``, which is not the model's
@@ -293,12 +292,6 @@ def _classes(keys: Keys) -> tuple[str, ...]:
     if names and len(names) != count:
         raise keys.error("num_labels", f"is {count}, but id2label has {len(names)} names; correct the file")
     return tuple(names) or tuple(f"LABEL_{number}" for number in range(count))
-
-
-def _pad_token_id(written: dict[str, Any], vocab_size: int) -> int | None:
-    """The padding token; None for -1, which some models have, and for other numbers that are no token."""
-    pad = written.get("pad_token_id")
-    return pad if isinstance(pad, int) and 0 <= pad < vocab_size else None
 
 
 def _eos_token_ids(vocab_size: int, generation: Keys, config: Keys, defaults: Keys) -> tuple[int, ...]:

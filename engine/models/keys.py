@@ -94,6 +94,11 @@ class Keys:
             raise self._wrong(key, value, "a token id or a list of token ids")
         return ids
 
+    @property
+    def pad_token_id(self) -> int | None:
+        """None where there is no padding token; early configurations of Llama have -1 for none."""
+        return None if self._raw.get("pad_token_id") == -1 else next(iter(self.ids("pad_token_id")), None)
+
     def numbered(self, key: str) -> list[str]:
         """The strings of an object whose keys are the numbers from 0 up, in order of number; none where it is absent."""
         value = self._raw.get(key)

@@ -18,7 +18,7 @@ from gateway.text.preset_template import PresetTemplate
 from gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, share_prefix
 
 SEAM_TOKENS = 4
-"""Tokens by which a document is cut shorter than the room it has, because its tokens next to the template may differ."""
+"""Tokens by which a document is cut shorter than the room it has, because its tokens next to a template's text may differ."""
 
 
 @dataclass(slots=True)
@@ -112,8 +112,16 @@ class Pairs:
         rooms = [self.cuts.max_tokens_per_doc or self.preset.preset.max_tokens_per_doc]
         whole, context = self.cuts.truncate_prompt_tokens, self.model.facts.context
         if whole is not None or self.cuts.truncate:
-            shorter = 0 if whole in (None, -1) else max(0, context - (whole or 0))
-            rooms.append(max(0, self._document_room() - shorter))
+            room = self._document_room()
+            if room < 1:
+                raise self.model.facts.too_long(TooManyTokens(context, exact=False), self._frame_param)
+            most = context if whole in (None, -1) else min(context, whole or 0)
+            if room <= context - most:
+                raise InvalidRequest(
+                    f"`truncate_prompt_tokens` is {most}, and a prompt has {context - room} tokens without its document.",
+                    param="truncate_prompt_tokens",
+                )
+            rooms.append(room - (context - most))
         return min((room for room in rooms if room is not None), default=None)
 
     def _fitting(self, documents: list[str]) -> list[str]:
@@ -137,7 +145,8 @@ class Pairs:
             except (PromptTooLongError, TooManyTokens) as error:
                 tokens = error.tokens if isinstance(error, PromptTooLongError) else error
                 raise self.model.facts.too_long(tokens, self._frame_param) from None
-            self._room = max(0, self.model.facts.context - (len(prefix) + len(row) - 1) - SEAM_TOKENS)
+            apart = bool(self.preset.preset.template) and self.preset.is_apart(instructed=self._instructed)
+            self._room = max(0, self.model.facts.context - (len(prefix) + len(row) - 1) - (0 if apart else SEAM_TOKENS))
         return self._room
 
     def _build(self, documents: list[str]) -> PrefixAndBranches:

@@ -8,6 +8,7 @@ from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.item_images import reading_content, text_of
 from gateway.reading.pairs import Pairs, preset_of
 from gateway.schemas.rerank import RerankRequest
+from gateway.schemas.truncation import CUTS
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared
 
@@ -19,10 +20,7 @@ WITHOUT_CATALOGUE = (
     "instruction",
     "instruct",
     "partial_results",
-    "truncate",
-    "truncate_prompt_tokens",
-    "max_tokens_per_doc",
-    "max_tokens_per_query",
+    *CUTS,
 )
 """Fields that requests for items of a catalogue must not have: their prompts were made when the items were registered."""
 

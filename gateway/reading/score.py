@@ -11,11 +11,12 @@ from gateway.reading.likelihood import read_likelihoods
 from gateway.reading.query_items import check_kinds, fitting_items, item_first_prompts, join_token_ids, tokenise_texts
 from gateway.reading.score_pairs import characters_of_pairs, read_pairs
 from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, ScoreRequest
+from gateway.schemas.truncation import CUTS
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared, Refusal
 from gateway.text.prompts import EmptyPromptError
 
-ONLY_PAIRED = ("instruction", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
+ONLY_PAIRED = ("instruction", *CUTS)
 """Fields that only pairs of texts may have."""
 WITHOUT_CATALOGUE = ("items", *PAIRED_QUERIES, *PAIRED_DOCUMENTS, "partial_results", "parse_special_tokens")
 """Fields that requests for items of a catalogue must not have, besides :data:`ONLY_PAIRED`."""

@@ -11,7 +11,7 @@ from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.cohere import CohereEmbedRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.length import MAX_TEXTS, Texts
-from gateway.schemas.truncation import Truncation
+from gateway.schemas.truncation import CUTS, Truncation
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import share_prefix
 
@@ -51,6 +51,9 @@ def _read(
     model: Model, task: Task, cuts: Truncation, given: Texts, param: str, *, as_query: bool = False, instruction: str | None = None
 ) -> Prepared:
     if not is_text(given):
+        if instruction is not None:
+            raise InvalidRequest("`instruction` goes with texts; token ids are complete prompts.", param="instruction")
+        check_uncut(cuts)
         prepared = read_prompts(model, given, param, at_most=MAX_TEXTS, sequences=0)
         for index, row in enumerate(prepared.rows):
             if not row:
@@ -62,6 +65,13 @@ def _read(
     texts, _, _ = sorted_out(given, param, MAX_TEXTS)
     pairs = Pairs(model, preset_of(model, task), cuts, param, instruction=instruction, as_query=as_query)
     return pairs.prepared(texts)
+
+
+def check_uncut(cuts: Truncation) -> None:
+    """Raise :class:`InvalidRequest` for fields that would cut token ids, which are complete prompts."""
+    wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False)), None)
+    if wrong is not None:
+        raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts, so shorten them yourself.", param=wrong)
 
 
 def _light(given: Texts | None) -> bool:

@@ -11,6 +11,9 @@ from gateway.schemas.parameters import Parameters
 MAX_ITEMS = 10_000
 """Most items, documents or texts of a request."""
 
+CUTS = ("truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
+"""Fields that cut texts."""
+
 MaxTokens = Annotated[int, msgspec.Meta(ge=0)]
 Side = Literal["left", "right", "middle", "Left", "Right"]
 

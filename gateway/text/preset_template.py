@@ -97,6 +97,11 @@ class PresetTemplate:
         """Number of characters of the template's own that are encoded with each query and document."""
         return len(self._plain.left) + len(self._plain.right) if self._plain else 0
 
+    def is_apart(self, *, instructed: bool) -> bool:
+        """Whether documents are tokenised by themselves."""
+        variant = self._instructed if instructed else self._plain
+        return variant is not None and not variant.left and not variant.right
+
     def items_first(self, rows: Sequence[Sequence[int]], query: str, instruction: str, *, instructed: bool) -> ItemsAndSuffix:
         """Divide the whole prompts of :meth:`prompts` for other documents and the same texts: the beginning of each, and the tokens
         that all end with, which are at most those behind the document."""

@@ -137,3 +137,17 @@ def test_the_numbers_of_an_answer_are_bounded(start: Start) -> None:
     client = start(FakeEngine(capabilities=("embed",), embedding_size=1 << 20))
     error = client.post("/v1/embeddings", json={"input": ["a"] * 5}).json()["error"]
     assert (error["param"], "at most 4194304" in error["message"]) == ("input", True), error
+
+
+@pytest.mark.parametrize("most", [5, 20])
+def test_texts_are_cut_to_as_many_tokens_as_are_asked_for(own: tuple[FakeEngine, httpx.Client], most: int) -> None:
+    engine, client = own
+    client.post("/v1/embeddings", json={"input": "fox " * 100, "truncate_prompt_tokens": most}).raise_for_status()
+    (prompt,) = [score.prefix + score.branches[0] for score in engine.scores[-1:]]
+    assert len(prompt) == most
+
+
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 2}, {"truncate": True}, {"instruction": "Find."}], ids=str)
+def test_token_ids_are_never_changed(client: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = client.post("/v1/embeddings", json={"input": [[1, 2, 3]], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))

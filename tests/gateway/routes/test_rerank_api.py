@@ -334,3 +334,11 @@ def test_a_model_with_several_classes_has_no_one_score(start: Start) -> None:
     client = start(FakeEngine(preset=preset, capabilities=("classify",), classes=("a", "b")))
     error = post(client).json()["error"]
     assert (error["param"], "use /v1/classify" in error["message"]) == ("model", True), error
+
+
+def test_documents_are_not_cut_to_nothing(client: httpx.Client) -> None:
+    """A limit below what the template and the query take is an error, and not a score of nothing."""
+    for most in (0, 1, 20):
+        error = post(client, documents=["a", LONG], truncate_prompt_tokens=most).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens", most
+        assert f"is {most}, and a prompt has" in error["message"]

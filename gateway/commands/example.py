@@ -70,7 +70,9 @@ def abilities_of(engine: str, presets: Mapping[str, str]) -> set[str]:
         with httpx.Client(base_url=engine, trust_env=False, timeout=60) as client:
             info = msgspec.msgpack.decode(client.get("/info").raise_for_status().content, type=wire.Info)
             files = msgspec.msgpack.decode(client.get("/tokenizer").raise_for_status().content, type=wire.TokenizerFiles)
-        preset = choose(info.model, files.architecture, info.capabilities, beside=files.preset, chosen=presets)
+        preset = choose(
+            info.model, files.architecture, info.capabilities, classes=len(info.classes), beside=files.preset, chosen=presets
+        )
     except (httpx.HTTPError, msgspec.MsgspecError, PresetError) as error:
         raise CommandError(f"the engine does not say what its model can do: {error}") from None
     abilities = set(info.capabilities) | ({parse_preset(preset.encode()).task} if preset else set())

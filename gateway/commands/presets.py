@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from gateway.commands.errors import CommandError
 from gateway.presets.preset import Preset, PresetError, parse_preset
-from gateway.presets.select import FALLBACKS, builtin_presets, named
+from gateway.presets.select import FALLBACKS, ONE_CLASS, builtin_presets, named
 
 
 def list_presets() -> None:
@@ -33,6 +33,8 @@ def show_preset(name: str) -> None:
 def _models(preset: Preset) -> str:
     if preset.models:
         return ", ".join(preset.models)
+    if preset.name == ONE_CLASS:
+        return "others whose head has one number"
     fallback = (f"others that can {capability}" for capability, name in FALLBACKS.items() if name == preset.name)
     return next(fallback, "those of the setting `presets`")
 

@@ -164,11 +164,6 @@ def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:
 def fitted_of(model: ServedModel, task: Task) -> Fitted:
     """Return the preset of ``model`` for ``task``. Raises :class:`InvalidRequest` that says what the model can do."""
     fitted = model.tokenizer.table.fitted
-    if fitted is not None and fitted.preset.task == task:
-        capability = "classify" if isinstance(fitted.readout, wire.Classes) else "embed" if task == "embed" else "score"
-        if task == "rerank" and capability == "classify" and len(model.info.classes) > 1:
-            message = f"The model {model.name!r} has {len(model.info.classes)} classes, not one score; use /v1/classify."
-            raise InvalidRequest(message, param="model")
-        if capability in model.info.capabilities:
-            return fitted
+    if fitted is not None and fitted.serves(task):
+        return fitted
     raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {paths_of(model)}.", param="model")

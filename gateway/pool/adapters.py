@@ -16,7 +16,7 @@ from gateway.pool.adapter_model import AdapterModel, adapter_model
 from gateway.pool.names import Names
 from gateway.pool.replica import Replica, ServedModel
 from gateway.presets.preset import PresetError
-from gateway.presets.select import FALLBACKS, builtin, named
+from gateway.presets.select import builtin, fallback_of, named
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
 from gateway.workers.workers import Workers
@@ -206,10 +206,7 @@ class AdapterDirectory:
         chosen = self._presets.get(f"{parent.name}:{adapter.name}") or self._presets.get(adapter.name)
         if chosen is not None and chosen != "none":
             return named(chosen)
-        of_both = [
-            next((preset for capability, preset in FALLBACKS.items() if capability in capabilities), None)
-            for capabilities in (parent.info.capabilities, adapter.capabilities)
-        ]
+        of_both = [fallback_of(each.capabilities, len(each.classes)) for each in (parent.info, adapter)]
         return builtin()[of_both[1]] if of_both[1] is not None and of_both[0] != of_both[1] else None
 
     def _all(self) -> Iterator[AdapterModel]:

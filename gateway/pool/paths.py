@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from gateway.pool.replica import ServedModel
+from gateway.presets.preset import Task
 
 ENDPOINTS: dict[str, str] = {
     "score": "/v1/score",
     "generate": "/v1/chat/completions",
-    "classify": "/v1/classify",
-    "embed": "/v1/embeddings",
     "length_guidance": "/v1/length",
 }
 """The main endpoint of each capability, for error messages."""
+BY_PRESET: dict[Task, str] = {"rerank": "/v1/rerank", "classify": "/v1/classify", "embed": "/v1/embeddings"}
+"""Endpoints that need a preset."""
 
 
 def paths_of(model: ServedModel) -> str:
     """Return the paths that ``model`` serves, separated by commas."""
-    paths = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
     fitted = model.tokenizer.table.fitted
-    if fitted is not None and fitted.preset.task == "rerank":
-        paths.insert(0, "/v1/rerank")
-    return ", ".join(paths)
+    by_preset = [path for task, path in BY_PRESET.items() if fitted is not None and fitted.serves(task)]
+    able = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
+    return ", ".join([*by_preset, *able])

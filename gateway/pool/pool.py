@@ -262,7 +262,14 @@ class Pool:
     def _preset(self, info: wire.Info, files: wire.TokenizerFiles) -> str | None:
         """Return the text of the model's preset. Raises :class:`TokenizerError`."""
         try:
-            return choose(info.model, files.architecture, info.capabilities, beside=files.preset, chosen=self._presets)
+            return choose(
+                info.model,
+                files.architecture,
+                info.capabilities,
+                classes=len(info.classes),
+                beside=files.preset,
+                chosen=self._presets,
+            )
         except PresetError as error:
             raise TokenizerError(f"the preset cannot be used: {error}") from None
 

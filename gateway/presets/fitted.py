@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine import wire
-from gateway.presets.preset import Preset
+from gateway.presets.preset import Preset, Task
 
 
 class Fitted(msgspec.Struct, frozen=True):
@@ -33,6 +33,13 @@ class Fitted(msgspec.Struct, frozen=True):
             return wire.Classes()
         tokens = [id for label in self.labels for id in label] + self.categories
         return wire.Labels(tokens, raw=self.preset.raw or self._relative)
+
+    def serves(self, task: Task) -> bool:
+        """Whether prompts for ``task`` can be built and read. A reranker with a head classifies texts, too, which are documents
+        without a query."""
+        if self.preset.task == task:
+            return True
+        return task == "classify" and self.preset.task == "rerank" and not self.labels and bool(self.preset.template)
 
     @property
     def _relative(self) -> bool:

@@ -12,6 +12,8 @@ from gateway.presets.preset import MAX_BYTES, Preset, PresetError, parse_preset
 
 FALLBACKS = {"classify": "classifier", "embed": "embedding", "score": "judge"}
 """Presets of models that no other preset is for, by the first of these capabilities that the model has."""
+ONE_CLASS = "cross-encoder"
+"""Preset in place of "classifier" of a model whose head has one number: such a model is a reranker."""
 NO_PRESET = "none"
 """Value of the setting for a model that should have none."""
 
@@ -30,21 +32,53 @@ def builtin_presets() -> dict[str, Preset]:
 
 
 def choose(
-    model: str, architecture: str, capabilities: Collection[str], *, beside: str | None, chosen: Mapping[str, str]
+    model: str,
+    architecture: str,
+    capabilities: Collection[str],
+    *,
+    classes: int = 0,
+    beside: str | None,
+    chosen: Mapping[str, str],
 ) -> str | None:
     """Return the TOML text of the preset of ``model``; None if it has none. Raises :class:`PresetError`.
 
-    ``beside``: the text of ``yardstick.toml`` beside the weights. ``chosen``: the setting ``presets``, from model name to the name
-    or file of a preset.
+    ``classes``: numbers of the model's head. ``beside``: the text of ``yardstick.toml`` beside the weights. ``chosen``: the setting
+    ``presets``, from model name to the name or file of a preset.
     """
-    if (name := chosen.get(model) or chosen.get(_short(model))) is not None:
-        return None if name == NO_PRESET else named(name)
-    if beside is not None:
-        return beside
-    fitting = (name for name, preset in builtin_presets().items() if fits(preset, model, architecture))
-    fallback = next((name for capability, name in FALLBACKS.items() if capability in capabilities), None)
-    name = next(fitting, fallback)
+    name = chosen.get(model) or chosen.get(_short(model))
+    if name == NO_PRESET:
+        return None
+    if name is not None or beside is not None:
+        text = beside or "" if name is None else named(name)
+        if problem := unreadable(parse_preset(text.encode()), capabilities, classes):
+            raise PresetError(problem)
+        return text
+    fitting = (
+        name
+        for name, preset in builtin_presets().items()
+        if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
+    )
+    name = next(fitting, fallback_of(capabilities, classes))
     return None if name is None else builtin()[name]
+
+
+def unreadable(preset: Preset, capabilities: Collection[str], classes: int) -> str | None:
+    """Why a model with these capabilities, and a head of so many ``classes``, has not what ``preset`` reads; None if it has."""
+    if preset.task == "embed":
+        return None if "embed" in capabilities else f"{preset.name} is for embeddings, and the model has none"
+    if preset.labels:
+        return None if "score" in capabilities else f"{preset.name} reads probabilities of tokens, and the model has none"
+    if "classify" not in capabilities:
+        return f"{preset.name} reads a classification head, and the model has none"
+    if preset.task == "rerank" and classes > 1:
+        return f"{preset.name} reads one number, and the model's head has {classes} classes"
+    return None
+
+
+def fallback_of(capabilities: Collection[str], classes: int) -> str | None:
+    """Return the name of the preset of a model that no other preset is for."""
+    name = next((name for capability, name in FALLBACKS.items() if capability in capabilities), None)
+    return ONE_CLASS if name == FALLBACKS["classify"] and classes == 1 else name
 
 
 def named(name: str) -> str:

@@ -230,7 +230,7 @@ class Pairs:
 def preset_of(model: Model, task: Task) -> PresetTemplate:
     """Return the model's preset. Raises :class:`InvalidRequest` if it has none for ``task``."""
     preset = model.texts.preset
-    if preset is None or preset.preset.task != task:
+    if preset is None or not preset.fitted.serves(task):
         raise InvalidRequest(
             f"The model {model.facts.name!r} has no preset for this; /v1/models shows what it does.", param="model"
         )

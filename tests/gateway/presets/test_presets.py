@@ -54,13 +54,37 @@ def test_the_name_and_the_architecture_choose(
 
 
 def test_the_setting_comes_before_the_file_and_the_file_before_the_name(tmp_path: Path) -> None:
-    file = tmp_path / "own.toml"
-    file.write_text("own")
+    file, beside = tmp_path / "own.toml", builtin()["judge"]
+    file.write_text(own := builtin()["judge"].replace('"judge"', '"own"'))
     given = ("Qwen3-Reranker-4B", "Qwen3ForCausalLM", ("score",))
-    assert choose(*given, beside="beside", chosen={}) == "beside"
-    assert choose(*given, beside="beside", chosen={"Qwen3-Reranker-4B": "zerank-2"}) == builtin()["zerank-2"]
-    assert choose(*given, beside="beside", chosen={"Qwen3-Reranker-4B": str(file)}) == "own"
-    assert choose(*given, beside="beside", chosen={"Qwen3-Reranker-4B": "none"}) is None
+    assert choose(*given, beside=beside, chosen={}) == beside
+    assert choose(*given, beside=beside, chosen={"Qwen3-Reranker-4B": "zerank-2"}) == builtin()["zerank-2"]
+    assert choose(*given, beside=beside, chosen={"Qwen3-Reranker-4B": str(file)}) == own
+    assert choose(*given, beside=beside, chosen={"Qwen3-Reranker-4B": "none"}) is None
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "classes", "name", "problem"),
+    [
+        (("classify",), 1, "judge", "the model has none"),
+        (("score", "generate"), 0, "classifier", "reads a classification head, and the model has none"),
+        (("score",), 0, "qwen3-embedding", "is for embeddings"),
+        (("classify",), 3, "cross-encoder", "the model's head has 3 classes"),
+    ],
+)
+def test_a_preset_that_does_not_fit_the_head_is_refused(
+    capabilities: tuple[str, ...], classes: int, name: str, problem: str
+) -> None:
+    for chosen, beside in (({"a": name}, None), ({}, builtin()[name])):
+        with pytest.raises(PresetError, match=problem):
+            choose("a", "Qwen3ForCausalLM", capabilities, classes=classes, beside=beside, chosen=chosen)
+
+
+def test_a_head_with_one_number_is_a_reranker() -> None:
+    """A preset that the name chooses and the head does not fit is passed over."""
+    given = ("Qwen3-Reranker-0.6B-seq-cls", "Qwen3ForSequenceClassification", ("classify",))
+    assert choose(*given, classes=1, beside=None, chosen={}) == builtin()["cross-encoder"]
+    assert choose(*given, classes=2, beside=None, chosen={}) == builtin()["classifier"]
 
 
 BROKEN = {

@@ -158,12 +158,10 @@ def test_a_model_without_a_length_model(start: Start) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_no_numbers_are_the_engines_fault(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, bad: float
-) -> None:
+def test_values_that_are_no_numbers_are_an_error(client: httpx.Client, monkeypatch: pytest.MonkeyPatch, bad: float) -> None:
     monkeypatch.setattr("tests.fakes.value_logit", lambda _: bad)
     answer = client.post("/v1/length", json={"input": "a"})
-    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+    assert (answer.status_code, told(answer)["code"]) == (500, "not_a_number")
 
 
 @pytest.mark.parametrize("logit", [-800.0, -40.0, -1.0, 0.0, 1.0, 40.0, 800.0])

@@ -330,10 +330,21 @@ def test_fields_that_a_stream_cannot_follow(client: httpx.Client, fields: dict[s
 
 
 def test_a_model_with_several_classes_has_no_one_score(start: Start) -> None:
-    preset = 'name = "pairs"\ntask = "rerank"\ntemplate = ["{query}{document}"]\n'
-    client = start(FakeEngine(preset=preset, capabilities=("classify",), classes=("a", "b")))
-    error = post(client).json()["error"]
-    assert (error["param"], "use /v1/classify" in error["message"]) == ("model", True), error
+    error = post(start(FakeEngine(capabilities=("classify",), classes=("a", "b")))).json()["error"]
+    assert error["message"] == "The model 'fake' is not a reranker; it serves /v1/classify."
+
+
+def test_a_head_with_one_number_reranks_and_gives_its_number(start: Start) -> None:
+    engine = FakeEngine(capabilities=("classify",), classes=("relevance",))
+    client = start(engine)
+    told = post(client, query="red", documents=[" blue", " shoes"]).json()["results"]
+    raw = post(client, query="red", documents=[" blue", " shoes"], raw_scores=True).json()["results"]
+    prompts = [score.prefix + branch for score in engine.scores for branch in score.branches]
+    assert sorted(prompts) == sorted([*ids("red"), *ids(document)] for document in (" blue", " shoes"))
+    for result, number in zip(told, raw, strict=True):
+        assert result["relevance_score"] == pytest.approx(1 / (1 + math.exp(-number["relevance_score"])))
+    (entry,) = client.post("/v1/classify", json={"input": "red blue"}).json()["data"]
+    assert entry["probs"] == client.post("/v1/classify", json={"input": "red blue", "raw": True}).json()["data"][0]["probs"]
 
 
 def test_documents_are_not_cut_to_nothing(client: httpx.Client) -> None:

@@ -30,6 +30,7 @@
     ├── RateLimited             429  a limit of the key is reached; comes with Retry-After if waiting helps
     ├── ClientGone              499  the client has left
     ├── InternalError           500  a bug in the gateway or the engine
+    ├── NotANumber              500  the model's numbers overflow for a prompt; no other try changes that
     ├── EngineLost              502  the engine disconnected, or sent invalid data, during a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
     │   └── UnusableModel       503  an engine serves a model whose tokeniser or template cannot be used

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -129,8 +128,11 @@ def serve(settings: Settings, log: LineWriter) -> int:
         bound_connections(listener, settings.write_seconds)
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly shutdown
+        try:
             server.run(sockets=[listener])
+        except (KeyboardInterrupt, SystemExit):  # uvicorn raises a signal again after an orderly shutdown
+            if not server.started:
+                raise
     return 0 if server.started else 1
 
 

@@ -7,7 +7,6 @@ import copy
 import logging
 import os
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -19,7 +18,7 @@ from engine import wire
 from gateway.error_sources import from_engine
 from gateway.errors import EngineSilent, GatewayError
 from gateway.ids import new_id
-from gateway.pool.faults import unreadable
+from gateway.pool.faults import Spoilt, unreadable
 from gateway.pool.get_stream import Answer, GetStream
 from gateway.pool.stream import OnDelta
 from gateway.pool.streams import EngineCall, EngineStreams, Target
@@ -109,13 +108,6 @@ class EngineToken:
         if not token or not token.isprintable() or " " in token:
             raise ValueError(f"{self._file} holds no token; its first line should be one, of printable characters without spaces")
         return {"authorization": f"Bearer {token}"}
-
-
-@dataclass(slots=True)
-class Spoilt:
-    """Answers in succession that had no number in any row."""
-
-    count: int = 0
 
 
 class EngineClient:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Callable, Coroutine, Sequence
 
-import msgspec
-
 from engine import wire
-from gateway.errors import GatewayError, InternalError, NotANumber
+from gateway.errors import GatewayError
 from gateway.limits.base import Lease
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import EngineClient, Spoilt
+from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
+from gateway.pool.faults import check_rows, numbers_of, overflow
 from gateway.pool.hedging import Hedge
 from gateway.pool.items import divide_items
 from gateway.pool.messages import divided_by_images, message_of, without_keeping
@@ -34,9 +32,6 @@ between."""
 
 MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
-
-MAX_SPOILT = 8
-"""Answers in succession in which no row is a number, from which on an engine is at fault, and not the prompts."""
 
 OnScored = Callable[[list[int], wire.Scored], None]
 """Receives the indices of the branches of a sub-batch, and the engine's answer."""
@@ -79,24 +74,20 @@ class FanOut:
                 if large:
                     async with building:
                         await asyncio.sleep(0)
-                indices = sub_batch.indices
                 try:
-                    scored = await self._ask(model, prompts, [branches[index] for index in indices], sub_batch, lease)
+                    scored = await self._ask(model, prompts, [branches[index] for index in sub_batch.indices], sub_batch, lease)
                 except GatewayError as error:
-                    if on_error is None:
-                        raise
-                    on_error(indices, error)
-                    return
-                if spoilt := spoilt_rows(scored.rows, prompts.readout):
-                    kept = [place for place in range(len(indices)) if place not in spoilt]
-                    scored = msgspec.structs.replace(scored, rows=[scored.rows[place] for place in kept])
-                    lost, indices = [indices[place] for place in sorted(spoilt)], [indices[place] for place in kept]
-                on_scored(indices, scored)
-                if spoilt:
-                    problem = NotANumber("The model's numbers overflow for this prompt; change it, or serve another --dtype.")
-                    if on_error is None:
-                        raise problem
-                    on_error(lost, problem)
+                    fail(sub_batch.indices, error)
+                else:
+                    numbers = numbers_of(scored, prompts.readout, sub_batch.indices)
+                    on_scored(numbers.indices, numbers.scored)
+                    if numbers.spoilt:
+                        fail(numbers.spoilt, overflow())
+
+        def fail(indices: list[int], error: GatewayError) -> None:
+            if on_error is None:
+                raise error
+            on_error(indices, error)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
             sub_batches = await divide_items(model, prompts, branches)
@@ -110,11 +101,10 @@ class FanOut:
         """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
         usable, prefix = model.usable, len(prompts.prefix)
         lengths = [len(branch) + len(prompts.suffix) for branch in branches]
-        idle = sum(not replica.tokens for replica in usable)
         divided = split(
             prefix,
             lengths,
-            self._split_tokens.parts(prefix, sum(lengths), replicas=len(usable), idle=idle),
+            self._split_tokens.parts(prefix, sum(lengths), replicas=len(usable), idle=sum(not each.tokens for each in usable)),
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
@@ -150,27 +140,6 @@ class FanOut:
         if kept and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
             replica.items.add(sub_batch.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
         return scored
-
-
-def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.ScoreReadout, spoilt: Spoilt) -> None:
-    """Raise :class:`InternalError` unless ``rows`` have these lengths, and if the engine's last answers, which ``spoilt`` counts,
-    had no numbers in any row."""
-    if list(map(len, rows)) != row_lengths:
-        raise InternalError("The engine's scores are incomplete; its model may be broken.", retryable=True)
-    spoilt.count = spoilt.count + 1 if rows and len(spoilt_rows(rows, readout)) == len(rows) else 0
-    if spoilt.count >= MAX_SPOILT:
-        raise InternalError("The engine's scores are not numbers; its model may be broken.", retryable=True)
-
-
-def spoilt_rows(rows: list[list[float]], readout: wire.ScoreReadout) -> set[int]:
-    """Places of rows that are not numbers. Minus infinity is valid as a log-probability only."""
-    invalid = math.isnan if isinstance(readout, wire.Labels | wire.Likelihood) else _not_finite
-    sums = list(map(sum, rows))  # of finite numbers and minus infinity, one that is no number spoils the sum
-    return {place for place, total in enumerate(sums) if invalid(total)} if invalid(sum(sums)) else set()
-
-
-def _not_finite(number: float) -> bool:
-    return not math.isfinite(number)
 
 
 def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:

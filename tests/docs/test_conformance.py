@@ -90,7 +90,7 @@ VALUES: dict[str, Any] = {
     "top_k": 5,
     "top_n": 1,
     "top_p": 0.5,
-    "truncate_prompt_tokens": 50,
+    "truncate_prompt_tokens": 500,
     "truncation": "auto",
     "truncation_direction": "left",
     "truncation_side": "left",

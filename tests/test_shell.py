@@ -394,6 +394,7 @@ def machine(tmp_path: Path) -> Path:
     tools.mkdir()
     for name in ("make", "docker", "dockerd", "containerd", "debootstrap", "iptables", "ip", "openssl", "curl", "kubectl", "sleep"):
         pretend(tools, name, "")
+    pretend(tools, "apt-get", "echo nothing is installed >&2; exit 1")
     pretend(tools, "id", "echo 0")
     pretend(tools, "cluster", TOLD)
     return tools
@@ -584,7 +585,7 @@ def ci(machine: Path) -> Path:
     root = machine.parent
     for directory in (".ci", ".venv/bin", "tests/cluster"):
         (root / directory).mkdir(parents=True)
-    for name in ("redis-server", "chromium", "python3"):
+    for name in ("redis-server", "chromium", "promtool", "git", "gcc", "python3"):
         pretend(machine, name, "")
     (root / "scripts").mkdir()
     pretend(root / "scripts", "bare_path.sh", f'ln -s {machine}/make {shutil.which("grep")} "$1"')
@@ -615,7 +616,11 @@ def test_ci_runs_cluster_tests_that_fail_once_more_with_nothing_beside_them(mach
 
 def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_measure(machine: Path, ci: Path) -> None:
     pretend(machine, "make", 'echo "$PART $*" >>"$LOG"')
-    pretend(machine.parent / "tests" / "cluster", "local.sh", 'while ! grep -q parallel "$LOG"; do :; done; echo cluster >>"$LOG"')
+    pretend(
+        machine.parent / "tests" / "cluster",
+        "local.sh",
+        'while ! grep -q parallel "$LOG"; do /bin/sleep 0.02; done; echo cluster >>"$LOG"',
+    )
     done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
     assert done.returncode == 0, done.stderr
     setup, *beside, cluster, bare, alone = (machine / "log").read_text().splitlines()
@@ -624,9 +629,17 @@ def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_m
     assert (bare, alone) == ("alone test", "alone test-all")
 
 
-@pytest.mark.parametrize("part", ["waiting", "parallel", "alone"])
-@pytest.mark.parametrize("target", ["test", "test-all"])
-@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize(
+    ("part", "target", "again"),
+    [
+        ("waiting", "test", 0),
+        ("waiting", "test-all", 1),
+        ("parallel", "test", 1),
+        ("parallel", "test-all", 0),
+        ("alone", "test", 1),
+        ("alone", "test-all", 0),
+    ],
+)
 def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, target: str, again: int) -> None:
     """With the parts that they had."""
     pretend(machine, "make", f'[ "$PART $*" != "{part} {target}" ]')
@@ -699,8 +712,8 @@ def test_what_a_machine_lacks_is_left_out_and_named(bare: Path, tmp_path: Path) 
 
 def test_a_failed_check_of_style_ends_ci(machine: Path, ci: Path) -> None:
     """And the tests that run beside it."""
-    waiting = 'echo begun >>"$LOG"; while :; do :; done'
-    failing = 'while ! grep -q begun "$LOG"; do :; done; exit 1'
+    waiting = 'echo begun >>"$LOG"; /bin/sleep 60'
+    failing = 'while ! grep -q begun "$LOG"; do /bin/sleep 0.02; done; exit 1'
     pretend(machine, "make", f'case "$PART $*" in *setup) touch "$LOG";; waiting*) {waiting};; *) {failing};; esac')
     assert on(machine, ci).returncode != 0
     assert (machine / "log").read_text() == "begun\n"  # and this script has ended, for which the other had to end

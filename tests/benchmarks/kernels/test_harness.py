@@ -20,6 +20,7 @@ from benchmarks.engine.store import FILE, Store
 from benchmarks.kernels import cli, harness
 from benchmarks.kernels.cli import main, measure, names
 from benchmarks.kernels.harness import Gpu, Row, table
+from tests.engine.depth import seeds
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,7 +91,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(quick=1, slow=10, deep=10))
 def test_rows_survive_kills_at_random_moments(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock instead of a GPU; each row is measured once, and a later run goes on behind it."""
     rng, now, chosen = Random(seed), [0.0], ["quantize", "rms_norm", "silu_mul"]

@@ -9,12 +9,12 @@ import textwrap
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import PurePath
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from engine import wire
 from engine.settings import EngineSettings, ServerSettings
 
 NOT_OPTIONS = ("overlap",)
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None = None) -> tuple[EngineSettings, ServerSettings]:
     """Settings from the command line. Exits with status 2 and a line that names the option where it is wrong."""
     given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
-    given.setdefault("name", PurePath(given["model"]).name)
+    given.setdefault("name", wire.served_name(given["model"]))
     return _make(EngineSettings, given), _make(ServerSettings, given)
 
 

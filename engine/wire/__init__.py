@@ -71,7 +71,7 @@ from engine.wire.scoring import (
     ScoreReadout,
     row_length,
 )
-from engine.wire.server import AttentionChoice, Info, Limits, Stats, TokenizerFiles
+from engine.wire.server import AttentionChoice, Info, Limits, Stats, TokenizerFiles, served_name
 from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
@@ -138,4 +138,5 @@ __all__ = [
     "pack_ids",
     "prompt_parts",
     "row_length",
+    "served_name",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path, PurePath
+from typing import Any
+
 import msgspec
 
 from engine.wire.images import VisionInfo
@@ -177,3 +181,22 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """Contents of ``yardstick.toml`` beside the weights: how the model is prompted and read."""
     architecture: str = ""
     """The first of ``architectures`` in the model's ``config.json``."""
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def served_name(model: str) -> str:
+    """Return the name under which a directory or hub id is served: its last part, or for a snapshot in the hub's cache
+    (``models--ORG--NAME/snapshots/COMMIT``), whose last part is a commit, NAME."""
+    path = PurePath(model)
+    if not _COMMIT.fullmatch(path.name):
+        return path.name
+    cached = path.parent.parent.name.split("--") if path.parent.name == "snapshots" else []
+    if cached[:1] == ["models"]:
+        return cached[-1]
+    try:
+        written = msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return path.name
+    return PurePath(str(written.get("_name_or_path", ""))).name or path.name

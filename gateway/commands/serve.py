@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
+from engine import wire
 from gateway.commands.errors import CommandError, Interrupted, WrongUsage
 from gateway.commands.example import abilities_of, show_calls, show_example
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
@@ -25,7 +26,7 @@ from gateway.composition.load_settings import load_settings
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback
 
 _DEMO_NAME = "yardstick-demo"
-_SET_HERE = ("--name", "--token-file", "--machine-engines")
+_SET_HERE = ("--token-file", "--machine-engines")
 """Options of the engine that must fit the gateway or the number of engines."""
 _OF_ONE = ("--health-port",)
 """Options of which several engines cannot have the same value."""
@@ -56,8 +57,11 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """Name of the model for clients."""
-        return _DEMO_NAME if self.model is None else Path(self.model).resolve().name
+        """Name of the model for clients: that of the engine's option ``--name`` if it is given."""
+        for option, following in zip(self.engine, [*self.engine[1:], ""], strict=True):
+            if option == "--name" or option.startswith("--name="):
+                return following if option == "--name" else option.removeprefix("--name=")
+        return _DEMO_NAME if self.model is None else wire.served_name(str(Path(self.model).resolve()))
 
     @property
     def title(self) -> str:

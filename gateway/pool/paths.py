@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from gateway.errors import InvalidRequest
 from gateway.pool.replica import ServedModel
 from gateway.presets.preset import Task
+from gateway.presets.select import names_a_task
 
 ENDPOINTS: dict[str, str] = {
     "score": "/v1/score",
@@ -21,3 +23,13 @@ def paths_of(model: ServedModel) -> str:
     by_preset = [path for task, path in BY_PRESET.items() if fitted is not None and fitted.serves(task)]
     able = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
     return ", ".join([*by_preset, *able])
+
+
+def check_fallback(model: ServedModel, task: Task) -> None:
+    """Raise :class:`InvalidRequest` if a fallback would prompt a reranker, guard or reward model whose own prompt is unknown."""
+    if model.preset_is_fallback and task != "embed" and names_a_task(model.name):
+        raise InvalidRequest(
+            f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
+            f"one with the setting `presets`; {model.name}=judge asks in plain English.",
+            param="model",
+        )

@@ -20,8 +20,9 @@ from gateway.pool.probe_times import ProbeTimes
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
+from gateway.presets.fitted import Fitted
 from gateway.presets.preset import PresetError
-from gateway.presets.select import choose
+from gateway.presets.select import choose, is_fallback, names_a_task
 from gateway.text.spelling import TokenizerError
 from gateway.workers.workers import Workers
 
@@ -256,8 +257,20 @@ class Pool:
                     files = await replica.client.tokenizer()
                     preset = self._preset(info, files)
                     text, vocabulary = await self._workers.load(msgspec.structs.replace(files, preset=preset))
-                    return ServedModel(info, vocabulary, text)
+                    return ServedModel(
+                        info, vocabulary, text, preset_is_fallback=self._falls_back(info, files, vocabulary.table.fitted)
+                    )
         return self._served[key]
+
+    def _falls_back(self, info: wire.Info, files: wire.TokenizerFiles, fitted: Fitted | None) -> bool:
+        """Whether no preset is for the model, so that a fallback prompts it, which is logged."""
+        if fitted is None or not is_fallback(fitted.preset.name, info.model, beside=files.preset, chosen=self._presets):
+            return False
+        level = logging.WARNING if names_a_task(info.model) else logging.INFO
+        logger.log(
+            level, "model %s: no preset is for this name; %r is used, unless presets name another", info.model, fitted.preset.name
+        )
+        return True
 
     def _preset(self, info: wire.Info, files: wire.TokenizerFiles) -> str | None:
         """Return the text of the model's preset. Raises :class:`TokenizerError`."""

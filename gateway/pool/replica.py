@@ -128,6 +128,8 @@ class ServedModel:
     """Converts token ids to text; worker processes convert text to token ids."""
     text: str
     """Key of the model's tokeniser in the worker processes."""
+    preset_is_fallback: bool = False
+    """Whether its preset was taken because no other is for the model."""
     replicas: list[Replica] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     """Entries of the setting ``engines`` that last led to this model; it is remembered while its replicas are away."""

@@ -14,6 +14,7 @@ FALLBACKS = {"classify": "classifier", "embed": "embedding", "score": "judge"}
 """Presets of models that no other preset is for, by the first of these capabilities that the model has."""
 ONE_CLASS = "cross-encoder"
 """Preset in place of "classifier" of a model whose head has one number: such a model is a reranker."""
+TASK_WORDS = ("rerank", "guard", "reward", "embed")
 NO_PRESET = "none"
 """Value of the setting for a model that should have none."""
 
@@ -60,6 +61,18 @@ def choose(
     )
     name = next(fitting, fallback_of(capabilities, classes))
     return None if name is None else builtin()[name]
+
+
+def is_fallback(preset: str, model: str, *, beside: str | None, chosen: Mapping[str, str]) -> bool:
+    """Whether the preset of this name was taken because no other is for ``model``; the other arguments are those of
+    :func:`choose`."""
+    named_by_operator = beside is not None or model in chosen or _short(model) in chosen
+    return preset in (*FALLBACKS.values(), ONE_CLASS) and not named_by_operator
+
+
+def names_a_task(model: str) -> bool:
+    """Whether a model's name says that it was trained with a prompt of its own, which no fallback has."""
+    return any(word in _short(model) for word in TASK_WORDS)
 
 
 def unreadable(preset: Preset, capabilities: Collection[str], classes: int) -> str | None:

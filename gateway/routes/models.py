@@ -47,12 +47,12 @@ def _described(name: str, model: ServedModel) -> Model:
         created=model.created,
         max_model_len=model.context,
         capabilities=list(model.info.capabilities),
-        preset=_preset(model.tokenizer.table.fitted),
+        preset=_preset(model.tokenizer.table.fitted, fallback=model.preset_is_fallback),
         lenvm_gamma=model.info.lenvm_gamma,
     )
 
 
-def _preset(fitted: Fitted | None) -> PresetInfo | None:
+def _preset(fitted: Fitted | None, *, fallback: bool) -> PresetInfo | None:
     if fitted is None:
         return None
     preset = fitted.preset
@@ -62,4 +62,5 @@ def _preset(fitted: Fitted | None) -> PresetInfo | None:
         instruction=preset.instruction,
         labels=preset.flat_labels,
         activation=preset.activation,
+        fallback=fallback,
     )

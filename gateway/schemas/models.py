@@ -19,6 +19,9 @@ class PresetInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that are read; empty for a model with a head of its own."""
     activation: Literal["softmax", "sigmoid", "difference", "none"]
     """The score from what is read: a probability (`softmax`, `sigmoid`), or logits."""
+    fallback: bool = False
+    """Whether it prompts the model because no preset is for the model's name. A model that was trained with another prompt needs
+    another preset."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

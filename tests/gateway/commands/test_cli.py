@@ -26,7 +26,7 @@ from gateway.commands.errors import CommandError
 from gateway.commands.launch import Child, become, stop
 from gateway.commands.replace_file import replace_file
 from gateway.commands.results import Results, write
-from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
+from gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
 from gateway.commands.supervisor import Supervisor
 from gateway.settings import Settings
 from tests.processes import free_port
@@ -128,7 +128,6 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
         pytest.param(["--dtype", "int4"], ["--dtype", "bfloat16"], marks=pytest.mark.slow),
         pytest.param(["--quantize=int3"], ["--quantize", "fp8"], marks=pytest.mark.slow),
         (["--max-totl-tokens", "9"], ["--max-totl-tokens", "yardstick engine --help"]),
-        (["--name", "x"], ["chooses --name itself"]),
         (["--token=t"], ["chooses --token itself"]),
         (["--machine-engines", "2"], ["chooses --machine-engines itself"]),
         (["--engines", "0"], ["--engines", "greater than or equal to 1"]),
@@ -152,6 +151,14 @@ def test_other_options_reach_the_engine() -> None:
     assert tuple(arguments[-5:]) == given
     _, server = parse(arguments[1:])
     assert server.port == 8100
+
+
+@pytest.mark.parametrize("given", [("--name", "own"), ("--dtype", "float32", "--name=own")])
+def test_a_name_is_passed_on_and_is_that_of_the_gateways_settings(given: tuple[str, ...]) -> None:
+    options = ServeOptions(model="m", engine=given, preset="judge")
+    engine, _ = parse(_engine_arguments(options, _Models("m", None), 8100)[1:])
+    assert (options.name, engine.name) == ("own", "own")
+    assert gateway_settings(options, {}).presets == ("own=judge",)
 
 
 def test_a_key_is_printed_once_and_kept_as_a_hash(yardstick: Yardstick, tmp_path: Path) -> None:

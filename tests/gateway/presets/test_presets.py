@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import tokenizers
 
+from engine import wire
 from gateway.presets.fitted import Fitted, log_sum, softmax
 from gateway.presets.preset import Preset, PresetError, parse_preset
 from gateway.presets.select import builtin, builtin_presets, choose
@@ -190,7 +192,49 @@ def test_models_show_their_preset(start: Start) -> None:
         "instruction": "Find",
         "labels": [" Yes", " No", " or"],
         "activation": "softmax",
+        "fallback": False,
     }
     client = start(FakeEngine(model="plain"), presets=("plain=none",))
     (model,) = client.get("/v1/models").json()["data"]
     assert model["preset"] is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "config", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", None, "Qwen3-0.6B"),
+        ("models/my-ranker/", None, "my-ranker"),
+        (f"hub/models--Qwen--Qwen3-Reranker-0.6B/snapshots/{'0a' * 20}", None, "Qwen3-Reranker-0.6B"),
+        (f"hub/models--gpt2/snapshots/{'0a' * 20}", None, "gpt2"),
+        ("0a" * 20, {"_name_or_path": "Qwen/Qwen3-Reranker-4B"}, "Qwen3-Reranker-4B"),
+        ("0a" * 20, {}, "0a" * 20),
+        ("0a" * 20, None, "0a" * 20),
+    ],
+)
+def test_a_model_is_named_after_its_repository(folder: str, config: dict[str, str] | None, name: str, tmp_path: Path) -> None:
+    directory = tmp_path / folder
+    if config is not None:
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(config))
+    assert wire.served_name(str(directory)) == name
+
+
+@pytest.mark.parametrize("model", ["my-qwen-reranker", "Granite-Guardian-3", "a-reward-model"])
+def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the operator chooses it."""
+    client = start(FakeEngine(model=model))
+    assert f"model {model}: no preset is for this name; 'judge' is used" in caplog.text
+    (served,) = client.get("/v1/models").json()["data"]
+    assert (served["preset"]["name"], served["preset"]["fallback"]) == ("judge", True)
+    body = {"query": "red", "documents": ["a"]}
+    error = client.post("/v1/rerank", json=body).json()["error"]
+    assert (error["param"], "`presets`" in error["message"]) == ("model", True), error
+    chosen = start(FakeEngine(model=model), presets=(f"{model}=judge",))
+    assert chosen.post("/v1/rerank", json=body).status_code == 200
+    assert chosen.get("/v1/models").json()["data"][0]["preset"]["fallback"] is False
+
+
+def test_a_fallback_prompts_a_model_of_another_kind(start: Start) -> None:
+    client = start(FakeEngine(model="Qwen3-8B"))
+    assert client.get("/v1/models").json()["data"][0]["preset"]["fallback"] is True
+    assert client.post("/v1/rerank", json={"query": "red", "documents": ["a"]}).status_code == 200

@@ -126,7 +126,7 @@ class StepGraphs:
         found = self._graphs.replay(Bucket(size, layout, adapted), tokens, positions)[:count]
         if self._residual is not None:
             if rows is not None and len(rows) < count:
-                return self._decoder.from_last_attention(found, self._residual[:count], rows) if len(rows) else found[:0]
+                return self._decoder.from_last_attention(found, self._residual[:count], rows) if len(rows) else self._residual[:0]
             found = self._decoder.from_last_attention(found, self._residual[:count])
         return found if rows is None else found.index_select(0, rows)
 

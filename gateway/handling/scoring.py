@@ -19,7 +19,7 @@ from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.paths import check_fallback, paths_of
+from gateway.pool.paths import paths_of, unless_fallback
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
@@ -165,6 +165,5 @@ def fitted_of(model: ServedModel, task: Task) -> Fitted:
     """Return the preset of ``model`` for ``task``. Raises :class:`InvalidRequest` that says what the model can do."""
     fitted = model.tokenizer.table.fitted
     if fitted is not None and fitted.serves(task):
-        check_fallback(model, task)
-        return fitted
+        return unless_fallback(fitted, model, task)
     raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {paths_of(model)}.", param="model")

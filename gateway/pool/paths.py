@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.errors import InvalidRequest
 from gateway.pool.replica import ServedModel
+from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Task
 from gateway.presets.select import names_a_task
 
@@ -25,11 +26,13 @@ def paths_of(model: ServedModel) -> str:
     return ", ".join([*by_preset, *able])
 
 
-def check_fallback(model: ServedModel, task: Task) -> None:
-    """Raise :class:`InvalidRequest` if a fallback would prompt a reranker, guard or reward model whose own prompt is unknown."""
+def unless_fallback(fitted: Fitted, model: ServedModel, task: Task) -> Fitted:
+    """Return ``fitted``, the preset of ``model``. Raises :class:`InvalidRequest` if it is a fallback for a reranker, guard or reward
+    model, whose own prompt is unknown."""
     if model.preset_is_fallback and task != "embed" and names_a_task(model.name):
         raise InvalidRequest(
             f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
             f"one with the setting `presets`; {model.name}=judge asks in plain English.",
             param="model",
         )
+    return fitted

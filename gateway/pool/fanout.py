@@ -130,9 +130,8 @@ class FanOut:
             keeper = client.url if sent is request else keeper
             return scored
 
-        hedge = None
-        if prompts.may_hedge and prompts.priority <= 0:
-            hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request)))
+        may = prompts.may_hedge and prompts.priority <= 0
+        hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request))) if may else None
         scored = await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )

@@ -128,8 +128,6 @@ class ServedModel:
     """Converts token ids to text; worker processes convert text to token ids."""
     text: str
     """Key of the model's tokeniser in the worker processes."""
-    preset_is_fallback: bool = False
-    """Whether its preset was taken because no other is for the model."""
     replicas: list[Replica] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     """Entries of the setting ``engines`` that last led to this model; it is remembered while its replicas are away."""
@@ -139,6 +137,8 @@ class ServedModel:
     hedges: Hedges = field(default_factory=Hedges)
     adapters: dict[tuple[str, str], AdapterModel] = field(default_factory=dict)
     """Adapters of this model that replicas have, by name and digest."""
+    preset_is_fallback: bool = False
+    """Whether its preset was taken because no other is for the model."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -130,6 +130,7 @@ def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
 
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
 def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
+    need("curl")
     classes = {"model_class": CLASSIFIERS["qwen3"] if kind == "classifier" else HEADLESS["qwen3"]}
     directory = make_checkpoint(tmp_path / kind, "qwen3", **classes, **({"num_labels": 3} if kind == "classifier" else {}))
     if kind == "embedder":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from benchmarks.__main__ import main
 from benchmarks.engine import gpu, workload
@@ -178,6 +179,7 @@ def test_a_run_names_what_it_did_not_reach(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(settings.get_current_profile_name() != "deep", reason="takes 20 minutes; --hypothesis-profile=deep runs it")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_tiny_models_measures_every_part(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

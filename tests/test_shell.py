@@ -691,7 +691,7 @@ def test_what_a_machine_lacks_is_left_out_and_named(bare: Path, tmp_path: Path) 
     tests = {"bare": "pass", "first": "need('redis')", "second": "need('redis')"}
     lines = [f"def test_{name}(): {body}" for name, body in tests.items()]
     (tmp_path / "test_some.py").write_text("\n".join(["from tests.parts import need", *lines]))
-    given = {"PART": "parallel", "PYTHON": sys.executable, "PATH": str(bare), "OUTCOMES": str(tmp_path / "ran")}
+    given = {"PART": "parallel", "PYTHON": sys.executable, "PATH": str(bare), "OUTCOMES": str(tmp_path / "ran"), "REQUIRE": ""}
 
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
         command = [SCRIPTS / "test.sh", "not slow", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir=."]

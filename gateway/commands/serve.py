@@ -58,7 +58,7 @@ class ServeOptions:
     @property
     def name(self) -> str:
         """Name of the model for clients: that of the engine's option ``--name`` if it is given."""
-        for option, following in zip(self.engine, [*self.engine[1:], ""], strict=True):
+        for option, following in zip(self.engine, [*self.engine, ""][1:], strict=True):
             if option == "--name" or option.startswith("--name="):
                 return following if option == "--name" else option.removeprefix("--name=")
         return _DEMO_NAME if self.model is None else wire.served_name(str(Path(self.model).resolve()))

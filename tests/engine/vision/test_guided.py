@@ -108,7 +108,7 @@ def test_captured_passes_place_candidates_behind_images(
     pair: tuple[Path, Path], images: list[wire.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in for CUDA graphs replays passes whose positions are less than their numbers of tokens."""
-    monkeypatch.setattr(build, "make_graphs", lambda *_: None)
+    monkeypatch.setattr(build, "make_graphs", lambda *_: ())
     monkeypatch.setattr(build, "PARTS", (2,))
     monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))

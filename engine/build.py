@@ -229,9 +229,11 @@ def make_graphs(
     Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
     """
     small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention.kv, budget, adapters))
+    if small is None:
+        return []
     sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
-    if small is None or not sizes:
-        return [] if small is None else [small]
+    if not sizes:
+        return [small]
     device = attention.kv.keys.device
     # Each size has two layouts, and with adapters twice as many graphs.
     needed = (2 + 2 * (adapters is not None)) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, sizes[-1])

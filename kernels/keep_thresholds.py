@@ -92,6 +92,7 @@ def keep_thresholds_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, 
     expect("top_k", top_k, logits, (rows,), (torch.int64,))
     expect("top_p", top_p, logits, (rows,), (torch.float32,))
     expect("floors", floors, logits, (rows,), (torch.float32,))
+    # brackets: the lower edge, the upper edge (or _DONE, _SEARCHED) and the sum to reach.
     out, brackets = torch.empty_like(floors), logits.new_empty((rows, 3))
     seen = survey(logits, temperatures, top_k, top_p)
     groups, splits = seen.groups.shape[1], seen.peaks.shape[1]

@@ -29,7 +29,8 @@ GROUP = 32
 """Consecutive logits of a group, and consecutive groups of a group of groups."""
 STEPS = 16
 STEP = 1.25
-"""Edges of :attr:`Survey.below`, and the distance between two in powers of two: all of them cover a factor of 1e6."""
+"""Number of edges of :attr:`Survey.below`, and the distance between two, as an exponent of two: all of them cover a factor of
+1e6."""
 LARGEST_ID = 0x7FFFFFFF
 """Also the bits of a float32 but its sign: with these flipped, negative numbers order as integers do."""
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
@@ -52,7 +53,8 @@ class Survey(NamedTuple):
     totals: Tensor
     """[rows, splits] float32: the sum of ``exp((logit - peak) / temperature)``."""
     below: Tensor | None
-    """[rows, splits, STEPS] float32: the same sum over logits whose summand is above ``2 ** (-STEP · n)``, for n from 1."""
+    """[rows, splits, STEPS] float32: the same sum over logits whose gap to the peak is below edge n, so that their summand is above
+    ``2 ** (-STEP · n)``, for n from 1. None without filters."""
 
     def sizes(self, width: int) -> dict[str, int]:
         """Constants of a kernel with a program for each row that finds the ``width`` largest logits."""
@@ -78,9 +80,8 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
 
     logits: [rows, vocab]; chosen: [rows] int64.
     """
-    fused = (
-        launches(logits) and logits.dtype == torch.float32 and logits.is_contiguous() and top_n <= min(MOST, logits.shape[-1] // 2)
-    )
+    most = min(WIDTHS[-1], logits.shape[-1])
+    fused = launches(logits) and logits.dtype == torch.float32 and logits.is_contiguous() and top_n <= most
     return token_logprobs_triton(logits, chosen, top_n) if fused else token_logprobs_reference(logits, chosen, top_n)
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kernels.linear import linear
 from kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
-from kernels.qk_norm_rope import check_qk_norm_rope, qk_norm_rope_write_reference, store_halves
-from kernels.quantize import FP8, MAX_CODE, scaled_linear_reference
+from kernels.qk_norm_rope import bounded, check_qk_norm_rope, qk_norm_rope_write_reference, store_halves
+from kernels.quantize import FP8, scaled_linear_reference
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
-
-_MAX_CODE = tl.constexpr(MAX_CODE)
 
 MIN_ROWS = 1024
 """With fewer rows, too few tiles occupy a GPU."""
@@ -29,7 +27,7 @@ SMALL = Tiles(rows=16, columns=64, step=16, tma=False, warps=4)
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, keys: Tensor) -> bool:
-    """Whether the kernel takes these tensors and is the faster way; see :func:`linear_qk_norm_rope_triton`."""
+    """Whether the kernel takes these tensors, and there are enough rows to occupy a GPU; see :func:`linear_qk_norm_rope_triton`."""
     kv_heads, head_dim = keys.shape[1:]
     return (
         launches(x, weight, bias)
@@ -148,7 +146,7 @@ def linear_qk_norm_rope_triton(
         _linear_qk_norm_rope[(programs,)](
             tiles.operand(x, tiles.rows), tiles.operand(weight, tile_heads * head_dim), bias, x_scales, weight_scales, q_weight,
             k_weight, eps, cos, sin, q, keys, values, slots, scales, tokens, programs, heads, kv_heads, head_dim // 2, size,
-            tiles.rows, tile_heads, tiles.step, tiles.group, tiles.tma, tiles.flatten, tiles.specialized,
+            tiles.rows, tile_heads, tiles.step, tiles.group, tiles.tma, tiles.flatten,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return q
@@ -187,13 +185,12 @@ def _linear_qk_norm_rope(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
 ) -> None:
     """Each program computes every ``programs``-th tile of ROWS tokens and HEADS heads, which are all queries, keys or values."""
     row_tiles = tl.cdiv(rows, ROWS)
     column_tiles: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) // HEADS
     COLUMNS: tl.constexpr = HEADS * 2 * HALF
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=FLATTEN, warp_specialize=SPECIALIZED):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=FLATTEN):
         row_tile, column_tile = place(tile, row_tiles, column_tiles, GROUP)
         row, head = row_tile * ROWS, column_tile * HEADS
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -234,7 +231,7 @@ def _linear_qk_norm_rope(
             q_factor = tl.load(scales + heads // (Q_HEADS // KV_HEADS), mask=heads < Q_HEADS, other=1.0)[None, :, None]
             q_first, q_second = first * q_factor, second * q_factor
             factor = tl.div_rn(1.0, tl.load(scales + heads - Q_HEADS, mask=heads >= Q_HEADS, other=1.0))[None, :, None]
-            first, second = _bounded(first * factor), _bounded(second * factor)
+            first, second = bounded(first * factor), bounded(second * factor)
         # One store of selected addresses takes fewer registers than three, two of them masked.
         cache_start = _address(is_value, values, keys) + slot * (KV_HEADS * 2 * HALF)
         cache_head = heads - tl.where(is_value, Q_HEADS + KV_HEADS, Q_HEADS)
@@ -261,8 +258,3 @@ def _store(
     """Write both halves, [rows, heads, HALF], of ``heads`` of the rows that begin at ``starts``."""
     left = starts[:, None, None] + (heads * (2 * HALF))[None, :, None] + tl.arange(0, HALF)[None, None, :]
     store_halves(left, left + HALF, first, second, kept[:, None, None])
-
-
-@jit()
-def _bounded(x: tl.tensor) -> tl.tensor:
-    return tl.minimum(tl.maximum(x, -_MAX_CODE), _MAX_CODE)

@@ -24,7 +24,7 @@ SMALL = Tiles(rows=16, columns=32, step=16, tma=False, warps=4)
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the kernel takes these tensors and is the faster way."""
+    """Whether the kernel takes these tensors, and there are enough rows to occupy a GPU."""
     return (
         launches(x, weight, bias)
         and is_hopper(x.device)

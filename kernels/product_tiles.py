@@ -1,4 +1,4 @@
-"""Tiles of a product ``x · weightᵀ`` on Hopper: which sizes a program has, in what order programs take them, and the sum itself.
+"""Tiles of a product ``x · weightᵀ`` on Hopper: their sizes, the order in which programs take them, and how blocks are loaded.
 
 The kernels that multiply and then do more with each tile (:mod:`kernels.linear_silu_mul`, :mod:`kernels.linear_qk_norm_rope`)
 share this. Tensor descriptors are made on the host, so that a launch can be captured in a CUDA graph.

@@ -214,10 +214,10 @@ def _qk_norm_rope_write(
         factor = tl.load(scales + kv_head, mask=rows < HEADS + 2 * KV_HEADS, other=1.0)
         # Triton's "/" may be two units in the last place off; the reciprocal of a power of two is exact.
         factor = tl.where(is_query, factor, tl.div_rn(1.0, factor))
-        first, second = _bounded(first * factor), _bounded(second * factor)
+        first, second = bounded(first * factor), bounded(second * factor)
         rotated_first, rotated_second = rotated_first * factor, rotated_second * factor
-        rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))
-        rotated_second = tl.where(is_query, rotated_second, _bounded(rotated_second))
+        rotated_first = tl.where(is_query, rotated_first, bounded(rotated_first))
+        rotated_second = tl.where(is_query, rotated_second, bounded(rotated_second))
     query = q + (token * HEADS + rows) * (2 * HALF)
     store_halves(query + left, query + right, rotated_first, rotated_second, kept & is_query)
     key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF)
@@ -259,5 +259,5 @@ def _weights(weight: tl.tensor, left: tl.tensor, right: tl.tensor, inside: tl.te
 
 
 @jit()
-def _bounded(x: tl.tensor) -> tl.tensor:
+def bounded(x: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(x, -_MAX_CODE), _MAX_CODE)

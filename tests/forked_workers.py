@@ -37,13 +37,28 @@ def enable(config: pytest.Config) -> None:
     warm.enable(warm.WarmProcess(ours, os.environ), {tuple(COMMAND): __name__})
 
 
+class Failed:
+    """Finds the files whose import may have failed. pytest leaves their modules in ``sys.modules``, where workers would find them
+    without tests."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def pytest_exception_interact(self, node: pytest.Collector) -> None:
+        self.files |= {str(node.path), *(str(folder / "__init__.py") for folder in node.path.parents)}
+
+
 def _collect(config: pytest.Config) -> None:
     """Import the test modules that ``config`` selects. Errors are left to the workers, which meet them again."""
     silent = os.open(os.devnull, os.O_RDWR)
     for place in range(2):
         os.dup2(silent, place)
     arguments = [*config.invocation_params.args, "-n0", "--collect-only", "-qq", "-p", "no:cacheprovider"]
-    pytest.main(arguments)
+    failed, before = Failed(), set(sys.modules)
+    pytest.main(arguments, [failed])
+    for name in sys.modules.keys() - before:
+        if getattr(sys.modules[name], "__file__", None) in failed.files:
+            del sys.modules[name]
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         print("A test module starts threads when it is imported; the forked workers lack them.", file=sys.stderr)
 

@@ -657,7 +657,7 @@ def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, t
 
 
 def test_ci_runs_each_test_once(machine: Path, ci: Path) -> None:
-    """What `make test` has run on the bare machine is left out of the rest."""
+    """`make test-all` leaves out the tests that `make test` has run on the bare machine."""
     pretend(machine, "make", 'echo "$*|$PATH|$REQUIRE|$OUTCOMES|$EXCEPT" >>"$LOG"')
     assert on(machine, ci).returncode == 0
     lines = [line.split("|") for line in (machine / "log").read_text().splitlines()]

@@ -57,3 +57,29 @@ def test_a_command_has_its_files_and_status(warm: bool, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "--url" in done.stderr
     assert "Usage" in (tmp_path / "help").read_text()
+
+
+def test_what_cannot_be_imported_fails_the_parallel_tests(tmp_path: Path) -> None:
+    """Workers are forks of a process that has met the error, and report it all the same."""
+    broken = {"test_broken.py": "raise ValueError('a file')", "inner/__init__.py": "raise ValueError('a package')"}
+    for name, text in {**broken, "inner/test_in_it.py": "def test(): pass", "test_well.py": "def test(): pass"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "__init__.py").touch()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n2",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir=.",
+        tmp_path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stdout
+    assert all(f"ValueError: {what}" in done.stdout for what in ("a file", "a package")), done.stdout
+    assert "1 passed" in done.stdout

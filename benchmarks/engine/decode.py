@@ -41,7 +41,7 @@ from benchmarks.engine.writers import CANDIDATES, PLAIN, Writer, Writing, mixed,
 from engine import wire
 from engine.loop import Loop
 from engine.models.decoder import Decoder
-from engine.settings import DTYPES
+from engine.settings import DTYPES, KV_DTYPES
 from engine.startup.capacity import slot_bytes
 
 PUBLISHED = {
@@ -78,9 +78,9 @@ def guided(mix: wire.Sampling, output: int) -> dict[str, Setting]:
 def main(arguments: Sequence[str]) -> int:
     """Measure all settings, print a table and one line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks decode", description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the random model (%(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of the random model (qwen3-8b)")
     parser.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
     parser.add_argument("--guided", choices=("demo", "7b"), help="with length guidance: the demo models, or random 7B and 1.5B")
     parser.add_argument("--requests", type=int, help="prompts (1,024; 50 with --guided)")
     parser.add_argument("--samples", type=int, help="texts of each prompt (1; 16 with --guided)")
@@ -90,6 +90,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-batched-tokens", type=int, help="of the engine (its default)")
     add_output(parser)
     asked = parser.parse_args(arguments)
+    if asked.guided and (asked.shape or asked.dtype):
+        parser.error("--guided has models and a dtype of its own; leave --shape and --dtype out")
+    asked.shape = asked.shape or "qwen3-8b"
     usual = (50, 16, 100, 286) if asked.guided else (1024, 1, 170, 2048)
     requests, samples, prompt, output = (
         getattr(asked, name) or default for name, default in zip(("requests", "samples", "prompt", "output"), usual, strict=True)

@@ -33,9 +33,9 @@ LIMIT_SECONDS = 480.0
 END_SECONDS = 8.0
 """Time that a part has to write its tables after its own limit, before it is killed."""
 WELL = "well"
-OUT_OF_TIME = "no time left"
+NO_TIME_LEFT = "no time left"
 NEED_A_GPU = "tests", "kernels", "cross-encoder"
-TESTS = ("pieces", "engine,", "graphs", "gpu", "FlashInfer")
+TESTS = ("engine,", "graphs", "gpu", "FlashInfer")
 """Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
 MODELS = "models"
@@ -183,7 +183,8 @@ def run_parts(
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run the parts of ``todo`` that are not complete, one after the other, none beyond ``limit`` seconds from now. Returns the
-    state of all, which ``out/summary.json`` has after each part, behind ``about``. What a part says goes to ``out/NAME.txt``."""
+    state of all, which ``out/summary.json`` has after each part, together with ``about``. What a part says goes to
+    ``out/NAME.txt``."""
     start = start or run_part
     end = clock() + limit
     done = _earlier(out / SUMMARY) if resume else {}
@@ -192,8 +193,8 @@ def run_parts(
             continue
         begun, again = clock(), part.name in done
         seconds = min(part.seconds, end - begun)
-        ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else OUT_OF_TIME
-        if ended == OUT_OF_TIME and again:
+        ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else NO_TIME_LEFT
+        if ended == NO_TIME_LEFT and again:
             continue
         took = clock() - begun + (done[part.name]["seconds"] if again else 0)
         done[part.name] = {"ended": ended, "seconds": took, "last_line": _last_line(out / f"{part.name}.txt")}

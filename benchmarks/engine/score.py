@@ -115,7 +115,7 @@ def _offline(measured: Subject, decoder: Decoder, engine: Engine, options: Optio
         offline.show_comparison(comparison, measured, records)
         show_roofline(comparison["roofline"], records)
     repeats = min(options.repeats, offline.QUEUED_REPEATS)
-    queued = partial(offline.queued, engine, lambda: peer(), options.workload, vocabulary, repeats, records)
+    queued = partial(offline.queued, engine, peer, options.workload, vocabulary, repeats, records)
     if rates := measure("queued", SHORT_SECONDS, queued):
         found["queued"] = rates
         offline.show_queued(rates, measured, records)

@@ -71,7 +71,6 @@ QWEN25_7B = replace(
     num_kv_heads=4,
     head_dim=128,
     max_context=32_768,
-    rope=Rope(1_000_000.0),
     tied=False,
     qk_norm=False,
     qkv_bias=True,

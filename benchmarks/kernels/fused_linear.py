@@ -1,6 +1,6 @@
 """Products with what follows them in the same kernel, beside cuBLAS's product and the kernel that would follow it.
 
-``python -m benchmarks.kernels.fused_linear --sweep`` times tiles of other sizes, to choose those of the launchers: it prints a line
+``python -m benchmarks.kernels.fused_linear`` times tiles of other sizes, to choose those of the launchers: it prints a line
 for each candidate, and a table last. Times there are of replayed CUDA graphs, and a wrong result is an error of its candidate.
 """
 
@@ -272,7 +272,6 @@ def _timed(run: Callable[[int], Any], repeats: int = 15) -> float:
 def main() -> None:
     """Sweep for a number of seconds, and end even where a kernel hangs."""
     parser = argparse.ArgumentParser(description="Time tiles of the fused products.")
-    parser.add_argument("--sweep", action="store_true", required=True)
     parser.add_argument("--seconds", type=float, default=100.0)
     seconds = parser.parse_args().seconds
     sweep = Sweep([])

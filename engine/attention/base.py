@@ -52,20 +52,18 @@ class AttentionBackend(ABC):
         layer's spec says.
         """
 
-    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor, out: Tensor | None = None) -> Tensor:
+    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:
         """Write keys, normalised and rotated, and values to the slots ``out_cache_loc``, [tokens] int64. Returns the queries,
-        ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys. ``out``: where they
-        go; only without adapters.
+        ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys.
         """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         if heads.delta is not None:
             assert self.kv.scales is None, "adapters exclude keys and values in FP8"
-            assert out is None
             given = heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin
             return lora_rope_write(heads.qkv, heads.delta, *given, keys, values, out_cache_loc)
         scales = None if self.kv.scales is None else self.kv.scales[layer]
         return self.make_ready(
-            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales, out
+            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales
         )
 
     @abstractmethod

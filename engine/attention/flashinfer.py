@@ -186,8 +186,8 @@ class FixedFlashInfer:
     def attend(self, tokens: int, layout: int = 0) -> FusedAttend:
         """Attention of a step of ``tokens``, as :meth:`fill` last described it in ``layout``; until then all of them are padding.
         Its output is valid until the next step is queued; rows of padding hold any numbers."""
-        self._fill((), self._room(tokens, layout))
         room, backend = self._room(tokens, layout), self._backend
+        self._fill((), room)
         parts = room.within(self._tables)
 
         def attend(layer: int, heads: Heads) -> Tensor:

@@ -227,7 +227,7 @@ class LenVMRunner:
         columns = FEW if max(rows.top_k) <= FEW else MOST
         columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
         temperatures = sampling.temperatures
-        if rows.greedy:
+        if rows.any_greedy:
             temperatures = torch.where(temperatures > 0, temperatures, 1.0)
         found = candidates(edited(logits, sampling), temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns)
         return sampling, parameters, found
@@ -302,6 +302,6 @@ class LenVMRunner:
 def _choice(p: Tensor, ids: Tensor, sampling: SamplingBatch, rows: GuidedRows) -> Tensor:
     """:func:`seeded_choice`; the most probable candidate in rows of temperature 0."""
     chosen = seeded_choice(p, ids, sampling.keys)
-    if not rows.greedy:
+    if not rows.any_greedy:
         return chosen
     return torch.where((sampling.temperatures > 0).unsqueeze(1), chosen, p.argmax(-1, keepdim=True))

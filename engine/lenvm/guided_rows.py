@@ -38,7 +38,7 @@ class GuidedRows:
     ends: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens, beside the end of sequence, that end the section."""
     passes: list[CandidatePass] = field(default_factory=list)
-    greedy: bool = False
+    any_greedy: bool = False
     """Whether some row has temperature 0."""
     targets: dict[int, tuple[wire.LengthGuidance, int]] = field(default_factory=dict)
     """Guidance of the rows that have a constraint, by place, and the output tokens drawn so far of the guided section."""

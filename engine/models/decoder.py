@@ -241,7 +241,10 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Compute :meth:`forward` up to the last layer's attention. -> its output, [tokens, heads · head_dim], and the residual."""
+        """Compute :meth:`forward` up to the last layer's attention. -> its output, [tokens, heads · head_dim], and the residual.
+
+        Not for a part of a model that several processes share, whose sums are hooks of whole modules.
+        """
         x, residual, rotations = self._before_last_layer(tokens, positions, attend)
         layer = self._last_layer
         normed, residual = layer.normed(x, residual)
@@ -266,8 +269,8 @@ class Decoder(nn.Module):
         rotations = self._rotations(positions.unsqueeze(1))
         x = self._embedded(tokens)
         residual: Tensor | None = None
-        for index, layer in zip(range(len(self.layers) - 1), self.layers, strict=False):
-            x, residual = layer(x, residual, *rotations[self._rope_of[index]], attend)
+        for layer, at in zip(self.layers, self._rope_of[:-1], strict=False):
+            x, residual = layer(x, residual, *rotations[at], attend)
         return x, residual, rotations
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class GuidedDrawReadout(Readout):
         self.branches.append(branch)
         self.logit_rows.append(row + segment.tokens.size - 1)
         add_draw(rows.sampling, branch, request, position, self.context.eos_token_ids)
-        rows.greedy |= request.message.sampling.temperature <= 0
+        rows.any_greedy |= request.message.sampling.temperature <= 0
         if guidance.constraint is not None:
             rows.targets[place] = guidance, position - begin
         request.packed_guidance = request.packed_guidance or pack(guidance)

@@ -106,11 +106,9 @@ class StepGraphs:
             capture.allocated / 2**20,
         )
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor | None = None
-    ) -> Tensor | None:
-        """tokens, positions: [tokens] int64, those of ``segments``; rows: [rows] int64, of the tokens; None for all. -> [rows,
-        hidden], valid until the next step is queued.
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor | None:
+        """tokens, positions: [tokens] int64, those of ``segments``; rows: [rows] int64, of the tokens. -> [rows, hidden], valid
+        until the next step is queued.
 
         None where no bucket fits.
         """
@@ -124,11 +122,14 @@ class StepGraphs:
             self._adapters.fill(size)
         self.replayed += 1
         found = self._graphs.replay(Bucket(size, layout, adapted), tokens, positions)[:count]
-        if self._residual is not None:
-            if rows is not None and len(rows) < count:
-                return self._decoder.from_last_attention(found, self._residual[:count], rows) if len(rows) else self._residual[:0]
-            found = self._decoder.from_last_attention(found, self._residual[:count])
-        return found if rows is None else found.index_select(0, rows)
+        if self._residual is None:
+            return found.index_select(0, rows)
+        if not len(rows):
+            return self._residual[:0]
+        residual = self._residual[:count]
+        if len(rows) < count:
+            return self._decoder.from_last_attention(found, residual, rows)
+        return self._decoder.from_last_attention(found, residual).index_select(0, rows)
 
     def _compute(self, attend: Attend, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden rows, [tokens, hidden], or the output of the last layer's attention, [tokens, heads · head_dim]."""

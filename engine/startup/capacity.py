@@ -1,4 +1,4 @@
-"""Number of slots that fit the memory."""
+"""Numbers of slots and of running requests that fit the memory."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
 class Job(Protocol):
-    """What the jobs have in common."""
+    """The fields that every job has."""
 
     @property
     def url(self) -> str:

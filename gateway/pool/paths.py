@@ -32,7 +32,7 @@ def unless_fallback(fitted: Fitted, model: ServedModel, task: Task) -> Fitted:
     if model.preset_is_fallback and task != "embed" and names_a_task(model.name):
         raise InvalidRequest(
             f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
-            f"one with the setting `presets`; {model.name}=judge asks in plain English.",
+            f"one with the setting `presets`; {model.name}={fitted.preset.name} keeps the fallback.",
             param="model",
         )
     return fitted

@@ -22,7 +22,7 @@ from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import PresetError
-from gateway.presets.select import choose, is_fallback, names_a_task
+from gateway.presets.select import choose, is_fallback
 from gateway.text.spelling import TokenizerError
 from gateway.workers.workers import Workers
 
@@ -263,13 +263,11 @@ class Pool:
         return self._served[key]
 
     def _falls_back(self, info: wire.Info, files: wire.TokenizerFiles, fitted: Fitted | None) -> bool:
-        """Whether no preset is for the model, so that a fallback prompts it, which is logged."""
+        """Whether no preset is for the model, so that a fallback prompts it; the log has a warning."""
         if fitted is None or not is_fallback(fitted.preset.name, info.model, beside=files.preset, chosen=self._presets):
             return False
-        level = logging.WARNING if names_a_task(info.model) else logging.INFO
-        logger.log(
-            level, "model %s: no preset is for this name; %r is used, unless presets name another", info.model, fitted.preset.name
-        )
+        message = "model %s: no preset is for this name; %r is used, unless presets name another"
+        logger.warning(message, info.model, fitted.preset.name)
         return True
 
     def _preset(self, info: wire.Info, files: wire.TokenizerFiles) -> str | None:

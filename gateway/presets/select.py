@@ -14,7 +14,7 @@ FALLBACKS = {"classify": "classifier", "embed": "embedding", "score": "judge"}
 """Presets of models that no other preset is for, by the first of these capabilities that the model has."""
 ONE_CLASS = "cross-encoder"
 """Preset in place of "classifier" of a model whose head has one number: such a model is a reranker."""
-TASK_WORDS = ("rerank", "guard", "reward", "embed")
+TASK_WORDS = ("rerank", "zerank", "guard", "reward", "embed")
 NO_PRESET = "none"
 """Value of the setting for a model that should have none."""
 

@@ -211,9 +211,9 @@ def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatc
     attention = FixedTritonAttention(kv, decoder.config.num_heads, 4)
     graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (1, 4))
     five = [a_segment(np.arange(5, dtype=np.int32), 5)]
-    assert graphs.forward(*inputs(five, 0, kv.keys.device), five) is None
+    assert graphs.forward(*inputs(five, 0, kv.keys.device), five, torch.zeros(1, dtype=torch.int64)) is None
     large = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (5, 8), above=5)
-    assert large.forward(*inputs(five, 0, kv.keys.device), five) is None
+    assert large.forward(*inputs(five, 0, kv.keys.device), five, torch.zeros(1, dtype=torch.int64)) is None
     assert graphs.replayed == large.replayed == 0
     assert attention.fill([a_segment(np.arange(4, dtype=np.int32), 4)], 4) == 0
     before = attention._tables.clone()

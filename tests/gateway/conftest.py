@@ -49,7 +49,7 @@ def gateways() -> Iterator[Start]:
             app = create_app(Settings(**options))
             client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait and engines:
-                # A look takes a fifth of the time of one at all metrics.
+                # /readyz answers in a fifth of the time that /metrics takes.
                 wait_until(lambda: client.get("/readyz").is_success, pause=0.03)
                 wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), pause=0.03)
             return client

@@ -115,3 +115,10 @@ def test_guided_texts_of_the_demo_models(in_this_process: None, capsys: pytest.C
     assert [*summary["settings"]] == ["plain", "guided", "guided, eq", "guided, le"]
     assert {found["tokens"] for found in summary["settings"].values()} == {2 * 2 * 8}
     assert summary["candidates"] >= 1
+
+
+@pytest.mark.parametrize("option", ["--shape tiny", "--dtype float32"])
+def test_guided_texts_have_models_of_their_own(option: str, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["decode", "--guided", "demo", *option.split()])
+    assert "leave --shape and --dtype out" in capsys.readouterr().err

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tarfile
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +21,7 @@ from benchmarks.__main__ import main
 from benchmarks.engine import gpu, workload
 from benchmarks.engine.cli import RUNS
 from benchmarks.engine.cli import SHAPES as NAMES
-from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, OUT_OF_TIME, WELL, Part, archived, parts, run_part, run_parts
+from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, NO_TIME_LEFT, WELL, Part, archived, parts, run_part, run_parts
 from benchmarks.engine.offline import agrees, spread
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.store import FILE, Store
@@ -24,6 +29,7 @@ from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
 from tests.checkpoints import make_checkpoint
 from tests.engine.depth import seeds
 from tests.processes import wait_until
+from tests.shards import shards
 
 
 class Killed(BaseException):
@@ -169,7 +175,7 @@ def test_a_run_names_what_it_did_not_reach(tmp_path: Path, name: str) -> None:
     left = [part.name for part in todo][len(begun) - 1 :]
     assert summary["run"] == name
     assert summary["not_reached"] == left
-    assert {state[part]["ended"] for part in left[1:]} == {OUT_OF_TIME}
+    assert {state[part]["ended"] for part in left[1:]} == {NO_TIME_LEFT}
     begun.clear()
     run_parts(todo, tmp_path, LIMIT_SECONDS, resume=True, clock=clock, start=start)
     assert sorted(begun) == sorted(left)
@@ -192,6 +198,38 @@ def test_a_run_on_tiny_models_measures_every_part(
     assert [*summary["parts"]] == [part.name for part in slower]
     assert summary["not_reached"] == []
     assert all(json.loads(part["last_line"]) for part in summary["parts"].values())
+
+
+class ParsedError(Exception):
+    """The program has accepted its arguments."""
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_programs_of_a_run_accept_their_arguments(
+    tmp_path: Path, name: str, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt option would be found only on a GPU."""
+    parse = ArgumentParser.parse_args
+
+    def stop(parser: ArgumentParser, *given: Any) -> Namespace:
+        parsed = parse(parser, *given)
+        if parser.prog == "python -m benchmarks":  # which has yet to call the benchmark
+            return parsed
+        raise ParsedError
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr("benchmarks.engine.cli._restart_as_engine", lambda *_: None)
+    for part in parts(name, tmp_path, quick=quick):
+        module, *arguments = part.arguments
+        arguments += ["--limit", "50", "--continue"] if part.resumes else []
+        if module == "tests.shards":
+            assert [word for word in arguments if not any(word in shard for shard in shards())] == []
+            continue
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        program = partial(main, arguments) if module == "benchmarks" else import_module(module).main
+        with pytest.raises(ParsedError):
+            program()
 
 
 def test_the_command_knows_the_shapes() -> None:

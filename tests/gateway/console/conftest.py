@@ -43,7 +43,7 @@ def demo_engine() -> Pod:
 
 @pytest.fixture(scope="package")
 def engine(browser: Browser) -> Iterator[Pod]:
-    """Takes ``browser`` so that it is not started where there is none."""
+    """Depends on ``browser``, so the engine is not started where Chromium is missing."""
     pod = demo_engine()
     yield pod
     pod.close()

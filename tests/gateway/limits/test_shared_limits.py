@@ -142,7 +142,7 @@ async def test_a_request_that_is_given_up_while_redis_decides_holds_no_place(ser
 
 
 async def test_a_redis_that_pauses_loses_no_place(server: RedisServer) -> None:
-    """Settlements that fail meanwhile, and a lease that Redis grants when nobody waits for it any more."""
+    """Settlements fail in the pause, and Redis later grants a lease whose request has been refused. Both places become free."""
     limits = Limits(concurrency=2)
     async with limiter(server.url) as shared:
         leases = [lease(str(place), limits=limits) for place in range(2)]

@@ -219,7 +219,7 @@ def test_a_model_is_named_after_its_repository(folder: str, config: dict[str, st
     assert wire.served_name(str(directory)) == name
 
 
-@pytest.mark.parametrize("model", ["my-qwen-reranker", "Granite-Guardian-3", "a-reward-model"])
+@pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-1-small", "Granite-Guardian-3", "a-reward-model"])
 def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: str, caplog: pytest.LogCaptureFixture) -> None:
     """Unless the operator chooses it."""
     client = start(FakeEngine(model=model))
@@ -227,14 +227,19 @@ def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: 
     (served,) = client.get("/v1/models").json()["data"]
     assert (served["preset"]["name"], served["preset"]["fallback"]) == ("judge", True)
     body = {"query": "red", "documents": ["a"]}
-    error = client.post("/v1/rerank", json=body).json()["error"]
-    assert (error["param"], "`presets`" in error["message"]) == ("model", True), error
+    pairs = {"text_1": "red", "text_2": ["a"]}
+    for path, given in (("/v1/rerank", body), ("/rerank", {"query": "red", "texts": ["a"]}), ("/v1/score", pairs)):
+        refused = client.post(path, json=given)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], f"`presets`; {model}=judge" in error["message"]) == (400, "model", True), error
     chosen = start(FakeEngine(model=model), presets=(f"{model}=judge",))
     assert chosen.post("/v1/rerank", json=body).status_code == 200
     assert chosen.get("/v1/models").json()["data"][0]["preset"]["fallback"] is False
 
 
-def test_a_fallback_prompts_a_model_of_another_kind(start: Start) -> None:
+def test_a_fallback_prompts_a_model_of_another_kind(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     client = start(FakeEngine(model="Qwen3-8B"))
+    (warning,) = [record for record in caplog.records if "no preset is for this name" in record.message]
+    assert warning.levelname == "WARNING"
     assert client.get("/v1/models").json()["data"][0]["preset"]["fallback"] is True
     assert client.post("/v1/rerank", json={"query": "red", "documents": ["a"]}).status_code == 200

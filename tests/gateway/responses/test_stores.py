@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -184,29 +185,31 @@ def test_gateways_share_responses_and_refuse_to_store_without_redis(start: Start
 
 
 def test_short_pauses_of_redis_lose_no_stored_response(start: Start, tmp_path: Path) -> None:
-    """Though calls for limits and results time out, and these are not asked for until Redis has answered again."""
+    """Calls for limits and cached results do time out, and the gateway sends no more of them until Redis answers again."""
     file = write(tmp_path / "keys", key_entry("a", requests_per_minute=100_000))
     with RedisServer.start() as server:
         client = start(FakeEngine(says=ids("red")), redis_url=server.url, api_keys_file=file)
         client.headers["authorization"] = "Bearer a"
         wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
-        ends, pauses = [False], 0
+        ends = threading.Event()
 
         def stored() -> list[int]:
             statuses = []
-            while not ends[0]:
+            while not ends.is_set():
                 told = create(client, store=True)
                 statuses += [told.status_code, client.get(f"/v1/responses/{told.json()['id']}").status_code]
             return statuses
 
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(stored)
-            for pauses in range(5):
-                server.pause()
-                time.sleep(0.25)
-                server.resume()
-                time.sleep(0.1 * pauses)
-            ends[0] = True
+            try:
+                for pauses in range(5):
+                    server.pause()
+                    time.sleep(0.25)
+                    server.resume()
+                    time.sleep(0.1 * pauses)
+            finally:
+                ends.set()
             statuses = asked.result()
         assert len(statuses) > 10
         assert set(statuses) == {200}

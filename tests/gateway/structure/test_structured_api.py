@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import llguidance
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
-from engine.wire import GrammarVocabulary
 from gateway.schemas.structure import MAX_ALLOWED_TOKENS
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import gateways, metric
+from tests.gateway.tools.test_grammar import accepts
 from tests.processes import wait_until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -266,19 +264,6 @@ def test_a_schema_that_ends_a_process_is_refused_each_time(client: httpx.Client,
     assert [metric(client, name) for name in ended] == before
 
 
-LETTERS = LLTokenizer(
-    llguidance.TokenizerWrapper(GrammarVocabulary([*map(bytes, zip(range(256))), b"<end>"], [256], 256, lambda text: list(text)))
-)
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """Whether ``text`` is complete in ``grammar``."""
-    matcher = LLMatcher(LETTERS, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
 PAIR = [{"type": "integer"}, {"type": "string"}]
 
 
@@ -310,7 +295,7 @@ def test_what_a_schema_allows(engine: FakeEngine, client: httpx.Client, schema: 
     answer = post(client, guided_json=schema)
     assert answer.status_code == 200, answer.text
     grammar = engine.generates[0].grammar
-    assert [text for text in (*good, *bad) if accepts(grammar, text)] == good
+    assert [text for text in (*good, *bad) if accepts(grammar, text, controls=False)] == good
 
 
 @pytest.mark.parametrize(

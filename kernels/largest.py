@@ -42,7 +42,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Survey(NamedTuple):
-    """What one read of the logits leaves. The rows are cut in splits of :data:`BLOCK`."""
+    """Results of one read of the logits. Each row is divided into splits of :data:`BLOCK` tokens."""
 
     groups: Tensor
     """[rows, splits · groups] int32: the order of the largest logit of each group."""

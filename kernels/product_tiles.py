@@ -49,9 +49,9 @@ class Tiles:
         return min(tiles, self.resident * multiprocessors(device)) if self.resident else tiles
 
     def operand(self, tensor: Tensor, *rows: int) -> Any:
-        """What a kernel loads blocks of ``rows`` rows of the matrix from: a tensor descriptor or the tensor itself.
+        """Return the argument from which a kernel loads blocks of the matrix: a tensor descriptor, or the tensor itself.
 
-        With several axes of rows, so many of each.
+        ``rows``: of a block, for each axis but the last.
         """
         if not self.tma:
             return tensor

@@ -54,7 +54,7 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What the requests of a measurement ask for."""
+    """Options of the requests of a measurement."""
 
     sampling: wire.Sampling = PLAIN
     logprobs: int | None = None

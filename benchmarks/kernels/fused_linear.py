@@ -45,7 +45,7 @@ class Case:
     run: Callable[[int, Tiles | None], list[Tensor]]
     """Launch the kernel on one of the inputs and return what it wrote."""
     expected: Callable[[], list[Tensor]]
-    """What it must write for input 0, from sums in float32."""
+    """The expected output for input 0, from sums in float32."""
     peers: dict[str, Callable[[int], Any]]
     candidates: tuple[Tiles, ...]
 

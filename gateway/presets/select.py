@@ -76,7 +76,7 @@ def names_a_task(model: str) -> bool:
 
 
 def unreadable(preset: Preset, capabilities: Collection[str], classes: int) -> str | None:
-    """Why a model with these capabilities, and a head of so many ``classes``, has not what ``preset`` reads; None if it has."""
+    """Return why ``preset`` cannot serve a model with these capabilities, whose head has ``classes`` numbers; None if it can."""
     if preset.task == "embed":
         return None if "embed" in capabilities else f"{preset.name} is for embeddings, and the model has none"
     if preset.labels:

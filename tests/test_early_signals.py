@@ -70,13 +70,18 @@ ASKED = -1.0
     ],
 )
 def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float, tmp_path: Path) -> None:
-    """Counted from the moment at which Python has started; the model is not ready, and the server never answers."""
+    """Counted from the moment at which the command has set its first handler, before which Python handles signals itself. The
+    model is not ready, and the server never answers."""
     (tmp_path / "items.txt").write_text("one\n")
     with as_in_production(), socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         places = {"FILE": str(tmp_path / "items.txt"), "URL": url, "PORT": str(free_port())}
-        program = "import sys; from gateway.__main__ import yardstick; print('began', flush=True); yardstick()"
+        program = (
+            "import signal; from gateway.__main__ import yardstick; handle = signal.signal; "
+            "signal.signal = lambda *both: (handle(*both), setattr(signal, 'signal', handle), print('began', flush=True)); "
+            "yardstick()"
+        )
         arguments = [sys.executable, "-c", program, *(places.get(argument, argument) for argument in COMMANDS[command])]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None

@@ -2,9 +2,9 @@
 
 The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. It puts the time of
 receipt before each message that asks for a result (:func:`stamped`). The loop process
-first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and a :class:`Beat` every
-:data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing. A thread that
-loads adapters answers :class:`AdapterCommand` messages.
+first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and one without replies
+every :data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing. A thread
+that loads adapters answers :class:`AdapterCommand` messages.
 """
 
 from __future__ import annotations
@@ -99,14 +99,10 @@ class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
 
 
 class StepDone(msgspec.Struct, tag="step", frozen=True):
-    """Replies and statistics after one step."""
+    """Replies and statistics after one step, or statistics of a loop without work, whose adapters may have changed."""
 
     replies: list[wire.Reply]
     stats: wire.Stats
-
-
-class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """The loop has no work and waits for requests."""
 
 
 class AdaptersChanged(msgspec.Struct, tag="adapters_changed", frozen=True):
@@ -122,4 +118,4 @@ class AdapterDone(msgspec.Struct, tag="adapter_done", frozen=True):
     result: wire.Adapter | wire.Failed | None
 
 
-Event = Ready | StartFailed | StepDone | Beat | AdaptersChanged | AdapterDone
+Event = Ready | StartFailed | StepDone | AdaptersChanged | AdapterDone

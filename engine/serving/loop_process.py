@@ -60,12 +60,11 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], a
     inbox = Inbox(loop, adapters)
     garbage = GarbageCollection()
     heap = Heap()
-    beat = wire.encode(channel.Beat())
     while True:
         if loop.idle and not inbox.busy:
             garbage.collect_after(COLLECT_WHEN_IDLE)
             while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
-                events.send(beat)
+                events.send(wire.encode(channel.StepDone([], loop.stats)))
                 heap.trim()
             inbox.submit(*channel.unstamped(requests.recv_multipart()))
         while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.busy else 0):

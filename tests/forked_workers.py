@@ -53,7 +53,7 @@ def _collect(config: pytest.Config) -> None:
     silent = os.open(os.devnull, os.O_RDWR)
     for place in range(2):
         os.dup2(silent, place)
-    arguments = [*config.invocation_params.args, "-n0", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    arguments = [*config.invocation_params.args, "-n0", "--collect-only", "-qq", "-o", f"cache_dir={os.devnull}"]
     failed, before = Failed(), set(sys.modules)
     pytest.main(arguments, [failed])
     for name in sys.modules.keys() - before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePath
 from typing import Any
@@ -187,14 +188,14 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def served_name(model: str) -> str:
-    """Return the name under which a directory or hub id is served: its last part, or for a snapshot in the hub's cache
-    (``models--ORG--NAME/snapshots/COMMIT``), whose last part is a commit, NAME."""
-    path = PurePath(model)
-    if not _COMMIT.fullmatch(path.name):
-        return path.name
+    """Return the name under which a directory or hub id is served: its last part, NAME for a snapshot in the hub's cache
+    (``models--ORG--NAME/snapshots/…``), and for another directory that is called by a commit, what its ``config.json`` says."""
+    path = Path(os.path.abspath(model))  # noqa: PTH100  a link has a name of its own
     cached = path.parent.parent.name.split("--") if path.parent.name == "snapshots" else []
     if cached[:1] == ["models"]:
         return cached[-1]
+    if not _COMMIT.fullmatch(path.name):
+        return path.name
     try:
         written = msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

@@ -61,7 +61,7 @@ class ServeOptions:
         for option, following in zip(self.engine, [*self.engine, ""][1:], strict=True):
             if option == "--name" or option.startswith("--name="):
                 return following if option == "--name" else option.removeprefix("--name=")
-        return _DEMO_NAME if self.model is None else wire.served_name(str(Path(self.model).resolve()))
+        return _DEMO_NAME if self.model is None else wire.served_name(self.model)
 
     @property
     def title(self) -> str:

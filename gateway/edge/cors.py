@@ -18,6 +18,7 @@ EXPOSED = [
     "x-yardstick-truncated",
     "x-yardstick-ignored",
     "x-yardstick-fallback",
+    "x-yardstick-preset-fallback",
     *_LIMITS,
     "retry-after",
     "retry-after-ms",

@@ -121,11 +121,14 @@ _RATES = {
 _SUCCESS_HEADERS = {"x-yardstick-ignored": "Fields of the request that were ignored; absent if there are none.", **_RATES}
 _CACHE = {"x-yardstick-cache": "Results that were in the cache, of all results: `3/10`."}
 _CUT = {"x-yardstick-truncated": "Number of texts that were cut; `2, query` if the query was cut too. Absent if none was."}
+_PRESET = {
+    "x-yardstick-preset-fallback": "Preset of a model that no preset is for, whose own prompt may differ; absent for other models.",
+}
 _GENERATION = {
     "x-yardstick-fallback": "Model that answered because the requested one has no ready engine; absent otherwise.",
     "x-yardstick-truncated": "Number of messages that `truncation` left out; absent if none was.",
 }
-_HEADERS_OF_TAG = {"scoring": _CACHE | _CUT, "length": _CACHE, "generation": _GENERATION}
+_HEADERS_OF_TAG = {"scoring": _CACHE | _CUT | _PRESET, "length": _CACHE, "generation": _GENERATION}
 
 
 _DESCRIBE = "Describe: red running shoes"

@@ -161,9 +161,13 @@ def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:
     return sorted([*refused, *failed], key=lambda error: error.index)
 
 
-def fitted_of(model: ServedModel, task: Task) -> Fitted:
-    """Return the preset of ``model`` for ``task``. Raises :class:`InvalidRequest` that says what the model can do."""
+def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -> Fitted:
+    """Return the preset of ``model`` for ``task``; a header of the response names one that is a fallback. Raises
+    :class:`InvalidRequest` that says what the model can do."""
     fitted = model.tokenizer.table.fitted
     if fitted is not None and fitted.serves(task):
-        return unless_fallback(fitted, model, task)
+        unless_fallback(fitted, model, task)
+        if model.preset_is_fallback:
+            RequestContext.of(request).headers.append((b"x-yardstick-preset-fallback", fitted.preset.name.encode()))
+        return fitted
     raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {paths_of(model)}.", param="model")

@@ -79,7 +79,7 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
         async with parts.reader.open(request, CatalogueRequest, data) as body:
             fields = body.fields
             model = requested_model(request, parts.pool, fields.model)
-            preset = fitted_of(model, "rerank").preset if fields.preset else None
+            preset = fitted_of(request, model, "rerank").preset if fields.preset else None
             prepared = await body.read(model)
         spec = Spec(
             model=fields.model or _only_model(request) or model.name,

@@ -43,7 +43,7 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
         async with reader.open(request, ClassifyRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
-            fitted = fitted_of(model, "classify")
+            fitted = fitted_of(request, model, "classify")
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         job = ScoringJob(

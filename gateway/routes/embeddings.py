@@ -48,7 +48,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         async with reader.open(request, EmbeddingsRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
-            fitted_of(model, "embed")
+            fitted_of(request, model, "embed")
             readout = readout_of(model, fields)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
@@ -80,7 +80,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         async with reader.open(request, CohereEmbedRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
-            fitted_of(model, "embed")
+            fitted_of(request, model, "embed")
             readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)

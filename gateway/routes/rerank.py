@@ -62,12 +62,12 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             if fields.catalogue is not None:
                 items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model = items.model
-                preset = preset_of(model, items.found.spec)
+                preset = preset_of(request, model, items.found.spec)
                 prepared = await scanner.prompts.read(body, items, reads_labels=preset is None)
                 fitted = preset or by_labels(prepared.labels)
             else:
                 model = requested_model(request, pool, fields.model)
-                fitted = fitted_of(model, "rerank")
+                fitted = fitted_of(request, model, "rerank")
                 prepared = await body.read(model)
         id, raw = f"rerank-{new_id()}", fields.raw
 

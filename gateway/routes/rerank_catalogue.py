@@ -36,7 +36,7 @@ async def rerank_catalogue(
     """Rank all items of a catalogue. Raises :class:`GatewayError`."""
     fields = body.fields
     scan = await scanner.open(request, data, body, relative=True)
-    scan.fitted = preset_of(scan.whole.model, scan.whole.state.spec)
+    scan.fitted = preset_of(request, scan.whole.model, scan.whole.state.spec)
     form = _RankedCatalogue(scan, fields.raw, f"rerank-{new_id()}")
     return await answer_catalogue(scanner, form, stream=bool(fields.stream), top_n=fields.top_n)
 
@@ -71,12 +71,12 @@ class _RankedCatalogue:
         )
 
 
-def preset_of(model: ServedModel, spec: Spec) -> Fitted | None:
+def preset_of(request: Request[Any, Any, Any], model: ServedModel, spec: Spec) -> Fitted | None:
     """Return the preset that a catalogue was created with; None for one with its own template. It is still that of the base model,
     as :func:`check_text` makes sure. Raises :class:`InvalidRequest` for an adapter with another one."""
     if not spec.preset:
         return None
-    fitted = fitted_of(model, "rerank")
+    fitted = fitted_of(request, model, "rerank")
     if fitted.preset.name != spec.preset:
         message = f"The catalogue has prompts of the preset {spec.preset!r}; {model.name!r} needs those of {fitted.preset.name!r}."
         raise InvalidRequest(message, param="model")

@@ -53,7 +53,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
                 prepared = await scanner.prompts.read(body, items)
             else:
                 model = requested_model(request, pool, fields.model)
-                fitted = fitted_of(model, "rerank") if fields.paired else None
+                fitted = fitted_of(request, model, "rerank") if fields.paired else None
                 check_score(model, fields)
                 prepared = await body.read(model)
         form = form_of(fields, prepared, fitted)

@@ -86,7 +86,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         async with reader.open(request, TeiRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
-            asked, fitted = _of_task(model, fields)
+            asked, fitted = _of_task(request, model, fields)
             if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
                 message = (
                     f"{request.scope['path']} does not take this; see /schema for its fields, and the endpoint / for all forms."
@@ -118,7 +118,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
     return [infer, predict, similarity, not_served, info]
 
 
-def _of_task(model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
+def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
     """Return the request of the model's task, and the model's preset. Raises :class:`InvalidRequest`."""
     fitted = model.tokenizer.table.fitted
     asked = request_of_task(fields, None if fitted is None else fitted.preset.task)
@@ -129,7 +129,7 @@ def _of_task(model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitte
         needed = "classify"
     elif fitted is None:
         raise InvalidRequest(f"The model {model.name!r} has no task of this endpoint; it serves {paths_of(model)}.", param="model")
-    return asked, fitted_of(model, needed)
+    return asked, fitted_of(request, model, needed)
 
 
 async def _answered(

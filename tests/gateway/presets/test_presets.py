@@ -205,6 +205,7 @@ def test_models_show_their_preset(start: Start) -> None:
         ("Qwen/Qwen3-0.6B", None, "Qwen3-0.6B"),
         ("models/my-ranker/", None, "my-ranker"),
         (f"hub/models--Qwen--Qwen3-Reranker-0.6B/snapshots/{'0a' * 20}", None, "Qwen3-Reranker-0.6B"),
+        ("hub/models--Qwen--Qwen3-Reranker-0.6B/snapshots/main", None, "Qwen3-Reranker-0.6B"),
         (f"hub/models--gpt2/snapshots/{'0a' * 20}", None, "gpt2"),
         ("0a" * 20, {"_name_or_path": "Qwen/Qwen3-Reranker-4B"}, "Qwen3-Reranker-4B"),
         ("0a" * 20, {}, "0a" * 20),
@@ -217,6 +218,15 @@ def test_a_model_is_named_after_its_repository(folder: str, config: dict[str, st
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(config))
     assert wire.served_name(str(directory)) == name
+
+
+def test_a_model_is_named_after_a_link_and_after_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("0a" * 20)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "my-model").symlink_to(snapshot)
+    assert wire.served_name(str(tmp_path / "my-model")) == "my-model"
+    monkeypatch.chdir(snapshot)
+    assert wire.served_name(".") == "Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-1-small", "Granite-Guardian-3", "a-reward-model"])
@@ -233,7 +243,8 @@ def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: 
         error = refused.json()["error"]
         assert (refused.status_code, error["param"], f"`presets`; {model}=judge" in error["message"]) == (400, "model", True), error
     chosen = start(FakeEngine(model=model), presets=(f"{model}=judge",))
-    assert chosen.post("/v1/rerank", json=body).status_code == 200
+    answer = chosen.post("/v1/rerank", json=body)
+    assert (answer.status_code, "x-yardstick-preset-fallback" in answer.headers) == (200, False)
     assert chosen.get("/v1/models").json()["data"][0]["preset"]["fallback"] is False
 
 
@@ -242,4 +253,11 @@ def test_a_fallback_prompts_a_model_of_another_kind(start: Start, caplog: pytest
     (warning,) = [record for record in caplog.records if "no preset is for this name" in record.message]
     assert warning.levelname == "WARNING"
     assert client.get("/v1/models").json()["data"][0]["preset"]["fallback"] is True
-    assert client.post("/v1/rerank", json={"query": "red", "documents": ["a"]}).status_code == 200
+    answers = [
+        client.post("/v1/rerank", json={"query": "red", "documents": ["a"]}),
+        client.post("/v1/score", json={"text_1": "red", "text_2": ["a"]}),
+        client.post("/rerank", json={"query": "red", "texts": ["a"]}),
+    ]
+    assert [(answer.status_code, answer.headers["x-yardstick-preset-fallback"]) for answer in answers] == [(200, "judge")] * 3
+    own_template = client.post("/v1/score", json={"query": "red", "items": ["a"], "labels": [" Yes"]})
+    assert (own_template.status_code, "x-yardstick-preset-fallback" in own_template.headers) == (200, False)

@@ -191,11 +191,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``none``."""
     tool_parsers: tuple[str, ...] = ()
     """Format in which models call tools: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by commas
-    in the environment. FORMAT is ``hermes``, ``qwen3_coder``, ``glm``, ``deepseek``, ``deepseek_block``, ``harmony``,
+    in the environment. FORMAT is ``hermes``, ``qwen3_coder``, ``deepseek``, ``deepseek_block``,
     ``llama_json``, ``pythonic``, ``mistral``, ``mistral_named`` or ``none``."""
     reasoning_parsers: tuple[str, ...] = ()
     """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
-    commas in the environment. FORMAT is ``think``, ``mistral``, ``seed``, ``harmony`` or ``none``."""
+    commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
     stored_responses: Count = 10_000
     """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
     Beyond it, and beyond their most bytes, the oldest of the API key with most bytes are removed. 0: none are stored."""

@@ -63,22 +63,6 @@ MISTRAL = "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS
 MISTRAL_NAMED = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}" + _TURNS.replace(
     "CALL", "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
 )
-HARMONY = """<|start|>system<|message|>{% if tools %}Calls go to the channel commentary: functions.{% for tool in tools %}
-// {{ tool.function.description }}
-type {{ tool.function.name }} = {{ tool.function.parameters | tojson }}{% endfor %}{% endif %}<|end|>{% for message in messages %}
-<|start|>{{ message.role }}{% if message.tool_calls %}{# <|channel|>analysis #}{% for call in message.tool_calls %} to=functions.
-{{- call.function.name }}<|channel|>commentary json<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %}{% else %}
-<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-GLM = """{% if tools %}<|system|>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<tool_call>{function-name}
-<arg_key>{arg-key-1}</arg_key>
-<arg_value>{arg-value-1}</arg_value>
-</tool_call>{% endif %}""" + _TURNS.replace(
-    "CALL",
-    "<tool_call>{{ call.function.name }}\n{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>\n"
-    "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>",
-)
 _DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 DEEPSEEK = "{{ tools | tojson }}" + _TURNS.replace(
     "CALL", _DEEPSEEK_CALL.format("{{ call.function.name }}<｜tool▁sep｜>{{ call.function.arguments | tojson }}")
@@ -96,8 +80,6 @@ FAMILY_OF = {
     "qwen3_coder": QWEN3_CODER,
     "llama_json": LLAMA_JSON,
     "pythonic": PYTHONIC,
-    "harmony": HARMONY,
-    "glm": GLM,
     "deepseek": DEEPSEEK,
     "deepseek_block": DEEPSEEK_BLOCK,
     "mistral": MISTRAL,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.wire import MAX_GRAMMAR_BYTES
 from gateway.errors import InvalidRequest
 from gateway.reading.endpoint import Model
@@ -16,7 +14,7 @@ from gateway.tools.families.registry import FAMILIES, family_of
 from gateway.tools.formats import AUTOMATIC, NO_FORMAT
 from gateway.tools.frame import SchemaError
 from gateway.tools.grammar import Calls, answer_grammar
-from gateway.tools.thinking import THINKING, Tags, is_off, is_open, thinking_of
+from gateway.tools.thinking import THINKING, is_off, is_open, thinking_of
 
 
 def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt: str) -> tuple[AnswerFormat | None, str]:
@@ -29,7 +27,7 @@ def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt:
     if family is None and thinking is None:
         return None, grammar
     called = None if family is None else callable_tools(request, tools, family)
-    shown = [*(_tokens_of(THINKING[thinking.format]) if thinking else ()), *(FAMILIES[family].tokens if family else ())]
+    shown = [*(THINKING[thinking.format] if thinking else ()), *(FAMILIES[family].tokens if family else ())]
     tokenizer = model.texts.tokenizer
     ids = [id for text in shown if (id := tokenizer.token_of(text)) is not None and id in tokenizer.special_ids]
     return AnswerFormat(called, thinking, ids), grammar
@@ -52,10 +50,6 @@ def thinking_format(model: Model) -> str | None:
     if chosen == AUTOMATIC:
         return thinking_of(model.texts.template.source or "")
     return None if chosen == NO_FORMAT else chosen
-
-
-def _tokens_of(tags: Tags) -> Sequence[str]:
-    return tags.tokens or (tags.open, tags.close)
 
 
 def _thinking(request: ChatRequest, model: Model, prompt: str) -> Thinking | None:

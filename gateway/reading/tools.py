@@ -25,8 +25,8 @@ from gateway.structure.grammar import REGEX_START, GrammarTextError
 from gateway.structure.quoted import quoted
 from gateway.structure.request import OutputConstraint, constraint_of, grammar_of
 from gateway.tools.answer import Tools
+from gateway.tools.families.qwen3_coder import is_text
 from gateway.tools.families.registry import FAMILIES
-from gateway.tools.families.tagged import is_text
 from gateway.tools.frame import Function
 from gateway.tools.grammar import Calls
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.tools.families.harmony import HarmonyParser
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.parser import ToolParser
-from gateway.tools.parts import Content, Part, Reasoning, call_id
-from gateway.tools.thinking import HARMONY, THINKING, Split, ThinkingParser
+from gateway.tools.parts import Content, Part, Reasoning
+from gateway.tools.thinking import THINKING, Split, ThinkingParser
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -70,16 +69,6 @@ class AnswerReader:
         self._tools: ToolParser | None = None
         self._begun = False
         """Whether the parser of tools has text."""
-        self._channels: HarmonyParser | None = None
-        """Reads all parts of the format harmony; None in other formats."""
-        self._header_tokens = 0
-        """Tokens of the header of a message, whose channel is not known yet."""
-        if (thinking is not None and thinking.format == HARMONY) or (tools is not None and tools.family == HARMONY):
-            given = tools or Tools(HARMONY, {})
-            self._channels = HarmonyParser(given.functions, call_id, given.most_calls, given.customs)
-            self._tools = self._channels
-            self._tools.forced = given.forced
-            return
         if thinking is not None:
             self._thinking = ThinkingParser(THINKING[thinking.format], opened=thinking.opened)
         if tools is not None:
@@ -110,8 +99,6 @@ class AnswerReader:
     def push(self, text: str, tokens: Sequence[int]) -> list[Part]:
         """Read ``text``, which ``tokens`` have added, and return the parts that are certain now."""
         self._read += len(text)
-        if self._channels is not None:
-            return self._messages(self._channels, text, len(tokens))
         thinking = self._thinking
         if thinking is None or thinking.ended:
             return self._content(text)
@@ -129,21 +116,7 @@ class AnswerReader:
         parts: list[Part] = []
         if self._thinking is not None:
             parts = self._parts(self._thinking.finish())
-        return parts + self._shown(self._tools.finish()) if self._tools else parts
-
-    def _messages(self, channels: HarmonyParser, text: str, tokens: int) -> list[Part]:
-        """Read messages. The header and the end of thinking count as thinking."""
-        before = channels.section
-        parts = channels.push(text)
-        self._header_tokens += tokens
-        if before == "analysis" or channels.section == "analysis":
-            self.reasoning_tokens += self._header_tokens
-        if before == "analysis" or channels.section != "header":
-            self._header_tokens = 0
-        return self._shown(parts)
-
-    def _shown(self, parts: list[Part]) -> list[Part]:
-        return parts if self._shows else [part for part in parts if not isinstance(part, Reasoning)]
+        return parts + self._tools.finish() if self._tools else parts
 
     def _parts(self, split: Split) -> list[Part]:
         parts: list[Part] = [Reasoning(split.reasoning)] if split.reasoning and self._shows else []

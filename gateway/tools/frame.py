@@ -67,11 +67,6 @@ class Frame(ABC):
     first = last = between = ""
     """Texts before the first call, behind the last one and between two. With a marker for each call, they are outside of these."""
 
-    parallel = True
-    """Whether an answer can have several calls."""
-    text_begin = ""
-    """Text that begins an answer that is no call."""
-
     @abstractmethod
     def call(self, lark: Lark, function: Function) -> str:
         """Match one call, without its marker. Raises :class:`SchemaError`."""
@@ -81,7 +76,7 @@ class Frame(ABC):
         names = [lark.rule(f"call_{function.index}", self.call(lark, function)) for function in functions]
         call = lark.rule("call", " | ".join(names))
         again = lark.marker(self.marker) if self.marker is not None and not self.listed else ""
-        more = f"({lark.spelled(self.between)} {again} {call})*" if several and self.parallel else '""'
+        more = f"({lark.spelled(self.between)} {again} {call})*" if several else '""'
         return lark.rule("calls", f"{lark.spelled(self.first)} {call} {more} {lark.spelled(self.last)}")
 
     def free(self, lark: Lark, calls: str, markers: Sequence[str]) -> str:

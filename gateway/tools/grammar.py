@@ -38,7 +38,7 @@ def answer_grammar(
     """
     lark = Lark(token_of)
     if calls is None:
-        answer = f"{lark.spelled(thinking.answer if thinking else '')} {lark.embedded(_CONSTRAINT, constraint)}"
+        answer = lark.embedded(_CONSTRAINT, constraint)
     elif calls.forced:
         answer = _first_marker(lark, calls) + _calls(lark, calls)
     else:
@@ -60,8 +60,7 @@ def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
     frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
     expression = _calls(lark, calls)
     if constraint:
-        allowed = f"{lark.spelled(frame.text_begin)} {lark.embedded(_CONSTRAINT, constraint)}"
-        return f"{_first_marker(lark, calls)}{expression} | {allowed}"
+        return f"{_first_marker(lark, calls)}{expression} | {lark.embedded(_CONSTRAINT, constraint)}"
     return frame.free(lark, expression, markers)
 
 
@@ -70,5 +69,5 @@ def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool)
     if tags is None:
         return answer
     section = lark.text_until("thinking", tags.close)
-    following = lark.spelled(tags.next) if tags.next else lark.rule("AFTER_THINKING", _SPACE)
+    following = lark.rule("AFTER_THINKING", _SPACE)
     return f"{section} {following} {answer}" if opened else f"({lark.spelled(tags.open)} {section} {following})? {answer}"

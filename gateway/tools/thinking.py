@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.tools.families import harmony
 from gateway.tools.scanner import Scanner, Steps, before_space, held_for
 
 
@@ -14,37 +13,19 @@ class Tags(NamedTuple):
 
     open: str
     close: str
-    sign: str = ""
-    """Text of the chat templates that ask for this format; by default ``close``."""
-    next: str = ""
-    """Text between the section and the answer. Without one, whitespace is possible."""
-    answer: str = ""
-    """Text that begins an answer."""
-    tokens: tuple[str, ...] = ()
-    """Texts of the format that are special tokens in the vocabularies of some models; by default both tags."""
 
 
-HARMONY = "harmony"
-"""The format whose sections :class:`~gateway.tools.families.harmony.HarmonyParser` reads."""
 THINKING: dict[str, Tags] = {
     "think": Tags("<think>", "</think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "seed": Tags("<seed:think>", "</seed:think>"),
-    HARMONY: Tags(
-        f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",
-        harmony.END,
-        sign=f"{harmony.CHANNEL}analysis",
-        next=harmony.START + harmony.ROLE,
-        answer=harmony.FINAL,
-        tokens=harmony.TOKENS,
-    ),
 }
-"""Formats of thinking sections by name: DeepSeek-R1, Qwen3, GLM and most others; Magistral; Seed-OSS; gpt-oss."""
+"""Formats of thinking sections by name: DeepSeek-R1, Qwen3 and most others; Magistral; Seed-OSS."""
 
 
 def thinking_of(template: str) -> str | None:
     """Return the name of the format that the chat template ``template`` mentions; None if it mentions none."""
-    return next((name for name, tags in THINKING.items() if (tags.sign or tags.close) in template), None)
+    return next((name for name, tags in THINKING.items() if tags.close in template), None)
 
 
 def is_open(prompt: str, tags: Tags) -> bool:

@@ -5,14 +5,20 @@ A value stands between line breaks, which are not part of it. A text is written 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from gateway.structure.lark import Lark
-from gateway.tools.families.tagged import TaggedParser, is_text, text_choices
-from gateway.tools.frame import Frame, Function, SchemaError, raw_text
-from gateway.tools.parser import MAX_NAME
-from gateway.tools.scanner import Steps
+from gateway.structure.schema import resolved
+from gateway.tools.frame import Frame, Function, SchemaError, listed, raw_text
+from gateway.tools.parser import MAX_NAME, ToolParser
+from gateway.tools.scanner import Scanner, Steps, held_for
+
+MAX_DEPTH = 8
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 LINE = "\n"
@@ -23,11 +29,10 @@ VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNC
 """Texts that end a value: its closing tag, or if the model forgets it, the next tag on a line of its own."""
 
 
-class Qwen3CoderParser(TaggedParser):
+class Qwen3CoderParser(ToolParser):
     """The outer tags may be missing, as this family's models sometimes leave them out."""
 
     markers = (OPEN, FUNCTION)
-    value_ends = VALUE_ENDS
 
     def call(self) -> Steps[None]:
         scan = self.scan
@@ -53,11 +58,45 @@ class Qwen3CoderParser(TaggedParser):
             key = (yield from scan.until(">", most=MAX_NAME)).strip()
             yield from scan.expect(">")
             yield from scan.begins(LINE)
-            yield from self.member(key, before, not_texts)
+            yield from self._member(key, before, not_texts)
             yield from scan.begins(LINE)
             yield from scan.begins(PARAMETER_END)
             self.consume()
             before = ", "
+
+    def _member(self, key: str, before: str, not_texts: Collection[str]) -> Steps[None]:
+        """Read the value of ``key``, up to its end, and pass both on behind ``before``."""
+        self.arguments(f"{before}{_quoted(key)}: ")
+        if key in not_texts:
+            yield from self._other_value()
+        else:
+            yield from self._text_value()
+
+    def _text_value(self) -> Steps[None]:
+        """Read a text, and pass it on as a JSON string while it arrives."""
+        scan, ended = self.scan, False
+        self.arguments('"')
+        while not ended:
+            end, ended = _value_end(scan, scan.at)
+            text = scan.text[scan.at : end]
+            scan.at = end
+            self.arguments(_quoted(text)[1:-1])
+            if not ended:
+                yield from scan.more()
+        self.arguments('"')
+
+    def _other_value(self) -> Steps[None]:
+        """Read a value that is no text, and pass it on as JSON."""
+        scan, ended = self.scan, False
+        searched = 0
+        while not ended:
+            end, ended = _value_end(scan, scan.at + searched)
+            searched = end - scan.at
+            if not ended:
+                yield from scan.more()
+        text = scan.text[scan.at : scan.at + searched].strip()
+        scan.at += searched
+        self.arguments(_as_json(text))
 
 
 class Qwen3CoderFrame(Frame):
@@ -89,3 +128,59 @@ class Qwen3CoderFrame(Frame):
             value = lark.text_until("value", end, without=VALUE_ENDS[1:])
         rule = lark.rule(f"parameter_{function.index}_{place}", f"{begin} {value} {lark.literal(LINE)}")
         return rule if function.requires(name) else f"{rule}?"
+
+
+def _value_end(scan: Scanner, begin: int) -> tuple[int, bool]:
+    """Return the end of the value's text that is certain, searching from ``begin`` on, and whether the value ends there."""
+    found = min((place for end in VALUE_ENDS if (place := scan.text.find(end, begin)) >= 0), default=-1)
+    if found >= 0:
+        return found, True
+    return (len(scan.text) if scan.ended else held_for(scan.text, begin, VALUE_ENDS)), False
+
+
+def _as_json(text: str) -> str:
+    """Return ``text``, if it is JSON or one of Python's words for it, and otherwise a JSON string with it."""
+    text = _PYTHON.get(text, text)
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return _quoted(text)
+    return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def is_text(schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> bool:
+    """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type.
+
+    ``root``: the schema of all arguments, to which references lead. It comes from a client and need not be a valid one;
+    alternatives within alternatives are followed to :data:`MAX_DEPTH`.
+    """
+    schema = resolved(root, schema)
+    kind = schema.get("type")
+    if kind is not None:
+        return kind == "string" or "string" in listed(schema, "type")
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema, name) if isinstance(part, dict)]
+    if parts:
+        return depth < MAX_DEPTH and any(is_text(part, root, depth + 1) for part in parts)
+    values = _values(schema)
+    return any(isinstance(value, str) for value in values) if values else "$ref" not in schema
+
+
+def text_choices(schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> list[str]:
+    """Return the texts that a parameter for which :func:`is_text` holds may have; none if there may be others."""
+    schema = resolved(root, schema)
+    if values := _values(schema):
+        return [value for value in values if isinstance(value, str)]
+    for name in ("anyOf", "oneOf", "allOf") if depth < MAX_DEPTH else ():
+        parts = [part for part in listed(schema, name) if isinstance(part, dict) and is_text(part, root, depth + 1)]
+        found = [text_choices(part, root, depth + 1) for part in parts]
+        if found and (all(found) or (name == "allOf" and any(found))):
+            return next(filter(None, found)) if name == "allOf" else [text for texts in found for text in texts]
+    return []
+
+
+def _values(schema: dict[str, Any]) -> list[Any]:
+    return [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]

@@ -15,8 +15,6 @@ from gateway.tools.families.deepseek import (
     DeepSeekFrame,
     DeepSeekParser,
 )
-from gateway.tools.families.glm import KEY, KEY_END, VALUE, VALUE_END, GlmFrame, GlmParser
-from gateway.tools.families.harmony import CHANNEL, TOKENS, HarmonyFrame, HarmonyParser
 from gateway.tools.families.hermes import HermesFrame, HermesParser
 from gateway.tools.families.llama_json import LlamaJsonFrame, LlamaJsonParser
 from gateway.tools.families.mistral import MistralFrame, MistralNamedFrame, MistralParser
@@ -54,8 +52,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(MistralParser, MistralFrame(), (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
     "qwen3_coder": Family(Qwen3CoderParser, Qwen3CoderFrame(), (("<function=", "<parameter="),), _TOOL_CALL),
-    "harmony": Family(HarmonyParser, HarmonyFrame(), ((CHANNEL, "to=functions."),), TOKENS),
-    "glm": Family(GlmParser, GlmFrame(), (("<arg_key>", "<arg_value>"),), (*_TOOL_CALL, KEY, KEY_END, VALUE, VALUE_END)),
     "deepseek_block": Family(DeepSeekParser, DeepSeekBlockFrame(), ((SEPARATOR, "```json"),), _DEEPSEEK),
     "deepseek": Family(DeepSeekParser, DeepSeekFrame(), ((SEPARATOR,),), _DEEPSEEK),
     "hermes": Family(HermesParser, HermesFrame(), (("<tool_call>", '"arguments"'),), _TOOL_CALL),

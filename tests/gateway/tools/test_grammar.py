@@ -10,7 +10,6 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.tools.families.harmony import TOKENS
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.frame import Function, SchemaError
 from gateway.tools.grammar import Calls, answer_grammar
@@ -28,12 +27,7 @@ CONTROLS = [
     "<|python_tag|>",
     "<think>",
     "</think>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
     *DEEPSEEK,
-    *TOKENS,
 ]
 SCHEMA = {
     "type": "object",
@@ -92,17 +86,12 @@ def grammar_of(family: str, *, controls: bool, forced: bool, several: bool = Tru
 
 
 FIND, NOW = json.dumps(ARGUMENTS, ensure_ascii=False), "{}"
-TO = "<|channel|>commentary to=functions."
 TWO_CALLS = {
     "hermes": f'<tool_call>\n{{"name": "find", "arguments": {FIND}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "now", "arguments": {NOW}}}\n</tool_call>',
     "qwen3_coder": '<tool_call>\n<function=find>\n<parameter=city>\na "b"\n<c>\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
     '<parameter=unit>\nf\n</parameter>\n<parameter=place>\n{"name": "é"}\n</parameter>\n</function>\n</tool_call>\n'
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "glm": '<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a "b"\n<c></arg_value>\n<arg_key>days</arg_key>\n<arg_value>3'
-    "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>f</arg_value>\n<arg_key>place</arg_key>\n<arg_value>"
-    '{"name": "é"}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
-    "harmony": f"{TO}find <|constrain|>json<|message|>{FIND}<|call|><|start|>assistant{TO}now <|constrain|>json<|message|>{NOW}",
     "deepseek": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ONE}now{SEPARATOR}{NOW}{ONE_END}{ALL_END}",
     "deepseek_block": f"{ALL}{ONE}function{SEPARATOR}find\n```json\n{FIND}\n```{ONE_END}\n"
     f"{ONE}function{SEPARATOR}now\n```json\n{NOW}\n```{ONE_END}{ALL_END}",
@@ -115,9 +104,6 @@ BAD = {
     "hermes": '<tool_call>\n{"name": "find", "arguments": {"city": 7}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=city>\na\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
     "</function>\n</tool_call>",
-    "glm": "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n"
-    "</tool_call>",
-    "harmony": f'{TO}find <|constrain|>json<|message|>{{"city": 7}}',
     "deepseek": f"{ALL}{ONE}find{SEPARATOR}{{}}{ONE_END}{ALL_END}",
     "deepseek_block": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ALL_END}",
     "llama_json": '{"name": "find", "parameters": {"days": 3}}',
@@ -125,14 +111,6 @@ BAD = {
     "mistral": '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
     "mistral_named": '[TOOL_CALLS]find[ARGS]{"city": "a", "unit": "k"}',
 }
-BEGIN = {"harmony": "<|channel|>final<|message|>"}
-"""The beginning of an answer without calls."""
-
-
-def calls_of(family: str) -> str:
-    """As many calls as one answer may have: two, or one in a format whose turns end with it."""
-    return TWO_CALLS[family] if FAMILIES[family].frame.parallel else TWO_CALLS[family].partition("<|call|>")[0]
-
 
 each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 with_controls = pytest.mark.parametrize("controls", [False, True])
@@ -152,10 +130,10 @@ def test_the_calls_of_a_grammar_are_those_that_the_parser_reads(family: str) -> 
 @pytest.mark.parametrize("forced", BOTH)
 def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool, forced: bool) -> None:
     grammar = grammar_of(family, controls=controls, forced=forced)
-    assert accepts(grammar, calls_of(family), controls=controls)
+    assert accepts(grammar, TWO_CALLS[family], controls=controls)
     assert not accepts(grammar, BAD[family], controls=controls)
-    assert accepts(grammar, f"{BEGIN.get(family, '')}Only text, a < b [1].", controls=controls) != forced
-    assert accepts(grammar, BEGIN.get(family, ""), controls=controls) != forced
+    assert accepts(grammar, "Only text, a < b [1].", controls=controls) != forced
+    assert accepts(grammar, "", controls=controls) != forced
     single = grammar_of(family, controls=controls, forced=forced, several=False)
     assert not accepts(single, TWO_CALLS[family], controls=controls)
 
@@ -165,8 +143,8 @@ def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool
 def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, controls: bool) -> None:
     grammar = grammar_of(family, controls=controls, forced=False)
     marked = FAMILIES[family].frame.marker is not None
-    text = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant" if family == "harmony" else "Let me look.\n"
-    assert accepts(grammar, f"{text}{calls_of(family)}", controls=controls) == marked or not marked
+    text = "Let me look.\n"
+    assert accepts(grammar, f"{text}{TWO_CALLS[family]}", controls=controls) == marked or not marked
     assert not marked or not accepts(grammar, f"{text}{BAD[family]}", controls=controls)
 
 
@@ -174,11 +152,11 @@ def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, 
 @with_controls
 @pytest.mark.parametrize("opened", BOTH)
 def test_a_thinking_section_comes_first(family: str, controls: bool, opened: bool) -> None:
-    tags = THINKING["harmony" if family == "harmony" else "think"]
+    tags = THINKING["think"]
     grammar = grammar_of(family, controls=controls, forced=True, thinking=tags, opened=opened)
-    open_tag, close = "" if opened else tags.open, tags.close + (tags.next or "\n\n")
-    assert accepts(grammar, f"{open_tag}\nHm.\n{close}{calls_of(family)}", controls=controls)
-    assert accepts(grammar, calls_of(family), controls=controls) != opened
+    open_tag, close = "" if opened else tags.open, f"{tags.close}\n\n"
+    assert accepts(grammar, f"{open_tag}\nHm.\n{close}{TWO_CALLS[family]}", controls=controls)
+    assert accepts(grammar, TWO_CALLS[family], controls=controls) != opened
     assert not accepts(grammar, f"{open_tag}\nHm.\n{close}{BAD[family]}", controls=controls)
     assert not accepts(grammar, f"{open_tag}\nHm.", controls=controls)
 
@@ -202,14 +180,14 @@ def test_a_constraint_applies_behind_the_thinking_section(controls: bool, constr
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_an_answer_is_a_call_or_follows_the_constraint(family: str, constraint: str) -> None:
     grammar = grammar_of(family, controls=False, forced=False, constraint=constraint)
-    assert accepts(grammar, f"{BEGIN.get(family, '')}[7]", controls=False)
-    assert accepts(grammar, calls_of(family), controls=False)
+    assert accepts(grammar, "[7]", controls=False)
+    assert accepts(grammar, TWO_CALLS[family], controls=False)
     assert not accepts(grammar, "text", controls=False)
     assert not accepts(grammar, BAD[family], controls=False)
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", ""), ("glm", "a<b")]
+    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", "")]
 )
 def test_a_parameter_that_the_format_cannot_name_is_refused(family: str, name: str) -> None:
     functions = [Function(0, "f", {"type": "object", "properties": {name: {"type": "string"}}})]
@@ -243,8 +221,6 @@ def called_with(family: str, text: str) -> str:
     return {
         "hermes": f'<tool_call>\n{{"name": "run", "arguments": {{"input": {written}}}}}\n</tool_call>',
         "qwen3_coder": f"<tool_call>\n<function=run>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>",
-        "glm": f"<tool_call>run\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
-        "harmony": f'{TO}run <|constrain|>json<|message|>{{"input": {written}}}',
         "deepseek": f'{ALL}{ONE}run{SEPARATOR}{{"input": {written}}}{ONE_END}{ALL_END}',
         "deepseek_block": f'{ALL}{ONE}function{SEPARATOR}run\n```json\n{{"input": {written}}}\n```{ONE_END}{ALL_END}',
         "llama_json": f'{{"name": "run", "parameters": {{"input": {written}}}}}',

@@ -21,7 +21,6 @@ from gateway.app import create_app
 from gateway.composition.load_settings import load_settings
 from gateway.logs.writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
-from gateway.process.huge_pages import HugePages
 from gateway.process.lifecycle import Lifecycle
 from gateway.settings import Settings, SettingsError
 
@@ -121,8 +120,9 @@ def serve(settings: Settings, log: LineWriter) -> int:
         timeout_graceful_shutdown=round(serve_on_seconds),
     )
     last_words_seconds = min(LAST_WORDS_SECONDS, serve_on_seconds / 2)
-    garbage, huge_pages = GarbageCollection(app.telemetry), HugePages(app.telemetry)
-    server = _Server(config, lifecycle, garbage, huge_pages, settings.drain_seconds, serve_on_seconds - last_words_seconds)
+    server = _Server(
+        config, lifecycle, GarbageCollection(app.telemetry), settings.drain_seconds, serve_on_seconds - last_words_seconds
+    )
     _raise_file_limit(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
         bound_connections(listener, settings.write_seconds)
@@ -149,14 +149,12 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         lifecycle: Lifecycle,
         garbage: GarbageCollection,
-        huge_pages: HugePages,
         drain_seconds: float,
         serve_on_seconds: float,
     ) -> None:
         super().__init__(config)
         self._lifecycle = lifecycle
         self._garbage = garbage
-        self._huge_pages = huge_pages
         self._drain_seconds = drain_seconds
         self._serve_on_seconds = serve_on_seconds
         self._leave_at: float | None = None
@@ -165,7 +163,6 @@ class _Server(uvicorn.Server):
         """Start to serve."""
         await super().startup(sockets)
         self._garbage.start()
-        self._huge_pages.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the drain phase at the first SIGTERM; otherwise end it."""
@@ -189,7 +186,6 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down. uvicorn calls this ten times per second."""
         self._garbage.tick()
-        self._huge_pages.tick()
         if self._leave_at is not None and time.monotonic() >= self._leave_at:
             self.should_exit = True
         return await super().on_tick(counter)

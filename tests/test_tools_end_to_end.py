@@ -192,27 +192,6 @@ def test_a_custom_tool_with_a_grammar(client: openai.OpenAI) -> None:
     assert re.match(r'(add|say)\("', told.output[0].input)
 
 
-def test_structural_tags(client: openai.OpenAI) -> None:
-    tag = {
-        "type": "tag",
-        "begin": "<tool_call>f=",
-        "content": {"type": "json_schema", "json_schema": SCHEMA},
-        "end": "</tool_call>",
-    }
-    tags = {"type": "tags_with_separator", "tags": [tag], "separator": "; ", "at_least_one": True, "stop_after_first": True}
-    format: Any = {
-        "type": "structural_tag",
-        "format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-z]"}, tags]},
-    }
-    answer = client.chat.completions.create(model="hermes", messages=[USER], response_format=format, n=3, **FIELDS)
-    ended = [choice.message.content for choice in answer.choices if choice.finish_reason == "stop"]
-    for text in ended:
-        found = re.fullmatch(r"[a-z]<tool_call>f=(.*)</tool_call>", text or "", flags=re.DOTALL)
-        assert found, text
-        jsonschema.validate(json.loads(found[1]), SCHEMA)
-    assert ended
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_limit_of_thinking(client: openai.OpenAI, stream: bool) -> None:
     (open_tag,) = client.post("/tokenize", body={"model": "hermes", "prompt": "<think>"}, cast_to=dict)["tokens"]

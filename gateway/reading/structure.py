@@ -29,7 +29,7 @@ def compiled(constraint: OutputConstraint, model: Model) -> str:
     """Return the grammar of ``constraint``, which compiles. Raises :class:`InvalidRequest`."""
     try:
         with at_most(COMPILE_SECONDS):
-            grammar = grammar_of(constraint, model.texts.tokenizer.grammar_token_of)
+            grammar = grammar_of(constraint)
     except TimeIsUp:
         message = f"`{constraint.param}`: reading it takes longer than {COMPILE_SECONDS:g} s; simplify it."
         raise InvalidRequest(message, param=constraint.param) from None

@@ -109,7 +109,7 @@ class Ignored:
 
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("structural_tag", GENERATING, "send it as `structured_outputs.structural_tag`"),
+    Refused("structural_tag", GENERATING, "use `tools`, or a `lark` grammar"),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
     Refused("tools", ("completions",), ON_CHAT, ([],)),
     Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),

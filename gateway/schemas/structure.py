@@ -34,21 +34,15 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """The form of the output."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
-    """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`; `structural_tag`: text with tags.
-    `json` and `regex`: what `value` says, in the form of Text Generation Inference (TGI)."""
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`. `json` and `regex`: what `value` says,
+    in the form of Text Generation Inference (TGI)."""
     json_schema: JsonSchema | None = None
     """Only with the type `json_schema`."""
     schema: Schema | None = None
     """A JSON Schema in the form of llama.cpp: with the type `json_object`, or in place of `json_schema`."""
     value: Schema | str | None = None
     """A JSON Schema with the types `json` and `json_object`, or a pattern with the type `regex`, in the form of TGI."""
-    format: dict[str, Any] | None = None
-    """The tags, in xgrammar's form; only with the type `structural_tag`."""
-    structures: list[dict[str, Any]] | None = None
-    """The older form of `format`: tags, each with `begin`, `schema` and `end`."""
-    triggers: list[str] | None = None
-    """Only with `structures`: texts of which each must be the beginning of a tag."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -64,8 +58,6 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """A grammar in Lark or GBNF."""
     json_object: bool | None = None
     """The output is a JSON object."""
-    structural_tag: dict[str, Any] | str | None = None
-    """Text with tags, as `response_format` of the type `structural_tag`, or its text."""
 
 
 class StructuredRequest(Parameters, kw_only=True):

@@ -47,12 +47,7 @@ def of_json_object() -> str:
 def of_regex(pattern: str) -> str:
     """A grammar for texts that ``pattern``, in the syntax of Rust's regex crate, matches as a whole. ``\\d``, ``\\w`` and
     ``\\s`` are ASCII characters."""
-    return of_lark(REGEX_START + of_regex_text(pattern))
-
-
-def of_regex_text(pattern: str) -> str:
-    """``pattern`` as an expression in Lark."""
-    return f"/{regex_to_lark(pattern, use_ascii='dws')}/"
+    return of_lark(f"{REGEX_START}/{regex_to_lark(pattern, use_ascii='dws')}/")
 
 
 def of_choice(choices: Sequence[str]) -> str:

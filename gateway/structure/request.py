@@ -11,11 +11,9 @@ from engine.wire import MAX_GRAMMAR_BYTES
 from gateway.errors import InvalidRequest
 from gateway.schemas.structure import ResponseFormat, StructuredOutputs, StructuredRequest
 from gateway.structure.grammar import GrammarTextError, of_choice, of_ebnf, of_json_object, of_json_schema, of_regex
-from gateway.structure.lark import TokenOf
 from gateway.structure.schema import fits_depth
-from gateway.structure.structural_tag import of_structural_tag
 
-Kind = Literal["json_object", "json", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
 
 MAX_BYTES = MAX_GRAMMAR_BYTES // 2
 """Most bytes of a constraint; its grammar may be longer."""
@@ -44,8 +42,7 @@ class OutputConstraint:
 
     kind: Kind
     value: Any
-    """A schema or its text for ``json``, texts for ``choice``, a text for ``regex`` and ``grammar``, an object or its text for
-    ``structural_tag``."""
+    """A schema or its text for ``json``, texts for ``choice``, a text for ``regex`` and ``grammar``."""
     param: str
     """Field of the request that holds it."""
 
@@ -63,11 +60,8 @@ def constraint_of(request: StructuredRequest) -> OutputConstraint | None:
     return found[0] if found else None
 
 
-def grammar_of(constraint: OutputConstraint, token_of: TokenOf = lambda _: None) -> str:
-    """Return the grammar of ``constraint``, not compiled. ``token_of``: the control tokens of the model.
-
-    Raises :class:`InvalidRequest` if it is too large or cannot be read.
-    """
+def grammar_of(constraint: OutputConstraint) -> str:
+    """Return the grammar of ``constraint``, not compiled. Raises :class:`InvalidRequest` if it is too large or cannot be read."""
     param, value = constraint.param, constraint.value
     if isinstance(value, str | list):
         _check_bytes(sum(len(text.encode()) for text in ([value] if isinstance(value, str) else value)), param)
@@ -76,8 +70,6 @@ def grammar_of(constraint: OutputConstraint, token_of: TokenOf = lambda _: None)
             return of_json_object()
         if constraint.kind == "json":
             return _of_schema(value, param)
-        if constraint.kind == "structural_tag":
-            return _of_structural_tag(value, param, token_of)
         if constraint.kind == "regex":
             return of_regex(value)
         return of_choice(value) if constraint.kind == "choice" else of_ebnf(value)
@@ -100,8 +92,6 @@ def _of_response_format(request: StructuredRequest) -> OutputConstraint | None:
         return None
     if given.type == "json_object":
         return OutputConstraint("json_object", None, "response_format")
-    if given.type == "structural_tag":
-        return OutputConstraint("structural_tag", msgspec.to_builtins(given), "response_format")
     if given.json_schema is None:
         message = "`response_format` of type 'json_schema' needs `json_schema` with a `schema`."
         raise InvalidRequest(message, param="response_format.json_schema")
@@ -126,7 +116,6 @@ def _of_structured_outputs(given: StructuredOutputs) -> OutputConstraint:
         ("choice", given.choice),
         ("grammar", given.grammar),
         ("json_object", given.json_object or None),
-        ("structural_tag", given.structural_tag),
     )
     found = [OutputConstraint(kind, value, f"structured_outputs.{kind}") for kind, value in forms if value is not None]
     if len(found) != 1:
@@ -136,30 +125,12 @@ def _of_structured_outputs(given: StructuredOutputs) -> OutputConstraint:
     return found[0]
 
 
-def _of_structural_tag(given: Any, param: str, token_of: TokenOf) -> str:
-    given = _decoded(given, param)
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"`{param}` must be an object.", param=param)
-    _check_nesting(given, param)
-    _check_bytes(len(msgspec.json.encode(given)), param)
-    grammar = of_structural_tag(given, token_of)
-    if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"`{param}` becomes a grammar of {len(grammar)} bytes; send fewer tags.", param=param)
-    return grammar
-
-
-def _decoded(given: Any, param: str) -> Any:
-    """Return the JSON value that ``given`` is, or is the text of."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return msgspec.json.decode(given)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"`{param}` is not JSON: {error}.", param=param) from None
-
-
 def _of_schema(given: Any, param: str) -> str:
-    given = _decoded(given, param)
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"`{param}` is not JSON: {error}.", param=param) from None
     if not isinstance(given, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object or a boolean.", param=param)
     _check_nesting(given, param)

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from gateway.reading.endpoints import ENDPOINTS
-from gateway.schemas.parameters import ALL, GENERATING, IGNORED, REFUSED, Endpoint
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
 
 Cell = Literal["works", "refused", "ignored"]
 
@@ -17,8 +17,6 @@ KINDS = {endpoint.kind.endpoint: endpoint.kind for endpoint in ENDPOINTS.values(
 
 
 FORMS: dict[str, tuple[Endpoint, ...]] = {
-    "response_format: structural_tag": GENERATING,
-    "structured_outputs: structural_tag": GENERATING,
     "tool_choice: allowed_tools": ("chat", "responses"),
     "tools: custom": ("chat", "responses"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.schemas.parameters import ALL, GENERATING, IGNORED, REFUSED, Endpoint
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
 from tests import templates
 from tests.docs.conformance import FORMS, Cell, declared, table
 from tests.docs.generate import PAGE
@@ -119,13 +119,10 @@ VALUES_AT: dict[tuple[str, Endpoint], Any] = {
     ("top_logprobs", "responses"): 2,
     ("tools", "responses"): [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
 }
-_TAG = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"}
 _CUSTOM = {"name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}}
 _CHAT_CUSTOM = {"name": "c", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}}
 _ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
 FORM_VALUES: dict[tuple[str, Endpoint], Any] = {
-    **{("response_format: structural_tag", at): {"type": "structural_tag", "format": _TAG} for at in GENERATING},
-    **{("structured_outputs: structural_tag", at): {"structural_tag": {"format": _TAG}} for at in GENERATING},
     ("tool_choice: allowed_tools", "chat"): {"type": "allowed_tools", "allowed_tools": _ALLOWED},
     ("tool_choice: allowed_tools", "responses"): {
         "type": "allowed_tools",

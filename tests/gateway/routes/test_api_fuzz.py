@@ -84,7 +84,6 @@ structures = {
             "regex": patterns,
             "choice": st.lists(texts, max_size=3),
             "json_object": st.booleans(),
-            "structural_tag": st.fixed_dictionaries({"format": st.just({"type": "regex", "pattern": "a"}) | anything}) | texts,
         },
     ),
     "guided_json": schemas | texts,

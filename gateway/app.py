@@ -41,7 +41,6 @@ from gateway.handling.responder import Responder
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
-from gateway.images.fetch import ImageFetcher
 from gateway.images.room import ImageRoom
 from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
@@ -77,10 +76,9 @@ def create_app(
     cache: ResultCache | None = None,
     lifecycle: Lifecycle | None = None,
     log: LineWriter | None = None,
-    fetcher: ImageFetcher | None = None,
 ) -> Gateway:
     """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log.
-    ``fetcher`` None: as the settings say. Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
+    Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
     workers = Workers(text_capacity(settings), telemetry)
@@ -103,7 +101,7 @@ def create_app(
     )
     v1 = Router(
         path="",
-        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, fetcher),
+        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters),
         middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry)],
         security=KEY if keys else NO_KEY,
     )
@@ -137,7 +135,6 @@ def _v1(
     stores: Stores,
     fleet: Fleet,
     adapters: AdapterManager,
-    fetcher: ImageFetcher | None,
 ) -> list[HTTPRouteHandler]:
     """Create the endpoints that need an API key, on a server with keys."""
     pool, quotas = fleet.pool, Quotas(stores.limiter, telemetry)
@@ -147,7 +144,7 @@ def _v1(
         telemetry,
         text_seconds=settings.text_seconds,
         job_mib=settings.text_job_mib,
-        fetcher=fetcher or image_fetcher(settings, telemetry),
+        fetcher=image_fetcher(settings, telemetry),
         image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
         quotas=quotas,
         formats=settings.chosen_formats,

@@ -163,8 +163,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_image_tokens: Positive = 1 << 14
     """Most tokens of all images of one request together; an image that occurs again counts once."""
     image_hosts: tuple[str, ...] = ()
-    """Hosts that images may be fetched from, separated by commas in the environment: ``HOST``, ``HOST:PORT``, ``*.DOMAIN`` for all
-    names below a domain, or ``*``. Private addresses are refused in any case. Empty: only data URLs are accepted."""
+    """Hosts that images may be fetched from, separated by commas in the environment: ``HOST``, at the default ports of http and
+    https, or ``HOST:PORT``. Empty: only data URLs are accepted."""
     image_seconds: Seconds = 5.0
     """Longest time of fetching an image, before the answer is 400."""
     image_bytes: Positive = 10 << 20

@@ -12,7 +12,7 @@ Reason = Literal[
     "pixels",  # too many pixels
     "shape",  # extreme proportions, or sides that are too long
     "corrupt",  # the file is not valid
-    "host",  # the URL's host is not allowed, or has an address that is not public
+    "host",  # the URL's host is not allowed
     "fetch",  # the URL could not be fetched
     "model",  # the model reads no images
     "endpoint",  # the endpoint reads no images

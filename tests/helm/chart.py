@@ -89,7 +89,7 @@ EVERYTHING: Values = {
         "presets": {"my-reranker": "qwen3-reranker", "other": "none"},
         "aliases": {"gpt-4o-mini": "demo"},
         "fallbacks": {"large": "demo"},
-        "imageHosts": ["images.example.com", "*.example.org:8443"],
+        "imageHosts": ["images.example.com", "images.example.org:8443"],
         "settings": {"max_in_flight": 2048},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},

@@ -1,24 +1,18 @@
-"""Slow names and slow servers of one key hold up neither other keys nor the rest of the gateway, and bytes are bounded."""
+"""Slow servers of one key hold up no other key, and bytes are bounded."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import Overloaded
-from gateway.images.addresses import MAX_LOOKUPS, Resolver
-from gateway.images.errors import InvalidImage
-from gateway.images.fetch import MAX_URLS, ImageFetcher, Names
+from gateway.images.fetch import MAX_URLS, ImageFetcher
 from gateway.images.room import ImageRoom
 from gateway.metrics.images import ImageMetrics
-from gateway.pool.discovery.dns import Dns
 from gateway.process.fair_room import Tenant
 from tests.pictures import picture
 from tests.processes import until
@@ -51,7 +45,7 @@ class Slow:
 
     @property
     def url(self) -> str:
-        return f"http://a.test:{self.port}"
+        return f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture
@@ -63,13 +57,9 @@ async def server() -> AsyncIterator[Slow]:
         server.go_on.set()
 
 
-def fetcher(
-    server: Slow | None = None, *, seconds: float = 20, names: Names | None = None, metrics: ImageMetrics | None = None
-) -> ImageFetcher:
-    metrics = metrics or ImageMetrics(CollectorRegistry())
-    names = names or Names(Resolver(lambda host, port: ["127.0.0.1"]), lambda _: True)
-    hosts = ("*", f"*:{server.port}" if server else "*")
-    return ImageFetcher(hosts, metrics, seconds=seconds, most_bytes=1 << 20, most_request_bytes=1 << 20, names=names)
+def fetcher(server: Slow, *, metrics: ImageMetrics | None = None) -> ImageFetcher:
+    hosts, metrics = [f"127.0.0.1:{server.port}"], metrics or ImageMetrics(CollectorRegistry())
+    return ImageFetcher(hosts, metrics, seconds=20, most_bytes=1 << 20, most_request_bytes=1 << 20)
 
 
 def urls(base: str, count: int = MAX_URLS) -> dict[str, str]:
@@ -78,66 +68,6 @@ def urls(base: str, count: int = MAX_URLS) -> dict[str, str]:
 
 def kept(_: int) -> None:
     """Room without bounds."""
-
-
-@pytest.fixture
-def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Names that end in ``.slow`` are resolved at the end of the test. Returns the number of threads that resolve them."""
-    real, end, running = socket.getaddrinfo, threading.Event(), 0
-
-    def slow(host: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal running
-        if not str(host).endswith(".slow"):
-            return real(host, *arguments, **options)
-        running += 1
-        end.wait(60)
-        running -= 1
-        raise OSError("no such host")
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    yield lambda: running
-    end.set()
-
-
-async def test_slow_names_delay_nothing_else(slow_names: Callable[[], int]) -> None:
-    fetching = fetcher(seconds=0.5, names=Names(Resolver()))
-    for number in range(3):  # the first round may end while certificates are loaded
-        wanted = {f"http://{name}-{number}.slow/": "here" for name in range(MAX_URLS)}
-        requests = [fetching.fetch_all(wanted, A, kept) for _ in range(3)]
-        results = await asyncio.gather(*requests, return_exceptions=True)
-        assert all(isinstance(result, InvalidImage) and "within 0.5 s" in result.message for result in results)
-    assert MAX_LOOKUPS // 2 < slow_names() < MAX_LOOKUPS, "one key leaves threads for others"
-    async with asyncio.timeout(10):
-        assert await anext(Dns("localhost", 1, resolve_seconds=1).follow())
-        assert await asyncio.to_thread(lambda: "the event loop's own threads are free")
-        with pytest.raises(InvalidImage, match="not public"):
-            await fetching.fetch_all({"http://localhost/": "here"}, B, kept)
-
-
-async def test_a_lookup_keeps_its_place_until_its_thread_ends() -> None:
-    end, running = threading.Event(), 0
-
-    def lookup(host: str, port: int) -> list[str]:
-        nonlocal running
-        running += 1
-        end.wait(60)
-        running -= 1
-        if host == "none.test":
-            raise OSError("no such host")
-        return [host]
-
-    resolver = Resolver(lookup, most=4)
-    left = [asyncio.create_task(resolver.addresses("none.test", 80, Tenant())) for _ in range(6)]
-    await until(lambda: running == 4)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    later = asyncio.create_task(resolver.addresses("a.test", 80, Tenant()))
-    await asyncio.sleep(0.05)
-    assert (running, later.done()) == (4, False), "the threads cannot be stopped"
-    end.set()
-    assert await asyncio.wait_for(later, 10) == ["a.test"]
-    await until(lambda: running == 0)
 
 
 async def test_slow_servers_of_one_key_leave_places_for_another(server: Slow) -> None:

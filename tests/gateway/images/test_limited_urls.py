@@ -12,12 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
 from gateway.app import create_app
-from gateway.images.addresses import Resolver
-from gateway.images.fetch import ImageFetcher, Names
-from gateway.metrics.images import ImageMetrics
 from gateway.settings import Settings
 from tests.fakes import Running, stop, with_vision
 from tests.gateway.admission.test_key_limits import by, entry, write
@@ -78,12 +74,9 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     file = write(folder / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
     web = Web()
     running = [Running(with_vision()), Running(web)]
-    base = running[1].url.replace("127.0.0.1", "images.test")
-    names = Names(Resolver(lambda host, port: ["127.0.0.1"]), lambda _: True)
-    metrics = ImageMetrics(CollectorRegistry())
-    hosts = [base.removeprefix("http://")]
-    fetcher = ImageFetcher(hosts, metrics, seconds=20, most_bytes=1 << 20, most_request_bytes=1 << 22, names=names)
-    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **settings), fetcher=fetcher)
+    base = running[1].url
+    settings |= {"image_hosts": (base.removeprefix("http://"),), "image_seconds": 20}
+    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **settings))
     running.append(Running(app, http=app.protocol))
     with httpx.Client(base_url=running[2].url, timeout=30) as client:
         wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)
@@ -161,12 +154,12 @@ def test_a_fetch_is_a_request_in_progress(served: Served, web: Web) -> None:
     assert web.asked == ["/slow.png", "/1.png"]
 
 
-def test_files_that_arrive_take_room(tmp_path: Path) -> None:
+def test_the_files_of_a_request_are_bounded_together(tmp_path: Path) -> None:
     with serving(tmp_path, max_bytes_in_flight=13_000, max_body_bytes=10_000) as served:
         assert served.chat("wide").status_code == 200
         answer = served.score("wide", {"image": served.base + "/2.png"})
-        assert answer.status_code == 413, "each file has 9 kB"
-        assert "13000 bytes" in answer.json()["error"]["message"]
-        assert metric(served.client, 'yardstick_images_refused_total{reason="room"}') == 1
+        assert answer.status_code == 400, "each file has 9 kB"
+        assert "at most 10000 bytes together" in answer.json()["error"]["message"]
+        assert metric(served.client, 'yardstick_images_refused_total{reason="fetch"}') == 1
         assert metric(served.client, "yardstick_image_bytes_held") == 0
         assert served.chat("wide").status_code == 200

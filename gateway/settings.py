@@ -216,13 +216,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest time that such a request, once it has results, waits for engines that are away or full, besides ``wait_seconds``."""
     catalogue_copies_bytes: Count = 128 << 20
     """With Redis: most bytes of registered items that this gateway keeps copies of."""
-    handover_items: Count = 10_000
-    """Items that come first in prompts: most of them that this gateway remembers for each engine, the most recently used ones. When
-    an engine drains, the gateway has other engines compute them while these are not busy. 0: it remembers none."""
-    handover_bytes: Count = 64 << 20
-    """Memory for these items of all engines together. Beyond it, items of the engine that has most of it are forgotten."""
-    handover_seconds: Seconds = 30.0
-    """Longest time of such a handover; it also ends when the engine is gone."""
     aliases: tuple[str, ...] = ()
     """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
     metrics and logs name the model itself."""

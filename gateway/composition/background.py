@@ -63,7 +63,6 @@ class Background:
         await self.fleet.item_caches.stop()
         await self.restorer.stop()
         await self.fleet.pool.stop()
-        await self.fleet.handover.stop()
         await self.workers.stop()
         self.watchdog.stop()
         if self.share:

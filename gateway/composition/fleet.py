@@ -11,7 +11,6 @@ from gateway.pool.client import Connections
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
-from gateway.pool.handover import Handover
 from gateway.pool.item_caches import ItemCaches
 from gateway.pool.names import Names
 from gateway.pool.pool import Pool
@@ -26,7 +25,6 @@ class Fleet:
     connections: Connections
     dispatcher: Dispatcher
     fan_out: FanOut
-    handover: Handover
     pool: Pool
     item_caches: ItemCaches
 
@@ -38,7 +36,6 @@ class Fleet:
             telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
         )
         fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
-        handover = Handover(fan_out, telemetry, seconds=settings.handover_seconds)
         pool = Pool(
             {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines},
             connector(settings, connections),
@@ -49,6 +46,5 @@ class Fleet:
             startup_seconds=settings.startup_seconds,
             presets=settings.chosen_presets,
             names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
-            leaving=handover.begin,
         )
-        return cls(connections, dispatcher, fan_out, handover, pool, ItemCaches(pool, telemetry))
+        return cls(connections, dispatcher, fan_out, pool, ItemCaches(pool, telemetry))

@@ -13,7 +13,6 @@ from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.health import Health
-from gateway.pool.recent_items import RecentItems, Room
 from gateway.pool.replica import Replica
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
@@ -53,14 +52,12 @@ def connector(settings: Settings, connections: Connections) -> Callable[[str, st
     """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
     engine token is missing."""
     token = _read_token(settings.engine_token_file) if settings.engine_token_file else None
-    room = Room(settings.handover_bytes)
 
     def connect(url: str, entry: str) -> Replica:
         client = EngineClient(
             url, connections, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
         )
-        items = RecentItems(settings.handover_items, room)
-        return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds), items=items)
+        return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds))
 
     return connect
 

@@ -31,11 +31,6 @@ class CatalogueMetrics(Metrics):
             "model",
             "result",
         )
-        self._moved = self._counter(
-            "moved_items",
-            "Items of engines that leave, by what other engines did (cached or computed), or left: no other engine computed them.",
-            "result",
-        )
 
     def totals(self, catalogues: int, items: int, size: int) -> None:
         """Report the contents of the store of catalogues."""
@@ -68,12 +63,3 @@ class CatalogueMetrics(Metrics):
         label = self._label(model)
         self._item_tokens.labels(label, "saved").inc(saved)
         self._item_tokens.labels(label, "computed").inc(max(0, tokens - saved))
-
-    def items_moved(self, cached: int, computed: int) -> None:
-        """Count items of an engine that leaves, which another engine has now."""
-        self._moved.labels("cached").inc(cached)
-        self._moved.labels("computed").inc(computed)
-
-    def items_left(self, items: int) -> None:
-        """Count items of an engine that leaves, which no other engine computed in advance."""
-        self._moved.labels("left").inc(items)

@@ -119,26 +119,18 @@ class FanOut:
         row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
-        keeper: str | None = None  # URL of the engine that keeps the items from now on
-
         async def ask(client: EngineClient, sent: wire.Score | wire.ScoreItems = request) -> wire.Scored:
-            nonlocal keeper
             if lease is not None:
                 lease.begin(sent.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await client.score(sent)
             check_rows(scored.rows, row_lengths, prompts.readout, client.spoilt)
-            keeper = client.url if sent is request else keeper
             return scored
 
         may = prompts.may_hedge and prompts.priority <= 0
         hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request))) if may else None
-        scored = await self._dispatcher.call(
+        return await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )
-        kept = sub_batch.digests and not prompts.images  # items with images are not handed over: their pixels are not kept
-        if kept and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
-            replica.items.add(sub_batch.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
-        return scored
 
 
 def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:

@@ -18,17 +18,16 @@ async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids
     replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
     placement = Placement(replicas, sum(lengths))
     groups: list[list[int]] = [[] for _ in replicas]
-    if len(replicas) == 1 and not replicas[0].items.enabled:  # digests are needed for nothing
+    if len(replicas) == 1:
         groups, items = [[*range(len(items))]], ()
-    time_slice, digests = TimeSlice(), list[int]()
+    time_slice = TimeSlice()
     for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt, model.adapter_digest)):
         groups[placement.choose(digest, lengths[index])].append(index)
-        digests.append(digest)
         if time_slice.over:
             await time_slice.yield_to_loop()
     row = wire.row_length(prompts.readout, prompts.suffix, model.info)
     return [
-        SubBatch([group[index] for index in few], replica=replica, digests=[digests[group[index]] for index in few if digests])
+        SubBatch([group[index] for index in few], replica=replica)
         for replica, group in zip(replicas, groups, strict=True)
         if group
         for few in split(

@@ -75,8 +75,7 @@ def divided_by_images(
 
 def _with_branches(sub_batch: SubBatch, indices: list[int]) -> SubBatch:
     """Return a sub-batch with those branches of ``sub_batch`` that stand at ``indices`` in it."""
-    digests = [sub_batch.digests[index] for index in indices] if sub_batch.digests else ()
-    return sub_batch._replace(indices=[sub_batch.indices[index] for index in indices], digests=digests)
+    return sub_batch._replace(indices=[sub_batch.indices[index] for index in indices])
 
 
 def _places(ids: Ids) -> Iterable[int]:

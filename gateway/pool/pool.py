@@ -48,11 +48,9 @@ class Pool:
         presets: Mapping[str, str] | None = None,
         names: Names | None = None,
         clock: AwakeClock | None = None,
-        leaving: Callable[[ServedModel, Replica], None] = lambda *_: None,
     ) -> None:
         """``sources``: by entry of the setting ``engines``. ``connect``: creates the replica for a URL and the entry that listed
-        it. ``workers``: worker processes that load the models' tokenisers. ``presets``: name or file of models' presets.
-        ``leaving``: is called, perhaps repeatedly, for a replica that drains."""
+        it. ``workers``: worker processes that load the models' tokenisers. ``presets``: name or file of models' presets."""
         self._sources = sources
         self._connect = connect
         self._workers = workers
@@ -63,7 +61,6 @@ class Pool:
         self.names = names or Names()
         self.adapters = AdapterDirectory(workers, lambda: self._served.values(), presets=self._presets, names=self.names)
         self._clock = clock or AwakeClock()
-        self._leaving = leaving
         self._telemetry = telemetry
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
         self._replicas: dict[str, Replica] = {}  # by URL
@@ -166,16 +163,9 @@ class Pool:
                 replica = self._replicas[url] = self._connect(url, entry)
                 self._watchers[replica] = asyncio.create_task(self._watch(replica))
                 logger.info("engine %s: found", url)
-            began = endpoint.draining and not self._replicas[url].draining
-            self._replicas[url].draining = endpoint.draining
-            if began:
+            if endpoint.draining and not self._replicas[url].draining:
                 logger.info("engine %s: draining", url)
-                self._leave(self._replicas[url])
-
-    def _leave(self, replica: Replica) -> None:
-        for served in self._served.values():
-            if replica in served.replicas:
-                self._leaving(served, replica)
+            self._replicas[url].draining = endpoint.draining
 
     def _forget(self, replica: Replica) -> None:
         """Send no more requests to ``replica``; open requests finish, and it is probed until then. Its model is remembered."""
@@ -226,8 +216,6 @@ class Pool:
         elif ready:
             await self.adapters.follow(replica, answer.adapters)
         replica.ready = ready
-        if not ready and replica.unanswered_since is None:  # it says so itself
-            self._leave(replica)
 
     async def _probe(self, replica: Replica) -> Readiness:
         """Return what the pod reports. :func:`watch_silence` acts while the answer is outstanding."""

@@ -46,8 +46,6 @@ class SubBatch(NamedTuple):
     """See :func:`gateway.pool.fanout.affinity_of`."""
     replica: Replica | None = None
     """The replica that keeps its items."""
-    digests: Sequence[int] = ()
-    """Digest of each item, where items are placed on replicas."""
 
 
 def any_readout(info: wire.Info) -> wire.ScoreReadout:

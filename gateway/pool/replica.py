@@ -18,7 +18,6 @@ from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
 from gateway.pool.hedging import Hedges
 from gateway.pool.pace import Pace
-from gateway.pool.recent_items import RecentItems
 from gateway.pool.weights import weight
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
@@ -63,8 +62,6 @@ class Replica:
     """Tokens of the requests in progress on an engine."""
     unanswered_since: float | None = None
     """Time of the first unanswered probe, on :class:`gateway.pool.silence.AwakeClock`; None if all probes were answered."""
-    items: RecentItems = field(default_factory=RecentItems)
-    """Items that this gateway has sent to the pod lately."""
     expected: str | None = None
     """Name of the model that the pod reports to load or serve; known before the model is loaded."""
     adapters: dict[str, wire.Adapter] = field(default_factory=dict)
@@ -107,7 +104,6 @@ class Replica:
     def leave(self) -> None:
         """Note that discovery no longer lists the pod."""
         self.draining = self.gone = True
-        self.items.close()
 
     def busy(self, tokens: int) -> Busy:
         """Count one request of ``tokens`` while the block runs."""

@@ -42,7 +42,6 @@ async def pool_of(
     probe_seconds: float = 0.02,
     silence_seconds: float = 5,
     startup_seconds: float = 60,
-    left: list[str] | None = None,
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     connections, telemetry = Connections(), Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
@@ -58,7 +57,6 @@ async def pool_of(
         probe_seconds=probe_seconds,
         silence_seconds=silence_seconds,
         startup_seconds=startup_seconds,
-        leaving=lambda model, replica: (left if left is not None else []).append(replica.client.url),
     )
     workers.start()
     pool.start()
@@ -147,26 +145,6 @@ async def test_the_last_engines_of_a_version_answer_requests_that_were_made_for_
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):  # it waits
                     await score_with(model, dispatcher)
-
-
-async def test_an_engine_that_leaves_in_order_is_announced() -> None:
-    """It terminates, or says that it is not ready. One that is lost is not: nothing can be done before it ends."""
-    source, engines, left = Told(), [FakeEngine() for _ in range(3)], list[str]()
-    with ExitStack() as stack:
-        one, two = (stack.enter_context(served(engine)) for engine in engines[:2])
-        with served(engines[2]) as three:
-            async with pool_of(source, left=left) as (_, _, telemetry):
-                source.say(one, two, three)
-                await until(lambda: engines_ready(telemetry) == 3)
-                assert left == []
-                source.say(one, two, three, draining=[one])
-                await until(lambda: left == [one])
-                engines[1].ready = False
-                await until(lambda: two in left)
-                engines[2].silent = True
-                await asyncio.sleep(0.2)
-                engines[2].silent = False
-        assert three not in left
 
 
 async def test_a_model_is_remembered_while_its_engines_are_away() -> None:

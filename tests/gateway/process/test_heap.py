@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from array import array
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -14,7 +13,6 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed
 from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.recent_items import RecentItems
 from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
 from gateway.text.pieces import GPT2, Pieces
 from tests.gateway.catalogues.conftest import SPEC
@@ -129,12 +127,6 @@ async def pieces() -> object:
     return found
 
 
-async def recent_items() -> object:
-    items = RecentItems(KEPT)
-    items.add(range(KEPT), [array("I", [number]) for number in range(KEPT)], "", None)
-    return items
-
-
 async def registered_items() -> object:
     catalogues = MemoryCatalogues(CatalogueBounds(1 << 30, 1 << 30))
     await catalogues.create("a", "b", SPEC)
@@ -143,7 +135,7 @@ async def registered_items() -> object:
     return catalogues
 
 
-@pytest.mark.parametrize("fill", [results, pieces, recent_items, registered_items])
+@pytest.mark.parametrize("fill", [results, pieces, registered_items])
 async def test_a_collection_visits_no_kept_entry(fill: Callable[[], Awaitable[object]]) -> None:
     """100,000 entries would take some 20 ms, in which no request is served."""
     gc.collect()

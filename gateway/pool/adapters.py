@@ -196,8 +196,9 @@ class AdapterDirectory:
         return awaited
 
     async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary, bool]:
-        """Return the tokeniser of ``parent`` with the preset of ``adapter``, and whether that is a fallback: that of the setting, or
-        that of its capabilities if the base has others, such as a classification head on a model that generates."""
+        """Return the tokeniser of ``parent`` with the preset of ``adapter``, and whether this is a fallback. The preset is that of
+        the setting, or that of its capabilities if the base has others, such as a classification head on a model that generates.
+        """
         try:
             preset, is_fallback = self._preset_of(parent, adapter)
             if preset is not None:

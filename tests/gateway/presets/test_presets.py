@@ -115,8 +115,8 @@ PUBLISHED: list[tuple[str | None, str, tuple[str, ...], str]] = [
     # Presets for these would need prompts of their own.
     (None, "Qwen3Model", EMBEDS, "F2LLM-v2-0.6B-Preview F2LLM-0.6B zembed-1"),
     (None, "MistralModel", EMBEDS, "Linq-Embed-Mistral SFR-Embedding-Mistral"),
-    (None, "LlamaForCausalLM", LM, "Meta-Llama-Guard-2-8B llama-3.1-nemoguard-8b-content-safety Llama-3.1-Nemotron-Safety-Guard-8B-v3"),
-    (None, "GraniteForCausalLM", LM, "granite-guardian-3.3-8b granite-guardian-4.1-8b granite-guardian-3.2-8b-lora-harm-correction"),
+    (None, "LlamaForCausalLM", LM, "Meta-Llama-Guard-2-8B llama-3.1-nemoguard-8b-content-safety"),
+    (None, "GraniteForCausalLM", LM, "granite-guardian-3.3-8b granite-guardian-3.2-8b-lora-harm-correction"),
     (None, "Qwen2ForSequenceClassification", HEAD, "mxbai-rerank-large-v2-seq"),
     (None, "Qwen3ForSequenceClassification", HEAD, "zerank-2-seq-cls Qwen3-Embedding-0.6B"),
 ]

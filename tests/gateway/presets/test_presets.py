@@ -372,6 +372,22 @@ def test_an_adapter_with_a_head_is_judged_by_its_own_name(start: Start) -> None:
         assert refused(client, "POST", "/v1/classify", model="my-guard-head", input=["red"]) is expected
 
 
+@pytest.mark.parametrize(
+    ("engine", "path", "body"),
+    [
+        ({"preset": builtin()["yardstick-demo"]}, "/v1/rerank", RERANK),
+        ({"capabilities": ("embed",), "embedding_size": 8}, "/v1/embeddings", {"input": "red"}),
+    ],
+)
+def test_an_instruction_that_the_prompt_has_no_place_for_is_refused(
+    start: Start, engine: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    client = start(FakeEngine(**engine))
+    assert client.post(path, json=body).status_code == 200
+    answer = client.post(path, json=body | {"instruction": "Find red things."})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "instruction"), answer.text
+
+
 def test_a_fallback_prompts_a_model_of_another_kind(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     client = start(FakeEngine(model="Qwen3-8B"))
     (warning,) = [record for record in caplog.records if "no preset is for this name" in record.message]

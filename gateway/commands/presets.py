@@ -14,7 +14,8 @@ from gateway.presets.select import FALLBACKS, ONE_CLASS, builtin_presets, named
 
 def list_presets() -> None:
     """Print a table of the presets in the package."""
-    table = Table(Column("preset", no_wrap=True), "serves", Column("models", overflow="fold"), "read after the prompt", "score")
+    folded = [Column(name, overflow="fold") for name in ("models", "read after the prompt")]
+    table = Table(Column("preset", no_wrap=True), "serves", *folded, "score")
     for name, preset in builtin_presets().items():
         table.add_row(name, preset.task, _models(preset), _read(preset), _score(preset))
     Console().print(table)

@@ -111,10 +111,11 @@ def adapter_model(
     text: str,
     vocabulary: Vocabulary,
     *,
+    preset_is_fallback: bool,
     lost: Callable[[Replica], None],
     awaited: Callable[[], bool],
 ) -> AdapterModel:
-    """Create the model of ``adapter`` on ``parent``. ``text`` and ``vocabulary``: see :class:`ServedModel`."""
+    """Create the model of ``adapter`` on ``parent``. ``text``, ``vocabulary``, ``preset_is_fallback``: see :class:`ServedModel`."""
     fingerprint = hashlib.blake2b(f"{parent.info.fingerprint}\0{adapter.digest}".encode(), digest_size=16).hexdigest()
     info = msgspec.structs.replace(
         parent.info,
@@ -130,6 +131,7 @@ def adapter_model(
         tokenizer=vocabulary,
         text=text,
         hedges=parent.hedges,
+        preset_is_fallback=preset_is_fallback,
         parent=parent,
         adapter=adapter,
         lost=lost,

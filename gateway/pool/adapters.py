@@ -160,9 +160,15 @@ class AdapterDirectory:
             assert parent is not None
             key = (adapter.name, adapter.digest)
             if key not in parent.adapters:
-                text, vocabulary = await self._text_of(parent, adapter)
+                text, vocabulary, is_fallback = await self._text_of(parent, adapter)
                 created = adapter_model(
-                    parent, adapter, text, vocabulary, lost=self.refresh_soon, awaited=self._awaiting(parent, adapter)
+                    parent,
+                    adapter,
+                    text,
+                    vocabulary,
+                    preset_is_fallback=is_fallback,
+                    lost=self.refresh_soon,
+                    awaited=self._awaiting(parent, adapter),
                 )
                 parent.adapters.setdefault(key, created)
             if not replica.gone and replica in parent.replicas:
@@ -189,25 +195,26 @@ class AdapterDirectory:
 
         return awaited
 
-    async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary]:
-        """Return the tokeniser of ``parent`` with the preset of ``adapter``: that of the setting, or that of its capabilities if
-        the base has others, such as a classification head on a model that generates."""
+    async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary, bool]:
+        """Return the tokeniser of ``parent`` with the preset of ``adapter``, and whether this is a fallback. The preset is that of
+        the setting, or that of its capabilities if the base has others, such as a classification head on a model that generates.
+        """
         try:
-            preset = self._preset_of(parent, adapter)
+            preset, is_fallback = self._preset_of(parent, adapter)
             if preset is not None:
                 files = msgspec.structs.replace(self._workers.files(parent.text), preset=preset)
-                return await self._workers.load(files)
+                return *await self._workers.load(files), is_fallback
         except (PresetError, TokenizerError) as error:
             logger.error("adapter %s:%s: its preset cannot be used: %s", parent.name, adapter.name, error)
-        return parent.text, parent.tokenizer
+        return parent.text, parent.tokenizer, parent.preset_is_fallback
 
-    def _preset_of(self, parent: ServedModel, adapter: wire.Adapter) -> str | None:
-        """Return the text of the preset; None for that of ``parent``. Raises :class:`PresetError`."""
+    def _preset_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str | None, bool]:
+        """Return the text of the preset, None for that of ``parent``, and whether it is a fallback. Raises :class:`PresetError`."""
         chosen = self._presets.get(f"{parent.name}:{adapter.name}") or self._presets.get(adapter.name)
         if chosen is not None and chosen != "none":
-            return named(chosen)
-        of_both = [fallback_of(each.capabilities, len(each.classes)) for each in (parent.info, adapter)]
-        return builtin()[of_both[1]] if of_both[1] is not None and of_both[0] != of_both[1] else None
+            return named(chosen), False
+        of_base, own = (fallback_of(each.capabilities, len(each.classes)) for each in (parent.info, adapter))
+        return (None, False) if own is None or own == of_base else (builtin()[own], True)
 
     def _all(self) -> Iterator[AdapterModel]:
         for served in list(self._served()):

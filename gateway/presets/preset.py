@@ -96,6 +96,11 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.task == "rerank" and bool(self.template) and all(map(_puts_document_first, (self.template, self.instructed)))
 
     @property
+    def takes_instruction(self) -> bool:
+        """Whether a request's instruction has a place in the prompt."""
+        return "instruction" in placeholders("".join(self.instructed or self.template))
+
+    @property
     def flat_labels(self) -> list[str]:
         """All tokens of all labels."""
         return [token for group in self.labels for token in ((group,) if isinstance(group, str) else group)]

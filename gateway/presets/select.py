@@ -54,12 +54,13 @@ def choose(
         if problem := unreadable(parse_preset(text.encode()), capabilities, classes):
             raise PresetError(problem)
         return text
-    fitting = (
+    fitting = [
         name
         for name, preset in builtin_presets().items()
         if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
-    )
-    name = next(fitting, fallback_of(capabilities, classes))
+    ]
+    # A name that fits several presets does not say which prompt is right.
+    name = fitting[0] if len(fitting) == 1 else fallback_of(capabilities, classes)
     return None if name is None else builtin()[name]
 
 

@@ -47,6 +47,9 @@ class Pairs:
 
     def prepared(self, documents: Sequence[str], *, texts: bool = False) -> Prepared:
         """Return the prompts, and with ``texts`` the documents. Raises :class:`InvalidRequest`."""
+        if self.instruction and not self.preset.preset.takes_instruction:
+            name = self.preset.preset.name
+            raise InvalidRequest(f"The prompt of the preset {name!r} has no place for an instruction.", param="instruction")
         bounds = self.model.bounds
         numbers = len(documents) * max(1, sum(map(len, self.preset.fitted.labels)))
         bounds.check("max_scores", numbers, "numbers (documents and labels)", self.param)

@@ -179,7 +179,8 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
 def server() -> Iterator[httpx.Client]:
     """A client of a gateway before three models, which serve all endpoints together."""
     head = FakeEngine(model="head", fingerprint="head", capabilities=("classify",), classes=("a", "b"))
-    embedder = FakeEngine(model="embedder", fingerprint="embedder", capabilities=("embed",), embedding_size=4)
+    preset = 'name = "own"\ntask = "embed"\ntemplate = ["{document}"]\ninstructed = ["{instruction}: {document}"]'
+    embedder = FakeEngine(model="embedder", fingerprint="embedder", capabilities=("embed",), embedding_size=4, preset=preset)
     able = (*FakeEngine.capabilities, "grammar")
     template = "{{ reasoning_effort }}" + templates.THINKING
     with gateways() as start:

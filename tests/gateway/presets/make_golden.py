@@ -68,7 +68,8 @@ DOCUMENTS = [
     "Relevance:1\r\n\r\n1",
 ]
 INSTRUCTION = "Rank current pages first?"
-LABELS = ["!", "yes", "no", "1", "0", "Yes", " Yes", " yes", " No", " no"]
+LABELS = ["!", "yes", "no", "1", "0", "Yes", " Yes", " yes", " No", " no", " Unsafe", " Cont", " Safe"]
+CATEGORIES = [" Viol", " Non", " Sexual", " P", " Suicide", " Un", " Polit", " Copyright", " Jail"]
 
 Encode = Callable[..., list[int]]
 """Token ids of a published template, filled with texts."""
@@ -214,6 +215,15 @@ class Published:
         return merged
 
 
+def rendered(template: str, *messages: dict[str, str]) -> str:
+    """``tokenizer.apply_chat_template(messages, tokenize=False)``"""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    source = (HERE / f"{template}.jinja").read_text("utf-8")
+    text = tokenizer.apply_chat_template([*messages], chat_template=source, tokenize=False)
+    assert isinstance(text, str)
+    return text
+
+
 def qwen3_reranker(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
     """``format_instruction`` and ``process_inputs`` of the card of Qwen/Qwen3-Reranker-0.6B, its transformers example."""
     prefix = (
@@ -251,6 +261,26 @@ def zerank_2(encode: Encode, query: str, text: str, instruction: str) -> list[in
     system = "<query>{query}</query>\n<instruction>{instruction}</instruction>" if instruction else "{query}"
     template = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{document}}<|im_end|>\n<|im_start|>assistant\n"
     return encode(template, query=query, instruction=instruction, document=text)
+
+
+def qwen3_reranker_seq_cls(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``format_queries`` and ``format_document`` of the card of tomaarsen/Qwen3-Reranker-0.6B-seq-cls, also in the tests of
+    sentence-transformers. ``CrossEncoder`` tokenises them as a pair."""
+    prefix = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided."
+        ' Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    instruction = instruction or "Given a web search query, retrieve relevant passages that answer the query"
+    asked = encode(f"{prefix}<Instruct>: {{instruction}}\n<Query>: {{query}}\n", instruction=instruction, query=query)
+    return asked + encode(f"<Document>: {{document}}{suffix}", document=text)
+
+
+def zerank_1(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``format_pointwise_datapoints`` of zeroentropy/zerank-1-small, ``modeling_zeranker.py``, with Qwen3's chat template. The
+    published code removes whitespace around both texts and cuts them; this project does neither."""
+    template = "<|im_start|>system\n{query}<|im_end|>\n<|im_start|>user\n{document}<|im_end|>\n<|im_start|>assistant\n"
+    return encode(template, query=query, document=text)
 
 
 def judge(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
@@ -291,8 +321,30 @@ def qwen3_embedding(encode: Encode, query: str, text: str, instruction: str) -> 
     return body + encode("<|endoftext|>")
 
 
+def f2llm_v2(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``encode`` of the card of codefuse-ai/F2LLM-v2-14B; its tokenizer.json appends ``<|im_end|>``."""
+    body = encode("Instruct: {task}\nQuery: {query}", task=instruction, query=text) if instruction else encode("{text}", text=text)
+    return body + encode("<|im_end|>")
+
+
+def qwen3guard_gen(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``text`` of the README of QwenLM/Qwen3Guard, and what the model writes before its verdict."""
+    template = rendered("qwen3guard-gen", {"role": "user", "content": "{text}"}) + "Safety:"
+    return encode(template, text=text)
+
+
+def skywork_reward(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``conv1_formatted`` of the README of SkyworkAI/Skywork-Reward-V2. The template puts reasoning, which is empty here, before
+    the last answer, and removes newlines at its beginning."""
+    messages = {"role": "user", "content": "{query}"}, {"role": "assistant", "content": "{answer}"}
+    return encode(rendered("qwen3", *messages), query=query, answer=text.split("</think>")[-1].lstrip("\n"))
+
+
 RERANKERS = {
     "qwen3-reranker": (qwen3_reranker, ["", INSTRUCTION]),
+    "qwen3-reranker-seq-cls": (qwen3_reranker_seq_cls, ["", INSTRUCTION]),
+    "zerank-1": (zerank_1, [""]),
+    "skywork-reward": (skywork_reward, [""]),
     "mxbai-rerank-v2": (mxbai_rerank_v2, ["", INSTRUCTION]),
     "zerank-2": (zerank_2, ["", INSTRUCTION]),
     "ctxl-rerank-v2": (ctxl_rerank_v2, ["", INSTRUCTION]),
@@ -301,6 +353,11 @@ RERANKERS = {
     "yardstick-demo": (yardstick_demo, [""]),
 }
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
+WITHOUT_QUERY = {
+    "qwen3-embedding": (qwen3_embedding, ["", TASK, INSTRUCTION]),
+    "f2llm-v2": (f2llm_v2, ["", "Given a question, retrieve passages that can help answer the question.", INSTRUCTION]),
+    "qwen3guard-gen": (qwen3guard_gen, [""]),
+}
 
 
 def cases(encode: Encode) -> Iterator[dict[str, Any]]:
@@ -311,10 +368,11 @@ def cases(encode: Encode) -> Iterator[dict[str, Any]]:
                 chosen = DOCUMENTS if number == 0 else DOCUMENTS[number::6]
                 rows = [published(encode, query, text, instruction) for text in chosen]
                 yield factored(name, query, instruction, chosen, rows)
-    for instruction in ("", TASK, INSTRUCTION):
-        texts = DOCUMENTS + QUERIES if instruction != INSTRUCTION else QUERIES
-        rows = [qwen3_embedding(encode, "", text, instruction) for text in texts]
-        yield factored("qwen3-embedding", "", instruction, texts, rows)
+    for name, (published, instructions) in WITHOUT_QUERY.items():
+        for instruction in instructions:
+            texts = DOCUMENTS + QUERIES if instruction != INSTRUCTION else QUERIES
+            rows = [published(encode, "", text, instruction) for text in texts]
+            yield factored(name, "", instruction, texts, rows)
 
 
 def factored(preset: str, query: str, instruction: str, documents: list[str], rows: list[list[int]]) -> dict[str, Any]:
@@ -342,13 +400,14 @@ def main(ranks_file: Path) -> None:
     whole = document(bpe, list(bpe.merges))
     published = Published(whole, bpe)
     expected = list(cases(published.encode))
-    labels = {label: published.encode(label) for label in LABELS}
+    labels = {label: published.encode(label) for label in LABELS + CATEGORIES}
     assert [labels["yes"], labels["no"], labels["Yes"]] == [[9693], [2152], [9454]]  # the ids in the sources
+    labels["category"] = published.encode(" Unsafe\nCategories:")
 
     reduced = document(bpe, list(bpe.used))
     again = Published(reduced, bpe)
     assert list(cases(again.encode)) == expected
-    assert {label: again.encode(label) for label in LABELS} == labels
+    assert {label: again.encode(label) for label in LABELS + CATEGORIES} | {"category": labels["category"]} == labels
 
     HERE.mkdir(exist_ok=True)
     (HERE / "tokenizer.json").write_text(json.dumps(reduced, separators=(",", ":")) + "\n", "utf-8")

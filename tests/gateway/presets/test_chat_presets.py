@@ -1,4 +1,5 @@
-"""Presets that use the model's own chat template give the token ids of transformers with the same template.
+"""Presets that use the model's own chat template give the token ids of transformers with the same template. Those of Qwen's models
+are in ``test_golden.py``.
 
 The templates here have the shape of the models' own, and the tokeniser has Llama 3's pre-tokeniser and control tokens with a small
 vocabulary of its own, because Llama's vocabulary and templates are not free to copy.
@@ -29,7 +30,10 @@ from gateway.text.tokenizer import Tokenizer
 
 PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTROLS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+ROLES = ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"]
+"""Control tokens of Granite."""
 MERGES = "s a, sa f, saf e, u n, un safe, Ċ Ċ, ĊĊ ĊĊ, ? ĊĊ, ? Ċ, . Ċ, . ĊĊ, Ġ ĊĊ, Ġ Ġ, 1 0, 1 1, 1 2, 1 3, 1 4, Ġ a, e r"
+MERGES += ", Y e, Ye s, N o"
 """Merges across line ends and spaces make the seams between texts and template hard."""
 VARIABLES = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 
@@ -51,6 +55,20 @@ LLAMA = """\
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 """Like the template of Llama 3.1, which Skywork-Reward has."""
 
+GRANITE = """\
+{%- set risks = {'harm': {'prompt': "The 'User' message is harmful.", 'response': "The 'Assistant' message is harmful."}} %}
+{%- if guardian_config %}{%- set risk = guardian_config['risk_name'] %}{%- else %}{%- set risk = 'harm' %}{%- endif %}
+{%- if messages[-1].role == 'user' %}
+    {%- set definition = risks[risk].prompt %}
+    {%- set turn = 'User Message: ' + messages[-1].content %}
+{%- else %}
+    {{- raise_exception('[role, risk] combination is incorrect') }}
+{%- endif %}
+{{- '<|start_of_role|>user<|end_of_role|>Is it harmful?\\n\\n<start_of_turn>\\n' + turn + '\\n<end_of_turn>\\n\\n- ' + definition }}
+{{- '\\n\\nAnswer Yes or No.<|end_of_text|>\\n' }}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
+"""Like the templates of Granite Guardian 3.0 to 3.2, whose risk is harm unless ``guardian_config`` names another."""
+
 TEXTS = ["How do I cook rice?", "?\n", "\n\nnewlines around\n\n", "  spaces  ", "", "🙂 安全", "unsafe\nS10", "{document} {{ x }}"]
 
 
@@ -61,7 +79,7 @@ def library() -> tokenizers.Tokenizer:
     split = pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(control, normalized=False) for control in CONTROLS])
+    tokenizer.add_special_tokens([AddedToken(control, normalized=False) for control in CONTROLS + ROLES])
     begin = CONTROLS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
@@ -106,6 +124,24 @@ def guard() -> Served:
 @pytest.fixture(scope="module")
 def reward() -> Served:
     return Served("skywork-reward", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def guardian() -> Served:
+    return Served("granite-guardian-3", GRANITE)
+
+
+@pytest.mark.parametrize("texts", [[text] for text in TEXTS] + [TEXTS], ids=json.dumps)
+def test_granite_guardian(guardian: Served, texts: list[str]) -> None:
+    """The answer is read behind the template, whose risk is the default one."""
+    expected = [guardian.ids(guardian.rendered(text, add_generation_prompt=True)) for text in texts]
+    assert prompts(CLASSIFY.read(ClassifyRequest(input=texts), guardian.model)) == expected
+
+
+def test_the_labels_of_granite_guardian(guardian: Served) -> None:
+    """Spellings that are one token, as the cookbook's ``get_probabilities`` adds them."""
+    assert guardian.template.fitted.labels == [guardian.ids("Yes"), guardian.ids("No")]
+    assert guardian.template.fitted.names == ["Yes", "No"]
 
 
 @pytest.mark.parametrize("texts", [[text] for text in TEXTS] + [TEXTS], ids=json.dumps)

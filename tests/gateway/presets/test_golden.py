@@ -17,6 +17,10 @@ from engine.wire import TokenizerFiles
 from gateway.presets.select import builtin_presets
 from gateway.reading.endpoint import Model, TextSide
 from gateway.reading.pairs import Pairs
+from gateway.reading.rerank import RERANK
+from gateway.reading.texts import CLASSIFY
+from gateway.schemas.classify import ClassifyRequest
+from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.truncation import Truncation
 from gateway.text.bounds import UNBOUND
 from gateway.text.catalogue import Frame, TemplateError
@@ -29,28 +33,39 @@ from gateway.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = json.loads((FOLDER / "golden.json").read_text("utf-8"))
-END_OF_TEXT = {
-    "type": "Sequence",
-    "processors": [
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        {
-            "type": "TemplateProcessing",
-            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [151643], "tokens": ["<|endoftext|>"]}},
-        },
-    ],
-}
-"""Post-processor of the tokenizer.json of Qwen3-Embedding. The other models' adds no token."""
+CHAT_TEMPLATES = {"qwen3guard-gen": "qwen3guard-gen.jinja", "skywork-reward": "qwen3.jinja"}
+ENDS = {"qwen3-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
+"""Token that the post-processor of a model's tokenizer.json appends. The other models' adds none."""
+
+
+def appending(token: str, id: int) -> dict[str, Any]:
+    """The post-processor."""
+    end = {"SpecialToken": {"id": token, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    appends = {
+        "type": "TemplateProcessing",
+        "single": [texts[0], end],
+        "pair": texts,
+        "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
+    }
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {"type": "Sequence", "processors": [bytes_, appends]}
 
 
 @cache
 def template_of(preset: str) -> PresetTemplate:
     document = json.loads((FOLDER / "tokenizer.json").read_bytes())
-    if preset == "qwen3-embedding":
-        document["post_processor"] = END_OF_TEXT
+    if preset in ENDS:
+        document["post_processor"] = appending(ENDS[preset], document["model"]["vocab"][ENDS[preset]])
     files = TokenizerFiles(msgspec.json.encode(document), None, {})
     return PresetTemplate(builtin_presets()[preset], Tokenizer.from_files(files))
+
+
+def model_of(preset: str) -> Model:
+    template = template_of(preset)
+    chat = (FOLDER / CHAT_TEMPLATES[preset]).read_text("utf-8") if preset in CHAT_TEMPLATES else None
+    side = TextSide(template._tokenizer, ChatTemplate(chat, {}), template)
+    return Model(Facts("m", 4096, 151_936, 64), template._tokenizer, UNBOUND, side)
 
 
 class Case:
@@ -76,7 +91,13 @@ def name(case: dict[str, Any]) -> str:
     return f"{case['preset']}-{case['instruction'][:6]}-{case['query'][:8]}"
 
 
-@pytest.fixture(params=GOLDEN["cases"], ids=name)
+CASES: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+"""Of presets with a template of their own, and of those that use the model's chat template."""
+for each in GOLDEN["cases"]:
+    CASES[each["preset"] not in CHAT_TEMPLATES].append(each)
+
+
+@pytest.fixture(params=CASES[True], ids=name)
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
@@ -102,9 +123,7 @@ def test_equal_documents(case: Case) -> None:
 
 
 def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
-    template = case.template
-    side = TextSide(template._tokenizer, ChatTemplate(None, {}), template)
-    model = Model(Facts("m", 4096, 151_936, 64), template._tokenizer, UNBOUND, side)
+    template, model = case.template, model_of(case.template.preset.name)
     as_query = template.preset.task == "embed" and bool(case.instruction)
     pairs = Pairs(model, template, Truncation(), "documents", case.query, case.instruction or None, as_query)
     prepared = pairs.prepared(case.documents)
@@ -130,18 +149,41 @@ def test_a_catalogue_gives_the_same_prompts(case: Case) -> None:
     assert len(tails) == 1, "the tokens behind an item do not depend on it"
 
 
-@pytest.mark.parametrize(
-    "preset", ["qwen3-reranker", "mxbai-rerank-v2", "zerank-2", "ctxl-rerank-v2", "judge", "judge-item-first", "yardstick-demo"]
-)
+@pytest.mark.parametrize("case", CASES[False], ids=name)
+def test_the_chat_template_gives_the_same_prompts(case: dict[str, Any]) -> None:
+    of = Case(case)
+    model = model_of(case["preset"])
+    for documents, expected in [([text], [ids]) for text, ids in zip(of.documents, of.prompts, strict=True)] + [
+        (of.documents, of.prompts)
+    ]:
+        if of.template.preset.task == "classify":
+            prepared = CLASSIFY.read(ClassifyRequest(input=documents), model)
+            expected = [ids for prompt in expected for ids in (prompt, prompt + GOLDEN["labels"]["category"])]
+        else:
+            prepared = RERANK.read(RerankRequest(query=of.query, documents=[*documents]), model)
+        assert [[*prepared.prefix, *row] for row in prepared.rows] == expected
+
+
+READ = ["qwen3-reranker", "mxbai-rerank-v2", "zerank-1", "zerank-2", "ctxl-rerank-v2", "qwen3guard-gen"]
+
+
+@pytest.mark.parametrize("preset", [*READ, "judge", "judge-item-first", "yardstick-demo"])
 def test_the_labels(preset: str) -> None:
     fitted = template_of(preset).fitted
     groups = [(group,) if isinstance(group, str) else group for group in fitted.preset.labels]
-    assert fitted.labels == [[id for label in group for id in GOLDEN["labels"][label]] for group in groups]
+    known = GOLDEN["labels"]
+    assert fitted.labels == [[id for label in group for id in known.get(label, [])] for group in groups]
+    assert fitted.categories == [id for label in getattr(fitted.preset.categories, "names", ()) for id in known[label]]
+
+
+def test_a_verdict_of_several_tokens_is_read_by_its_first_one() -> None:
+    fitted = template_of("qwen3guard-gen").fitted
+    assert (fitted.labels, fitted.names) == ([[73067], [2093], [22291]], ["Unsafe", "Controversial", "Safe"])
 
 
 def test_the_ids_that_the_sources_name() -> None:
     assert template_of("qwen3-reranker").fitted.labels == [[9693], [2152]]
-    assert template_of("zerank-2").fitted.labels == [[9454]]
+    assert template_of("zerank-1").fitted.labels == template_of("zerank-2").fitted.labels == [[9454]]
     assert template_of("ctxl-rerank-v2").fitted.labels == [[0]]
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import tokenizers
 
 from engine import wire
 from gateway.presets.fitted import Fitted, log_sum, softmax
 from gateway.presets.preset import Preset, PresetError, parse_preset
-from gateway.presets.select import builtin, builtin_presets, choose
+from gateway.presets.select import builtin, builtin_presets, choose, fallback_of, fits, unreadable
 from gateway.settings import Settings, SettingsError
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
-from tests.fakes import FakeEngine, library
+from tests.fakes import FakeEngine, adapter, library
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 
@@ -85,8 +87,77 @@ def test_a_preset_that_does_not_fit_the_head_is_refused(
 def test_a_head_with_one_number_is_a_reranker() -> None:
     """A preset that the name chooses and the head does not fit is passed over."""
     given = ("Qwen3-Reranker-0.6B-seq-cls", "Qwen3ForSequenceClassification", ("classify",))
-    assert choose(*given, classes=1, beside=None, chosen={}) == builtin()["cross-encoder"]
+    assert choose(*given, classes=1, beside=None, chosen={}) == builtin()["qwen3-reranker-seq-cls"]
     assert choose(*given, classes=2, beside=None, chosen={}) == builtin()["classifier"]
+    assert choose("anything", *given[1:], classes=1, beside=None, chosen={}) == builtin()["cross-encoder"]
+
+
+LM, HEAD, EMBEDS = ("score", "generate"), ("classify",), ("embed",)
+PUBLISHED: list[tuple[str | None, str, tuple[str, ...], str]] = [
+    ("qwen3-reranker", "Qwen3ForCausalLM", LM, "Qwen3-Reranker-0.6B Qwen3-Reranker-4B Qwen3-Reranker-8B"),
+    ("qwen3-reranker-seq-cls", "Qwen3ForSequenceClassification", HEAD, "Qwen3-Reranker-0.6B-seq-cls Qwen3-Reranker-8B-seq-cls"),
+    ("mxbai-rerank-v2", "Qwen2ForCausalLM", LM, "mxbai-rerank-base-v2 mxbai-rerank-large-v2"),
+    ("bge-reranker-v2-gemma", "GemmaForCausalLM", LM, "bge-reranker-v2-gemma"),
+    ("zerank-1", "Qwen3ForCausalLM", LM, "zerank-1 zerank-1-small zerank-1-reranker zerank-1-small-reranker"),
+    ("zerank-2", "Qwen3ForCausalLM", LM, "zerank-2 zerank-2-reranker"),
+    ("ctxl-rerank-v2", "Qwen3ForCausalLM", LM, "ctxl-rerank-v2-instruct-multilingual-1b"),
+    ("llama-guard-3", "LlamaForCausalLM", LM, "Llama-Guard-3-1B Llama-Guard-3-8B"),
+    ("shieldgemma", "Gemma2ForCausalLM", LM, "shieldgemma-2b shieldgemma-9b shieldgemma-27b"),
+    ("qwen3guard-gen", "Qwen3ForCausalLM", LM, "Qwen3Guard-Gen-0.6B Qwen3Guard-Gen-4B Qwen3Guard-Gen-8B"),
+    ("granite-guardian-3", "GraniteForCausalLM", LM, "granite-guardian-3.0-2b granite-guardian-3.1-8b granite-guardian-3.2-5b"),
+    ("granite-guardian-3", "GraniteMoeForCausalLM", LM, "granite-guardian-3.2-3b-a800m"),
+    ("skywork-reward", "LlamaForSequenceClassification", HEAD, "Skywork-Reward-Llama-3.1-8B Skywork-Reward-Llama-3.1-8B-v0.2"),
+    ("skywork-reward", "LlamaForSequenceClassification", HEAD, "Skywork-Reward-V2-Llama-3.1-8B-40M Skywork-Reward-V2-Llama-3.2-1B"),
+    ("skywork-reward", "Qwen3ForSequenceClassification", HEAD, "Skywork-Reward-V2-Qwen3-0.6B Skywork-Reward-V2-Qwen3-8B"),
+    ("qwen3-embedding", "Qwen3ForCausalLM", EMBEDS, "Qwen3-Embedding-0.6B Qwen3-Embedding-4B Qwen3-Embedding-8B"),
+    ("e5-mistral", "MistralModel", EMBEDS, "e5-mistral-7b-instruct"),
+    ("f2llm-v2", "Qwen3Model", EMBEDS, "F2LLM-v2-80M F2LLM-v2-330M F2LLM-v2-0.6B F2LLM-v2-1.7B F2LLM-v2-14B"),
+    # Presets for these would need prompts of their own.
+    (None, "Qwen3Model", EMBEDS, "F2LLM-v2-0.6B-Preview F2LLM-0.6B zembed-1"),
+    (None, "MistralModel", EMBEDS, "Linq-Embed-Mistral SFR-Embedding-Mistral"),
+    (None, "LlamaForCausalLM", LM, "Meta-Llama-Guard-2-8B llama-3.1-nemoguard-8b-content-safety"),
+    (None, "GraniteForCausalLM", LM, "granite-guardian-3.3-8b granite-guardian-3.2-8b-lora-harm-correction"),
+    (None, "Qwen2ForSequenceClassification", HEAD, "mxbai-rerank-large-v2-seq"),
+    (None, "Qwen3ForSequenceClassification", HEAD, "zerank-2-seq-cls Qwen3-Embedding-0.6B"),
+]
+"""The preset of each family of published models, or None, with their architecture and what an engine can do with them."""
+FAMILIES = [(name, each, *rest) for name, *rest, models in PUBLISHED for each in models.split()]
+
+
+@pytest.mark.parametrize(("name", "model", "architecture", "capabilities"), FAMILIES, ids=[family[1] for family in FAMILIES])
+def test_published_models_and_their_fine_tunes_have_one_preset(
+    name: str | None, model: str, architecture: str, capabilities: tuple[str, ...]
+) -> None:
+    classes = 1 if capabilities == HEAD else 0
+    name = name or fallback_of(capabilities, classes)
+    assert name is not None
+    for called in (f"org/{model}", f"my-{model}"):
+        assert choose(called, architecture, capabilities, classes=classes, beside=None, chosen={}) == builtin()[name], called
+    fitting = [
+        preset.name
+        for preset in builtin_presets().values()
+        if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
+    ]
+    assert fitting in ([name], []), "each has at most one"
+
+
+def test_every_family_of_the_package_is_published() -> None:
+    of_a_family = {preset.name for preset in builtin_presets().values() if preset.models}
+    assert of_a_family - {"yardstick-demo"} == {name for name, *_ in PUBLISHED if name is not None}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("my-qwen3-reranker-ft", "qwen3-reranker"),
+        ("acme/zerank-1-small-finance", "zerank-1"),
+        ("my-qwen3-embedding-ft", "judge"),
+        ("zerank-2-distilled-into-qwen3-reranker", "judge"),
+    ],
+)
+def test_fine_tunes_are_known_by_a_part_of_their_name(model: str, name: str) -> None:
+    """A name with two families says nothing, and a family has a head."""
+    assert choose(model, "Qwen3ForCausalLM", LM, beside=None, chosen={}) == builtin()[name]
 
 
 BROKEN = {
@@ -229,7 +300,7 @@ def test_a_model_is_named_after_a_link_and_after_the_working_directory(tmp_path:
     assert wire.served_name(".") == "Qwen3-0.6B"
 
 
-@pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-1-small", "Granite-Guardian-3", "a-reward-model"])
+@pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-3", "Granite-Guardian-3.3", "a-reward-model"])
 def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: str, caplog: pytest.LogCaptureFixture) -> None:
     """Unless the operator chooses it."""
     client = start(FakeEngine(model=model))
@@ -246,6 +317,86 @@ def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: 
     answer = chosen.post("/v1/rerank", json=body)
     assert (answer.status_code, "x-yardstick-preset-fallback" in answer.headers) == (200, False)
     assert chosen.get("/v1/models").json()["data"][0]["preset"]["fallback"] is False
+
+
+def refused(client: httpx.Client, method: str, path: str, **body: Any) -> bool:
+    """Whether a request is refused because its model has a fallback preset."""
+    answer = client.request(method, path, json=body)
+    if answer.status_code == 200:
+        return False
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], "`presets`" in error["message"]) == (400, "model", True), answer.text
+    return True
+
+
+@pytest.mark.parametrize("classes", [("safe", "unsafe", "other"), ("reward",)])
+def test_a_fallback_does_not_prompt_a_guard_with_a_head(start: Start, classes: tuple[str, ...]) -> None:
+    fallback = "classifier" if len(classes) > 1 else "cross-encoder"
+    engine = {"model": "my-guard", "capabilities": ("classify",), "classes": classes}
+    client = start(FakeEngine(**engine))  # type: ignore[arg-type]
+    assert refused(client, "POST", "/v1/classify", input=["red"])
+    chosen = start(FakeEngine(**engine), presets=(f"my-guard={fallback}",))  # type: ignore[arg-type]
+    assert not refused(chosen, "POST", "/v1/classify", input=["red"])
+
+
+def test_a_fallback_does_not_prompt_the_items_of_a_reranker(start: Start) -> None:
+    client = start(FakeEngine(model="my-reranker"))
+    assert refused(client, "PUT", "/v1/catalogues/shop", preset=True)
+    assert not refused(client, "PUT", "/v1/catalogues/shop", template="{item}:{query}", labels=[" Yes"])
+    chosen = start(FakeEngine(model="my-reranker"), presets=("my-reranker=judge-item-first",))
+    assert not refused(chosen, "PUT", "/v1/catalogues/shop", preset=True)
+
+
+RERANK = {"query": "red", "documents": ["a"]}
+ADAPTERS = {name: adapter(digest, name) for digest, name in (("aa11", "french"), ("bb22", "my-reranker-lora"))}
+HEADS = {"my-guard-head": adapter("cc33", "my-guard-head", ("classify",), classes=["safe", "unsafe", "other"])}
+
+
+@pytest.mark.parametrize(
+    ("base", "presets", "refuses"),
+    [
+        ("Qwen3-8B", (), {"my-reranker-lora"}),
+        ("my-reranker", (), {"french", "my-reranker-lora"}),
+        ("Qwen3-8B", ("Qwen3-8B=judge",), set()),
+        ("Qwen3-8B", ("my-reranker-lora=judge",), set()),
+        ("Qwen3-8B", ("Qwen3-8B:my-reranker-lora=judge",), set()),
+        ("my-reranker", ("my-reranker-lora=judge",), {"french"}),
+    ],
+)
+def test_an_adapter_is_judged_by_its_own_name_too(start: Start, base: str, presets: tuple[str, ...], refuses: set[str]) -> None:
+    client = start(FakeEngine(base, adapters=ADAPTERS), presets=presets)
+    wait_until(lambda: len(client.get("/v1/models").json()["data"]) == 3)
+    for name in ADAPTERS:
+        for called in (name, f"{base}:{name}"):
+            assert refused(client, "POST", "/v1/rerank", model=called, **RERANK) is (name in refuses), called
+        if name in refuses:
+            assert refused(client, "PUT", f"/v1/catalogues/{name}", model=name, preset=True)
+
+
+def test_an_adapter_with_a_head_is_judged_by_its_own_name(start: Start) -> None:
+    """The preset of its base reads no head."""
+    for presets, expected in (((), True), (("Qwen3-8B=judge",), True), (("my-guard-head=classifier",), False)):
+        client = start(FakeEngine("Qwen3-8B", adapters=HEADS), presets=presets)
+        wait_until(lambda client=client: len(client.get("/v1/models").json()["data"]) == 2)
+        shown = {model["id"]: model["preset"]["fallback"] for model in client.get("/v1/models").json()["data"]}
+        assert shown["my-guard-head"] is expected
+        assert refused(client, "POST", "/v1/classify", model="my-guard-head", input=["red"]) is expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "body"),
+    [
+        ({"preset": builtin()["yardstick-demo"]}, "/v1/rerank", RERANK),
+        ({"capabilities": ("embed",), "embedding_size": 8}, "/v1/embeddings", {"input": "red"}),
+    ],
+)
+def test_an_instruction_that_the_prompt_has_no_place_for_is_refused(
+    start: Start, engine: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    client = start(FakeEngine(**engine))
+    assert client.post(path, json=body).status_code == 200
+    answer = client.post(path, json=body | {"instruction": "Find red things."})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "instruction"), answer.text
 
 
 def test_a_fallback_prompts_a_model_of_another_kind(start: Start, caplog: pytest.LogCaptureFixture) -> None:

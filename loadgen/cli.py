@@ -1,4 +1,4 @@
-"""``yardstick load``: the subcommands run, search, report, upload and compare."""
+"""``yardstick load``: the subcommands run, search, report and compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -53,10 +53,6 @@ Objectives = Annotated[
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, if the gateway needs one.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that has the key in its first line.")]
-Upload = Annotated[
-    str | None,
-    typer.Option(metavar="s3://BUCKET/PREFIX", help="Also copy the files of --out there; AWS_… variables have the credentials."),
-]
 
 
 @app.command()
@@ -78,7 +74,6 @@ def run(
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this worker's share of the load; the first index is 0.")] = "0/1",
     together: Annotated[Path | None, typer.Option(help="Folder that all workers share: start when all are ready.")] = None,
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
-    upload: Upload = None,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met, and 130 if a signal ends it."""
     from loadgen.files import check_written, write_reports
@@ -90,7 +85,6 @@ def run(
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
-    copy = _copier(upload, out)
     done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
     results = evaluate(done)
     if log_records:
@@ -100,7 +94,6 @@ def run(
     if out is not None:
         check_written(done, out)
         write_reports(results, out)
-    copy()
     raise typer.Exit(INTERRUPTED if done.interrupted else not results.passed)
 
 
@@ -121,7 +114,6 @@ def search(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
-    upload: Upload = None,
 ) -> None:
     """Search for the highest rate that meets the objectives; exit code 1 if no rate does, and 130 if a signal ends the search."""
     from loadgen import found as reports
@@ -135,7 +127,6 @@ def search(
     plan, key = Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
     flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}
     chosen = load(scenario, [*(settings or ()), *_given(flags, objectives)])
-    copy = _copier(upload, out)
 
     def measure(changed: Scenario, number: int) -> Results:
         folder = out / f"run-{number:02}" if out is not None else None
@@ -150,7 +141,6 @@ def search(
     reports.show(found)
     if out is not None:
         reports.write(found, out)
-    copy()
     raise typer.Exit(INTERRUPTED if found.reason == "interrupted" else found.rate is None)
 
 
@@ -175,15 +165,6 @@ def report(
 
 
 @app.command()
-def upload(
-    folder: Annotated[Path, typer.Argument(help="Folder that a run or a search has left.")],
-    address: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX")],
-) -> None:
-    """Copy the files of a run to an S3-compatible store; AWS_… variables have the credentials."""
-    _copier(address, folder)()
-
-
-@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="Folder or file of records.")],
     second: Annotated[Path, typer.Argument(help="Folder or file of records.")],
@@ -195,23 +176,6 @@ def compare(
 
     results = [evaluate(merge(read([source]))) for source in (first, second)]
     show(results[0], results[1], (str(first), str(second)))
-
-
-def _copier(address: str | None, folder: Path | None) -> Callable[[], None]:
-    """Return a function that copies the files of ``folder`` to ``address``, if there is one. Raises :class:`LoadError` at once."""
-    from loadgen import store
-
-    if address is None:
-        return lambda: None
-    place = store.parse(address)
-    if folder is None:
-        raise LoadError("--upload copies the files of --out, and there is none; name a folder")
-
-    def copy() -> None:
-        for key in store.upload(folder, place):
-            print(f"wrote s3://{place.bucket}/{key}", file=sys.stderr)
-
-    return copy
 
 
 def _toml(value: str | float) -> str:

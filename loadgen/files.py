@@ -1,4 +1,4 @@
-"""Writes the files of a run: ``records.jsonl``, ``report.txt``, ``report.html`` and ``summary.json``."""
+"""Writes the files of a run: ``records.jsonl``, ``report.txt`` and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from loadgen import records
 from loadgen.errors import LoadError, reason_of
-from loadgen.page import page
 from loadgen.records import Run
 from loadgen.report import as_json, as_text
 from loadgen.statistics import Results
@@ -18,7 +17,6 @@ def write_reports(results: Results, folder: Path) -> None:
     """Write all files except the records. Raises :class:`LoadError`."""
     with writing(folder):
         (folder / "report.txt").write_text(as_text(results), encoding="utf-8")
-        (folder / "report.html").write_text(page(results), encoding="utf-8")
         (folder / "summary.json").write_text(as_json(results) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,7 @@
-"""Reports a search: a table and one line of JSON, and a page with plots over the rate."""
+"""Reports a search: a table and one line of JSON."""
 
 from __future__ import annotations
 
-import html
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from loadgen.files import writing
-from loadgen.objectives import Objective
-from loadgen.page import details, document, html_table
-from loadgen.plots import Chart, Series
 from loadgen.report import WIDTH, table
 from loadgen.scenario import as_settings
 from loadgen.search import Found, Probe, Reason
@@ -59,9 +55,8 @@ def show(found: Found) -> None:
 
 
 def write(found: Found, folder: Path) -> None:
-    """Write ``search.html`` and ``search.json``. Raises :class:`LoadError`."""
+    """Write ``search.json``. Raises :class:`LoadError`."""
     with writing(folder):
-        (folder / "search.html").write_text(page(found), encoding="utf-8")
         (folder / "search.json").write_text(as_json(found) + "\n", encoding="utf-8")
 
 
@@ -97,43 +92,6 @@ def as_json(found: Found) -> str:
         "scenario": as_settings(found.scenario),
     }
     return msgspec.json.encode(result).decode()
-
-
-def page(found: Found) -> str:
-    """Return the page: the result, the table, and plots over the rate."""
-    parts = [
-        f"<h1>{html.escape(found.scenario.name)}</h1><p>{html.escape(verdict(found))}</p>",
-        *(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(found)),
-        html_table(HEADINGS, rows(found)),
-        *(chart.svg() for chart in charts(found)),
-        details("Scenario", as_settings(found.scenario)),
-        details("Command", found.command),
-    ]
-    return document(found.scenario.name, parts)
-
-
-def charts(found: Found) -> list[Chart]:
-    """Return the charts: times with their bounds, and answered requests, over the rate."""
-    probes = _ascending(found)
-    rates = [probe.rate for probe in probes]
-    lines = [
-        Series(
-            title, [(probe.rate, 1000 * probe.results.total.values[name]) for probe in probes if name in probe.results.total.values]
-        )
-        for name, title in {"latency_p50": "P50", "latency_p99": "P99", "ttft_p99": "TTFT P99"}.items()
-    ]
-    objectives = [Objective.parse(text) for text in found.scenario.objectives]
-    bounds = [
-        Series(objective.text, [(rate, 1000 * objective.bound) for rate in (rates[0], rates[-1])])
-        for objective in objectives
-        if objective.of and probes
-    ]
-    answered = Series("answered", [(probe.rate, probe.results.total.values["requests_per_s"]) for probe in probes])
-    offered = Series("offered", [(rate, rate) for rate in rates])
-    return [
-        Chart("Times by rate", "requests a second", "ms", [*(line for line in lines if line.points), *bounds], log_y=True),
-        Chart("Answered by offered rate", "requests a second", "a second", [offered, answered]),
-    ]
 
 
 def _ascending(found: Found) -> list[Probe]:

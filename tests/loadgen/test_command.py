@@ -115,7 +115,6 @@ def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path
     assert "PASS  failures == 0: 0" in done.stdout
     assert json.loads((out / "summary.json").read_text()) == result
     assert "time to first token" in (out / "report.txt").read_text()
-    assert "<svg" in (out / "report.html").read_text()
     assert result["machine"]["python"]
     assert result["command"].startswith("yardstick load run")
 
@@ -126,7 +125,7 @@ def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path
     assert json.loads(again.stdout.splitlines()[-1]) == result
     from_log = yardstick("report", "-", "--out", str(tmp_path / "log"), text=done.stdout)
     assert json.loads(from_log.stdout.splitlines()[-1]) == result
-    assert (tmp_path / "log" / "report.html").read_text() == (out / "report.html").read_text()
+    assert (tmp_path / "log" / "report.txt").read_text() == (out / "report.txt").read_text()
 
     compared = yardstick("compare", str(out), str(tmp_path / "log"))
     assert compared.returncode == 0, compared.stderr

@@ -19,7 +19,7 @@ from tests.cluster.chart.kube import Release, wait_for
 from tests.cluster.chart.test_load import DEPLOY
 from tests.helm.chart import manifests
 
-FILES = {"records.jsonl", "report.html", "report.txt", "summary.json"}
+FILES = {"records.jsonl", "report.txt", "summary.json"}
 RUN = (DEPLOY / "scenario.toml").read_text()
 SCENARIO = RUN.replace("duration_s = 30", "duration_s = 4").replace("warmup_s = 5", "warmup_s = 1")
 LOAD = "app.kubernetes.io/component=load"

@@ -240,11 +240,10 @@ def test_the_guides_examples_are_scenarios(tmp_path: Path) -> None:
 
 
 def test_the_guide_has_every_key() -> None:
-    from loadgen.arrivals import Stage
-    from loadgen.data import Data
-    from loadgen.scenario import _KINDS, Scenario, Target
+    from loadgen.scenario import structs_at
 
     guide = (ROOT / "docs" / "load.md").read_text()
-    for kind in (Scenario, Target, Data, Stage, *_KINDS.values()):
+    paths = ("", "target", "arrivals", "arrivals.stages", "workloads", "workloads.data", "workloads.items")
+    for kind in (kind for path in paths for kind in structs_at(path)):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in guide, f"{kind.__name__}.{field}"

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from loadgen.arrivals import Share
-from loadgen.compare import differing
 from loadgen.errors import LoadError
-from loadgen.objectives import Objective
-from loadgen.records import Record, Run, RunInfo, from_log, lines, merge, parse, to_log
-from loadgen.report import as_json, as_text, warnings
-from loadgen.scenario import as_settings, load
+from loadgen.records import Record, Run, RunInfo, encode, from_log, merge, parse, to_log
+from loadgen.report import as_json, as_text, differing, warnings
+from loadgen.scenario import Objective, as_settings, load
 from loadgen.statistics import evaluate, percentile
 
 
@@ -81,8 +79,8 @@ def test_stages() -> None:
     first, second = results.stages
     assert (first.title, second.title) == ("1: 2/s for 4 s", "2: 5/s for 2 s")
     assert (first.requests, first.succeeded, second.requests) == (7, 6, 3), "without the warm-up; a late turn is of the last stage"
-    assert first.rate(first.succeeded) == pytest.approx(6 / (3.6 - 1))
-    assert second.rate(second.good) == pytest.approx(2 / 4)
+    assert first.values["requests_per_s"] == pytest.approx(6 / (3.6 - 1))
+    assert second.values["goodput"] == pytest.approx(2 / 4)
     assert second.values["latency_max"] == pytest.approx(2.1)
     told = json.loads(as_json(results))
     assert told["stages"]["2: 5/s for 2 s"]["latency_max_ms"] == pytest.approx(2100)
@@ -104,8 +102,10 @@ def test_streams_and_workloads() -> None:
     assert [values[f"tpot_{what}"] for what in ("p50", "max")] == [pytest.approx(0.04), pytest.approx(0.06)]
     assert values["itl_p99.9"] == pytest.approx(0.06)
     assert [verdict.met for verdict in results.verdicts] == [True, False, True]
-    assert results.total.good == 3, "a score has no tokens and is within; the third chat is not"
-    assert results.total.tokens == 3 * 3 + 100
+    assert values["goodput"] * results.total.seconds == pytest.approx(3), (
+        "a score has no tokens and is within; the third chat is not"
+    )
+    assert values["tokens_per_s"] * results.total.seconds == pytest.approx(3 * 3 + 100)
     assert "ttft_p50" not in results.workloads[0].values
 
 
@@ -178,7 +178,7 @@ def runs_of_two() -> list[Run]:
 
 def test_files_and_logs_give_back_what_was_put_in() -> None:
     runs = runs_of_two()
-    assert list(parse([line for run in runs for line in lines(run)], "test")) == runs
+    assert list(parse([line for run in runs for line in encode(run).splitlines()], "test")) == runs
     logs = [[f"[pod/load-{index}] {line}\n" for line in to_log(run)] for index, run in enumerate(runs)]
     assert all(len(log) > 3 for log in logs)
     noise = ["making requests\n", "5 s of 60 · 3 sent\n", '{"name":"load"}\n']
@@ -190,7 +190,7 @@ def test_files_and_logs_give_back_what_was_put_in() -> None:
 
 
 def test_a_file_without_an_end_is_of_a_run_that_was_killed() -> None:
-    (run,) = parse(list(lines(runs_of_two()[0]))[:-1], "test")
+    (run,) = parse(encode(runs_of_two()[0]).splitlines()[:-1], "test")
     assert run.interrupted
 
 
@@ -198,7 +198,7 @@ def test_a_file_without_an_end_is_of_a_run_that_was_killed() -> None:
 def test_a_file_that_has_no_records(text: bytes) -> None:
     with pytest.raises(LoadError, match="does not begin"):
         list(parse([text], "notes.txt"))
-    good = list(lines(runs_of_two()[0]))[:3]
+    good = encode(runs_of_two()[0]).splitlines()[:3]
     with pytest.raises(LoadError, match=r"notes\.txt, line 4"):
         list(parse([*good, b'{"workload":'], "notes.txt"))
 

@@ -314,8 +314,9 @@ def _read_whole(body: bytes, record: Record, workload: AnyWorkload) -> str:
             usage: _Usage | None = scored.usage
             if len(scored.scores) != record.items:
                 raise BadAnswer(f"{len(scored.scores)} score lists for {record.items} items")
-            if any(len(scores) != workload.label_count for scores in scored.scores):
-                raise BadAnswer(f"an item has not {workload.label_count} scores")
+            labels = workload.label_count
+            if any(len(scores) != labels for scores in scored.scores):
+                raise BadAnswer(f"an item has not {labels} scores")
         case Rerank():
             ranking = msgspec.json.decode(body, type=_Ranking)
             usage = ranking.usage

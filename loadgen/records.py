@@ -159,9 +159,11 @@ def merge(runs: Sequence[Run]) -> Run:
 
 
 def _shifted(timed: Timed, by: float) -> Timed:
+    if not by:
+        return timed
     names = ("scheduled", "sent", "end", "first_byte", "first_token", "last_token", "time")
     times = {name: value + by for name in names if (value := getattr(timed, name, None)) is not None}
-    return msgspec.structs.replace(timed, **times) if by else timed
+    return msgspec.structs.replace(timed, **times)
 
 
 RECORDS = "records.jsonl"

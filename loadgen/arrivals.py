@@ -1,4 +1,4 @@
-"""Arrival schedules. Every schedule is a sequence of ascending times in seconds from the start, all before ``duration_s``.
+"""Arrival schedules. ``schedule`` of a kind yields ascending times in seconds from the start; only stages and traces end.
 
 Several workers may share a run. Independent Poisson processes with parts of the rate add up to one with the whole rate, whatever
 the offset between the workers' clocks; constant arrivals interleave; each of N workers takes every N-th line of a trace.
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 
@@ -38,7 +38,6 @@ class Poisson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Requests per second of all workers together."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:
-        """Yield arrivals without end."""
         return unit_poisson(rng, share.of / self.rate)
 
 
@@ -49,7 +48,6 @@ class Constant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Requests per second of all workers together."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:  # noqa: ARG002 - one signature for all
-        """Yield arrivals without end."""
         return (place / self.rate for place in count(share.index, share.of))
 
 
@@ -109,32 +107,26 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:  # noqa: ARG002 - one signature for all
         """Yield the file's arrivals. Raises :class:`LoadError`."""
-        times = self._read()
-        return ((time - times[0]) / self.speed for time in islice(times, share.index, None, share.of))
-
-    def _read(self) -> list[float]:
         try:
             lines = Path(self.file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = (error.strerror or "it cannot be read").lower() if isinstance(error, OSError) else "it is not text"
+            reason = reason_of(error) if isinstance(error, OSError) else "it is not text"
             raise LoadError(f"`arrivals.file`: {self.file}: {reason}; name a file with one time in seconds a line") from None
         times: list[float] = []
         for number, line in enumerate(lines, 1):
             text = line.partition("#")[0].strip()
-            if text:
-                times.append(self._parse(text, number, times[-1] if times else -math.inf))
+            if not text:
+                continue
+            try:
+                time = float(text)
+            except ValueError:
+                raise LoadError(f"{self.file}, line {number}: {text!r} is not a number of seconds") from None
+            if not math.isfinite(time) or (times and time < times[-1]):
+                raise LoadError(f"{self.file}, line {number}: {text} is not a time after the one before it; sort the file")
+            times.append(time)
         if not times:
             raise LoadError(f"`arrivals.file`: {self.file} has no times; write one in seconds on each line")
-        return times
-
-    def _parse(self, text: str, number: int, before: float) -> float:
-        try:
-            time = float(text)
-        except ValueError:
-            raise LoadError(f"{self.file}, line {number}: {text!r} is not a number of seconds") from None
-        if not math.isfinite(time) or time < before:
-            raise LoadError(f"{self.file}, line {number}: {text} is not a time after the one before it; sort the file")
-        return time
+        return ((time - times[0]) / self.speed for time in islice(times, share.index, None, share.of))
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"):

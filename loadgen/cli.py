@@ -1,4 +1,4 @@
-"""``yardstick load``: the subcommands run, search, report, upload and compare."""
+"""``yardstick load``: the subcommands run, search, report and compare."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from loadgen import records
+from loadgen import report as reports
+from loadgen import search as searches
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
+from loadgen.scenario import Scenario, load
+from loadgen.statistics import Results, evaluate
 
 KEY_VARIABLES = ["YARDSTICK_LOAD_KEY", "YARDSTICK_API_KEY"]
 
@@ -53,10 +58,6 @@ Objectives = Annotated[
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, if the gateway needs one.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that has the key in its first line.")]
-Upload = Annotated[
-    str | None,
-    typer.Option(metavar="s3://BUCKET/PREFIX", help="Also copy the files of --out there; AWS_… variables have the credentials."),
-]
 
 
 @app.command()
@@ -78,29 +79,20 @@ def run(
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this worker's share of the load; the first index is 0.")] = "0/1",
     together: Annotated[Path | None, typer.Option(help="Folder that all workers share: start when all are ready.")] = None,
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
-    upload: Upload = None,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met, and 130 if a signal ends it."""
-    from loadgen.files import check_written, write_reports
-    from loadgen.records import to_log
-    from loadgen.report import show
-    from loadgen.runner import run as start
-    from loadgen.scenario import load
-    from loadgen.statistics import evaluate
+    from loadgen.runner import run as send
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
-    copy = _copier(upload, out)
-    done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
+    done = send(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
     results = evaluate(done)
     if log_records:
-        for line in to_log(done):
+        for line in records.to_log(done):
             print(line)
-    show(results)
+    reports.show(results)
     if out is not None:
-        check_written(done, out)
-        write_reports(results, out)
-    copy()
+        reports.write(results, out)
     raise typer.Exit(INTERRUPTED if done.interrupted else not results.passed)
 
 
@@ -121,36 +113,26 @@ def search(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
-    upload: Upload = None,
 ) -> None:
     """Search for the highest rate that meets the objectives; exit code 1 if no rate does, and 130 if a signal ends the search."""
-    from loadgen import found as reports
-    from loadgen.files import check_written, write_reports
     from loadgen.runner import run as send
-    from loadgen.scenario import Scenario, load
-    from loadgen.search import Plan
-    from loadgen.search import search as find
-    from loadgen.statistics import Results, evaluate
 
-    plan, key = Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
+    plan, key = searches.Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
     flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}
     chosen = load(scenario, [*(settings or ()), *_given(flags, objectives)])
-    copy = _copier(upload, out)
 
     def measure(changed: Scenario, number: int) -> Results:
         folder = out / f"run-{number:02}" if out is not None else None
         done = send(changed, Share(), key, _command(), folder)
         results = evaluate(done)
         if folder is not None:
-            check_written(done, folder)
-            write_reports(results, folder)
+            reports.write(results, folder)
         return results
 
-    found = find(chosen, plan, _command(), measure)
-    reports.show(found)
+    found = searches.search(chosen, plan, _command(), measure)
+    searches.show(found)
     if out is not None:
-        reports.write(found, out)
-    copy()
+        searches.write(found, out)
     raise typer.Exit(INTERRUPTED if found.reason == "interrupted" else found.rate is None)
 
 
@@ -160,27 +142,13 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder for the merged records and the reports.")] = None,
 ) -> None:
     """Merge the workers of a run and report it again; exit code 1 if an objective is not met."""
-    from loadgen.files import write_records, write_reports
-    from loadgen.records import from_log, merge, read
-    from loadgen.report import show
-    from loadgen.statistics import evaluate
-
-    runs = from_log(sys.stdin) if sources == ["-"] else read([Path(source) for source in sources])
-    results = evaluate(merge(runs))
+    runs = records.from_log(sys.stdin) if sources == ["-"] else records.read([Path(source) for source in sources])
+    results = evaluate(records.merge(runs))
     if out is not None:
-        write_records(runs, out)
-        write_reports(results, out)
-    show(results)
+        records.write(runs, out)
+        reports.write(results, out)
+    reports.show(results)
     raise typer.Exit(not results.passed)
-
-
-@app.command()
-def upload(
-    folder: Annotated[Path, typer.Argument(help="Folder that a run or a search has left.")],
-    address: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX")],
-) -> None:
-    """Copy the files of a run to an S3-compatible store; AWS_… variables have the credentials."""
-    _copier(address, folder)()
 
 
 @app.command()
@@ -189,40 +157,14 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Folder or file of records.")],
 ) -> None:
     """Compare two runs."""
-    from loadgen.compare import show
-    from loadgen.records import merge, read
-    from loadgen.statistics import evaluate
-
-    results = [evaluate(merge(read([source]))) for source in (first, second)]
-    show(results[0], results[1], (str(first), str(second)))
-
-
-def _copier(address: str | None, folder: Path | None) -> Callable[[], None]:
-    """Return a function that copies the files of ``folder`` to ``address``, if there is one. Raises :class:`LoadError` at once."""
-    from loadgen import store
-
-    if address is None:
-        return lambda: None
-    place = store.parse(address)
-    if folder is None:
-        raise LoadError("--upload copies the files of --out, and there is none; name a folder")
-
-    def copy() -> None:
-        for key in store.upload(folder, place):
-            print(f"wrote s3://{place.bucket}/{key}", file=sys.stderr)
-
-    return copy
-
-
-def _toml(value: str | float) -> str:
-    """Return ``value`` in TOML syntax; a JSON string is a TOML string."""
-    return json.dumps(value)
+    one, other = [evaluate(records.merge(records.read([source]))) for source in (first, second)]
+    reports.compare(one, other, (str(first), str(second)))
 
 
 def _given(flags: Mapping[str, str | float | None], objectives: list[str] | None) -> list[str]:
-    """Return the settings that flags stand for."""
-    given = [f"{key}={_toml(value)}" for key, value in flags.items() if value is not None]
-    return [*given, f"objectives=[{', '.join(map(_toml, objectives))}]"] if objectives else given
+    """Return the settings that flags stand for. A JSON string is a TOML string."""
+    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    return [*given, f"objectives={json.dumps(objectives)}"] if objectives else given
 
 
 def _stages(text: str | None) -> list[str]:

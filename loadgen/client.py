@@ -1,4 +1,7 @@
-"""Sends each request at its due time, whether or not earlier answers have arrived, and records the results."""
+"""Sends each request at its due time, whether or not earlier answers have arrived, and records the results.
+
+Answers are checked against the API, their tokens are counted, and the arrival of text is timed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,11 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from loadgen import answers
 from loadgen.arrivals import Closed, Share
 from loadgen.maker import Due, Maker
 from loadgen.records import Failure, Record
 from loadgen.scenario import Scenario
-from loadgen.workloads import Chat, follow_up
+from loadgen.workloads import AnyWorkload, Chat, Embeddings, Generation, Rerank, Score, follow_up
 
 SETTLE_SECONDS = 0.1
 """Pause between the last preparation and the first arrival."""
@@ -34,6 +36,82 @@ _PATHS = {
     "completions": "/v1/completions",
 }
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
+_DETAIL = 200
+"""Most characters of an error message that are kept."""
+
+
+class BadAnswer(Exception):
+    """The response violates the API; the message says how."""
+
+
+class StreamFailed(Exception):
+    """The stream ended with an error event; the message is the server's."""
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+
+
+class _Scores(msgspec.Struct):
+    scores: list[list[float]]
+    usage: _Usage = _Usage()
+
+
+class _Result(msgspec.Struct):
+    index: int
+    relevance_score: float
+
+
+class _Ranking(msgspec.Struct):
+    results: list[_Result]
+    usage: _Usage = _Usage()
+
+
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+    usage: _Usage = _Usage()
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    """One choice of a chat or completion, whole or streamed."""
+
+    message: _Message | None = None
+    delta: _Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def content(self) -> str | None:
+        message = self.message or self.delta
+        return message.content if message is not None else self.text
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _Generation(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+_generation = msgspec.json.Decoder(_Generation)
 
 
 class Client:
@@ -88,17 +166,10 @@ class Client:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         headers |= {} if target.cache else {"cache-control": "no-cache"}
         headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
-        connector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
-            if target.keep_alive
-            else aiohttp.TCPConnector(limit=0, force_close=True)
-        )
-        return aiohttp.ClientSession(
-            connector=connector,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=target.timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        connections = {"keepalive_timeout": _IDLE_SECONDS} if target.keep_alive else {"force_close": True}
+        connector = aiohttp.TCPConnector(limit=0, **connections)
+        timeout = aiohttp.ClientTimeout(total=target.timeout_s)
+        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
 
     async def _send_all(self, maker: Maker) -> None:
         arrivals = self._scenario.arrivals
@@ -172,23 +243,116 @@ class Client:
                 text = await self._read(response, record, due.workload)
         except asyncio.CancelledError:
             record.failure = "unfinished"
-        except (aiohttp.ClientError, TimeoutError, answers.BadAnswer, answers.StreamFailed, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, BadAnswer, StreamFailed, OSError) as error:
             record.failure, record.detail = _failure(error, record), self._without_key(str(error))
         record.end = self.now()
         self.records.append(record)
         return text
 
-    async def _read(self, response: aiohttp.ClientResponse, record: Record, workload: int) -> str | None:
+    async def _read(self, response: aiohttp.ClientResponse, record: Record, place: int) -> str | None:
+        """Complete ``record`` from a response, and return the generated text; empty if nothing is generated.
+
+        Raises :class:`BadAnswer`, :class:`StreamFailed` and aiohttp's errors.
+        """
         record.cache = response.headers.get("x-yardstick-cache", "")
-        if response.status == 200:
-            return await answers.read(response, record, self._scenario.workloads[workload], self.now)
-        record.failure = "status"
-        record.retry_after = _seconds(response.headers.get("retry-after"))
-        record.detail = self._without_key(answers.reason(await response.read()))
-        return None
+        if response.status != 200:
+            record.failure = "status"
+            record.retry_after = _seconds(response.headers.get("retry-after"))
+            record.detail = self._without_key(_reason(await response.read()))
+            return None
+        workload = self._scenario.workloads[place]
+        try:
+            if isinstance(workload, Generation) and workload.stream:
+                return await self._read_stream(response, record)
+            return _read_whole(await response.read(), record, workload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadAnswer(str(error)) from None
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, record: Record) -> str:
+        rest, finished, done = b"", False, False
+        record.gaps = []
+        texts: list[str] = []
+        async for chunk in response.content.iter_any():
+            now = self.now()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                event = line[5:].strip()
+                if not line.startswith(b"data:"):
+                    continue
+                if event == b"[DONE]":
+                    done = True
+                    continue
+                answer = _generation.decode(event)  # the data is one line, because it is JSON
+                if answer.error is not None:
+                    raise StreamFailed(answer.error.message[:_DETAIL])
+                finished = finished or any(choice.finish_reason is not None for choice in answer.choices)
+                if any(choice.content for choice in answer.choices):
+                    texts.append(answer.choices[0].content or "")
+                    if record.last_token is None:
+                        record.first_token = now
+                    else:
+                        record.gaps.append(round(now - record.last_token, 6))
+                    record.last_token = now
+                if answer.usage is not None:
+                    _count(answer.usage, record)
+        if not done:
+            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+        if not finished:
+            raise BadAnswer("a stream without a finish reason")
+        return "".join(texts)
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
+
+
+def _read_whole(body: bytes, record: Record, workload: AnyWorkload) -> str:
+    """Check an answer that is not streamed, and return the generated text. Raises :class:`BadAnswer` and msgspec's errors."""
+    text = ""
+    match workload:
+        case Score():
+            scored = msgspec.json.decode(body, type=_Scores)
+            usage: _Usage | None = scored.usage
+            if len(scored.scores) != record.items:
+                raise BadAnswer(f"{len(scored.scores)} score lists for {record.items} items")
+            labels = workload.label_count
+            if any(len(scores) != labels for scores in scored.scores):
+                raise BadAnswer(f"an item has not {labels} scores")
+        case Rerank():
+            ranking = msgspec.json.decode(body, type=_Ranking)
+            usage = ranking.usage
+            wanted, found = workload.results(record.items), {result.index for result in ranking.results}
+            if len(ranking.results) != wanted or len(found) != wanted or not all(0 <= index < record.items for index in found):
+                raise BadAnswer(f"{len(ranking.results)} results for {len(found)} documents, instead of one for each of {wanted}")
+        case Embeddings():
+            embedded = msgspec.json.decode(body, type=_Embeddings)
+            usage = embedded.usage
+            if [entry.index for entry in embedded.data] != list(range(record.items)):
+                raise BadAnswer(f"{len(embedded.data)} embeddings for {record.items} texts, or another order")
+            lengths = {len(entry.embedding) for entry in embedded.data}
+            if len(lengths) != 1 or 0 in lengths:
+                raise BadAnswer("embeddings of different lengths, or empty ones")
+        case _:
+            answer = _generation.decode(body)
+            usage = answer.usage
+            if not answer.choices or any(choice.content is None for choice in answer.choices):
+                raise BadAnswer("an answer without text")
+            text = answer.choices[0].content or ""
+    if usage is not None:
+        _count(usage, record)
+    return text
+
+
+def _count(usage: _Usage, record: Record) -> None:
+    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens or 0
+
+
+def _reason(body: bytes) -> str:
+    """Return the reason in a response with another status: the error's message, or the start of the body."""
+    try:
+        said = msgspec.json.decode(body, type=_Refusal).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = body.decode(errors="replace")
+    return " ".join(said.split())[:_DETAIL]
 
 
 def _failure(error: Exception, record: Record) -> Failure:
@@ -198,9 +362,9 @@ def _failure(error: Exception, record: Record) -> Failure:
             return record.failure  # the body of this status could not be read
         case TimeoutError():
             return "timeout"
-        case answers.BadAnswer() | aiohttp.ClientResponseError():
+        case BadAnswer() | aiohttp.ClientResponseError():
             return "bad_body"
-        case answers.StreamFailed():
+        case StreamFailed():
             return "stream_error"
         case OSError() if error.errno in _EXHAUSTED:
             return "exhausted"

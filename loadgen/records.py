@@ -8,14 +8,15 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError, reason_of
-from loadgen.scrapes import Scrape
 
 Failure = Literal["connect", "exhausted", "lost", "timeout", "status", "bad_body", "cut", "stream_error", "unfinished"]
 """
@@ -85,6 +86,19 @@ class Record(msgspec.Struct, gc=False, omit_defaults=True):
         return (self.last_token - self.first_token) / (self.completion_tokens - 1)
 
 
+class Scrape(msgspec.Struct, tag_field="record", tag="metrics"):
+    """One read of a page."""
+
+    url: str
+    time: float
+    """Seconds from the start of the run."""
+    counters: dict[str, float] = {}
+    """Value of each counter, by name with labels. Histograms have two: sum and count."""
+    gauges: dict[str, float] = {}
+    error: str = ""
+    """Why the page could not be read."""
+
+
 class RunInfo(msgspec.Struct, kw_only=True, tag_field="record", tag="run"):
     """Scenario, place and time of a run."""
 
@@ -122,6 +136,9 @@ class Run(msgspec.Struct):
         return self.infos[0].scenario
 
 
+Timed = TypeVar("Timed", Record, Scrape)
+
+
 def merge(runs: Sequence[Run]) -> Run:
     """Merge the workers of one run and align their clocks. Raises :class:`LoadError` if they are not of one run."""
     infos = [info for run in runs for info in run.infos]
@@ -133,22 +150,33 @@ def merge(runs: Sequence[Run]) -> Run:
     if indices != list(range(infos[0].share.of)):
         raise LoadError(f"there are records of workers {indices}, of {infos[0].share.of}; give those of each worker once")
     start = min(info.started for info in infos)
-    records = [_shifted(record, run.infos[0].started - start) for run in runs for record in run.records]
-    scrapes = [
-        msgspec.structs.replace(scrape, time=scrape.time + run.infos[0].started - start) for run in runs for scrape in run.scrapes
-    ]
+    records, scrapes = [], []
+    for run in runs:
+        later = run.infos[0].started - start
+        records += [_shifted(record, later) for record in run.records]
+        scrapes += [_shifted(scrape, later) for scrape in run.scrapes]
     return Run(infos, sorted(records, key=lambda record: record.scheduled), any(run.interrupted for run in runs), scrapes)
 
 
-def _shifted(record: Record, by: float) -> Record:
+def _shifted(timed: Timed, by: float) -> Timed:
     if not by:
-        return record
-    names = ("scheduled", "sent", "end", "first_byte", "first_token", "last_token")
-    times = {name: value + by for name in names if (value := getattr(record, name)) is not None}
-    return msgspec.structs.replace(record, **times)
+        return timed
+    names = ("scheduled", "sent", "end", "first_byte", "first_token", "last_token", "time")
+    times = {name: value + by for name in names if (value := getattr(timed, name, None)) is not None}
+    return msgspec.structs.replace(timed, **times)
 
 
 RECORDS = "records.jsonl"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Create ``folder``, and convert errors of writing to :class:`LoadError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise LoadError(f"cannot write to {folder}: {reason_of(error)}; choose another --out") from None
 
 
 def read(sources: Sequence[Path]) -> list[Run]:
@@ -163,11 +191,71 @@ def read(sources: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def lines(run: Run) -> Iterator[bytes]:
-    """Yield the lines of one worker's records, in the file format."""
+def write(runs: Sequence[Run], folder: Path) -> None:
+    """Write the records of all workers, one after another. Raises :class:`LoadError`."""
+    with writing(folder), (folder / RECORDS).open("wb") as stream:
+        for run in runs:
+            stream.write(encode(run))
+
+
+def encode(run: Run) -> bytes:
+    """Return one worker's records in the file format."""
     (info,) = run.infos
-    for document in (info, *run.records, *run.scrapes, RunEnd(run.interrupted)):
-        yield msgspec.json.encode(document) + b"\n"
+    return _lines([info, *run.records, *run.scrapes, RunEnd(run.interrupted)])
+
+
+def _lines(documents: Sequence[msgspec.Struct]) -> bytes:
+    return b"".join(msgspec.json.encode(document) + b"\n" for document in documents)
+
+
+class Recorder:
+    """The file of records. It is written during the run, so that little is lost if the process ends. A full disk does not end the
+    run: the file then keeps the records so far, as whole lines, and ``problem`` has the reason."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Open the file; without a ``folder``, nothing is written. Raises :class:`LoadError`."""
+        self.problem = ""
+        self._written = 0
+        self._whole = 0  # length of the file up to the last complete write
+        self._stream: FileIO | None = None
+        if folder is not None:
+            with writing(folder):
+                self._stream = FileIO(folder / RECORDS, "a")
+
+    def begin(self, info: RunInfo) -> None:
+        """Write the first line, in place of earlier records: a run that cannot begin leaves them."""
+        if self._stream is not None:
+            self._stream.truncate(0)
+        self._write([info])
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Append the new ones of ``records``."""
+        new = records[self._written :]
+        self._written += len(new)
+        self._write(new)
+
+    def finish(self, interrupted: bool, scrapes: Sequence[Scrape]) -> None:
+        """Write the servers' metrics and the last line."""
+        self._write([*scrapes, RunEnd(interrupted)])
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _write(self, documents: Sequence[msgspec.Struct]) -> None:
+        if self._stream is None or self.problem:
+            return
+        text = memoryview(_lines(documents))
+        try:
+            sent = 0
+            while sent < len(text):
+                sent += self._stream.write(text[sent:])
+            self._whole += len(text)
+        except OSError as error:
+            self.problem = reason_of(error)
+            with suppress(OSError):
+                self._stream.truncate(self._whole)
 
 
 _run_decoder = msgspec.json.Decoder(RunInfo)
@@ -206,7 +294,7 @@ _CHARACTERS = 12_000
 
 def to_log(run: Run) -> Iterator[str]:
     """Yield one worker's records as compressed log lines; :func:`from_log` finds them among other log lines."""
-    text = base64.b64encode(zlib.compress(b"".join(lines(run)), 9)).decode()
+    text = base64.b64encode(zlib.compress(encode(run), 9)).decode()
     pieces = [text[place : place + _CHARACTERS] for place in range(0, len(text), _CHARACTERS)]
     for number, piece in enumerate(pieces, 1):
         yield f"{_MARK} {run.infos[0].share.index} {number}/{len(pieces)} {piece}"

@@ -1,23 +1,86 @@
-"""The scenario: one TOML file. Every value can also be given on the command line."""
+"""The scenario: one TOML file. Every value can also be given on the command line.
+
+``__post_init__`` of the parts of a scenario raises :class:`ValueError`, which msgspec reports with the path of the key.
+"""
 
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
-from loadgen.arrivals import Arrivals, Closed, Constant, Poisson, Ramp, Stage, Stages, Trace
-from loadgen.data import Data
-from loadgen.distributions import Empirical, LogNormal, Uniform
+from loadgen.arrivals import Arrivals, Poisson, Stage
+from loadgen.content import Data, Empirical, LogNormal, Uniform
 from loadgen.errors import LoadError, reason_of
-from loadgen.objectives import Objective
 from loadgen.workloads import AnyWorkload, Score
+
+if TYPE_CHECKING:
+    from loadgen.records import Record
+
+TIMES = ("latency", "ttft", "tpot", "itl", "lag")
+"""Times with percentiles; ``p99`` alone means the latency. ``itl``: gaps between pieces of a stream."""
+RATES = ("requests_per_s", "items_per_s", "tokens_per_s", "goodput")
+COUNTS = ("requests", "failures", "failure_rate", "cache_hit_rate")
+
+_FORM = re.compile(
+    r"\s*(?P<measure>[a-z_0-9.]+)\s*(?P<relation><=|>=|==|<|>)\s*(?P<bound>[0-9.]+(e-?[0-9]+)?)\s*(?P<unit>ms|s|%|)\s*"
+)
+_TIME = re.compile(rf"(?:(?P<of>{'|'.join(TIMES)})_)?(?P<what>p[0-9]+(\.[0-9]+)?|max|mean)")
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+_UNITS = {"ms": 0.001, "s": 1.0, "%": 0.01, "": 1.0}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A condition that a run must meet: ``p99 <= 500ms``, ``failures == 0``, ``items_per_s >= 1000``."""
+
+    text: str
+    measure: str
+    """Key in a summary, such as ``latency_p99`` or ``failures``."""
+    of: str | None
+    """The time whose percentile, maximum or mean is compared; None for rates and counts."""
+    relation: str
+    bound: float
+    """Bound in seconds, or a plain number."""
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Parse an objective. Raises :class:`ValueError` with a message for its author."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ValueError(f"the objective {text!r} is not like `p99 <= 500ms` or `failures == 0`")
+        measure, unit = found["measure"], found["unit"]
+        time = _TIME.fullmatch(measure)
+        if time is None and measure not in RATES + COUNTS:
+            known = ", ".join(("p50 … p99.9, max, mean", *(f"{name}_p99" for name in TIMES[1:]), *RATES, *COUNTS))
+            raise ValueError(f"the objective {text!r} names no measure; known: {known}")
+        if (time is not None) != (unit in ("ms", "s")):
+            raise ValueError(f"the objective {text!r} needs " + ("a unit, ms or s" if time else "no unit of time"))
+        if time is not None and time["what"][0] == "p" and not 0 < float(time["what"][1:]) <= 100:
+            raise ValueError(f"the objective {text!r} has a percentile that is not above 0 and at most 100")
+        of = (time["of"] or "latency") if time is not None else None
+        name = f"{of}_{time['what']}" if time is not None else measure
+        return cls(text, name, of, found["relation"], float(found["bound"]) * _UNITS[unit])
+
+    def met(self, value: float | None) -> bool:
+        """Whether a run with this value meets the objective; a missing value does not."""
+        return value is not None and bool(_RELATIONS[self.relation](value, self.bound))
+
+    def allows(self, record: Record) -> bool:
+        """Whether a single request stays within the bound on its latency, TTFT or TPOT."""
+        if self.of not in ("latency", "ttft", "tpot") or self.relation not in ("<", "<="):
+            return True
+        value: float | None = getattr(record, self.of)
+        return value is None or self.met(value)
+
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=10_000_000)]
 
@@ -40,7 +103,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     of `http://`, the page of each address of the host name is read."""
 
     def __post_init__(self) -> None:
-        """Check the URL. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", self.url):
             raise ValueError("`url` is not like http://host:port, without a user name, `?` and `#`")
         if self.url.rstrip("/").endswith("/v1"):
@@ -67,7 +129,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Conditions that the run must meet, such as `p99 <= 500ms`; docs/load.md lists the measures."""
 
     def __post_init__(self) -> None:
-        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if self.warmup_s >= self.duration_s:
             raise ValueError("`warmup_s` is not less than `duration_s`; shorten it")
         titles = [workload.title for workload in self.workloads]
@@ -79,34 +140,30 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
     """Load the scenario in ``file``, or the default, and apply ``KEY=VALUE`` settings in order. Raises :class:`LoadError`."""
-    document = _read(file) if file is not None else {"arrivals": {"kind": "poisson", "rate": 1.0}, "workloads": [{"kind": "score"}]}
+    document: dict[str, Any] = {"arrivals": {"kind": "poisson", "rate": 1.0}, "workloads": [{"kind": "score"}]}
+    if file is not None:
+        try:
+            document = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LoadError(f"cannot read {file}: {reason_of(error)}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise LoadError(f"{file} is not TOML: {error}") from None
     for setting in settings:
         _set(document, setting)
-    if file is not None:
-        _locate_files(document, file.parent)
-    _add_duration(document)
+    arrivals, workloads = document.get("arrivals"), document.get("workloads")
+    if file is not None:  # a trace and data are relative to the scenario's folder
+        entries = [entry.get("data") for entry in workloads if isinstance(entry, dict)] if isinstance(workloads, list) else []
+        for place in (arrivals, *entries):
+            if isinstance(place, dict) and isinstance(place.get("file"), str):
+                place["file"] = str(file.parent / place["file"])
+    if isinstance(arrivals, dict) and arrivals.get("kind") == "stages" and "duration_s" not in document:
+        with suppress(KeyError, TypeError):  # the conversion reports what is wrong
+            document["duration_s"] = float(sum(stage["seconds"] for stage in arrivals["stages"]))
     try:
         return msgspec.convert(document, Scenario, strict=True)
     except msgspec.ValidationError as error:
         where = f"{file}: " if file is not None else ""
         raise LoadError(where + _located(str(error), document)) from None
-
-
-def _locate_files(document: dict[str, Any], folder: Path) -> None:
-    """Make the paths of a trace and of data relative to the scenario's folder."""
-    workloads = document.get("workloads")
-    entries = [entry.get("data") for entry in workloads if isinstance(entry, dict)] if isinstance(workloads, list) else []
-    for place in (document.get("arrivals"), *entries):
-        if isinstance(place, dict) and isinstance(place.get("file"), str):
-            place["file"] = str(folder / place["file"])
-
-
-def _add_duration(document: dict[str, Any]) -> None:
-    """Set the duration to that of all stages, unless it is given."""
-    arrivals = document.get("arrivals")
-    if isinstance(arrivals, dict) and arrivals.get("kind") == "stages" and "duration_s" not in document:
-        with suppress(KeyError, TypeError):  # the conversion reports what is wrong
-            document["duration_s"] = float(sum(stage["seconds"] for stage in arrivals["stages"]))
 
 
 def as_settings(scenario: Scenario) -> dict[str, Any]:
@@ -115,99 +172,72 @@ def as_settings(scenario: Scenario) -> dict[str, Any]:
     return plain
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LoadError(f"cannot read {file}: {reason_of(error)}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LoadError(f"{file} is not TOML: {error}") from None
-
-
-_STEP = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?")
-
-
 def _set(document: dict[str, Any], setting: str) -> None:
     """Apply a setting such as ``arrivals.rate=20`` or ``workloads[0].items=5``. A value that is not TOML is a string."""
     key, equals, text = setting.partition("=")
-    steps = [_STEP.fullmatch(step.strip()) for step in key.split(".")]
+    steps = [re.fullmatch(r"([A-Za-z_]\w*)(?:\[(\d+)\])?", step.strip()) for step in key.split(".")]
     if not equals or not all(steps):
         raise LoadError(f"--set {setting}: write it as KEY=VALUE, such as arrivals.rate=20 or workloads[0].items=5")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    keys = [part if index == 0 else int(part) for step in steps if step for index, part in enumerate(step.groups()) if part]
     place: Any = document
-    for last, step in zip((*[False] * (len(steps) - 1), True), steps, strict=True):
-        assert step is not None
-        place = _enter(place, step[1], step[2], value if last else None, setting)
-
-
-def _enter(place: Any, name: str, index: str | None, value: Any, setting: str) -> Any:
-    """Follow one step of a key, create what is missing, and store ``value`` unless it is None."""
-    if not isinstance(place, dict):
-        raise LoadError(f"--set {setting}: there is nothing named {name} within a plain value")
-    if index is None:
-        if name == "kind" and value is not None and place.get(name) != value:
+    for number, (name, following) in enumerate(zip(keys, [*keys[1:], None], strict=True)):
+        if isinstance(name, int):
+            if not isinstance(place, list) or name > len(place):
+                raise LoadError(f"--set {setting}: {keys[number - 1]} has no [{name}]; count from 0")
+            if name == len(place):
+                place.append({})
+        elif not isinstance(place, dict):
+            raise LoadError(f"--set {setting}: there is nothing named {name} within a plain value")
+        elif following is None and name == "kind" and place.get(name) != value:
             place.clear()  # fields of the other kind do not apply to this one
-        if value is not None:
+        elif following is not None:
+            place.setdefault(name, [] if isinstance(following, int) else {})
+        if following is None:
             place[name] = value
-        return place.setdefault(name, {})
-    entries = place.setdefault(name, [])
-    if not isinstance(entries, list) or int(index) > len(entries):
-        raise LoadError(f"--set {setting}: {name} has no [{index}]; count from 0")
-    if int(index) == len(entries):
-        entries.append({})
-    if value is not None:
-        entries[int(index)] = value
-    return entries[int(index)]
-
-
-_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
-_KINDS: dict[str, type[msgspec.Struct]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (*get_args(AnyWorkload), Poisson, Constant, Ramp, Stages, Trace, Closed, Uniform, LogNormal, Empirical)
-}
+        else:
+            place = place[name]
 
 
 def _located(message: str, document: dict[str, Any]) -> str:
     """Convert msgspec's message to one that starts with the key and ends with the remedy."""
-    found = _AT.search(message)
+    found = re.search(r" - at `\$\.?(?P<path>[^`]*)`$", message)
     path, what = (found["path"], message[: found.start()]) if found else ("", message)
-    unknown = _UNKNOWN.search(what)
-    if unknown is not None:
-        return _unknown_key(path, unknown["name"], document)
-    subject = f"`{path}`: " if path else ""
-    missing = re.search(r"missing required field `(.+?)`", what)
-    if missing:
+    subject, what = f"`{path}`: " if path else "", what[:1].lower() + what[1:]
+    if unknown := re.search(r"unknown field `(.*?)`", what):
+        place: Any = document
+        for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+            place = place[int(index)] if index else place[name]
+        kinds = structs_at(path)
+        kind = next((kind for kind in kinds if kind.__struct_config__.tag == place.get("kind")), kinds[0])
+        known = [field.encode_name for field in msgspec.structs.fields(kind)]
+        near = difflib.get_close_matches(unknown[1], known, 1)
+        remedy = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        return f"`{path + '.' if path else ''}{unknown[1]}` is not a setting; {remedy}"
+    if missing := re.search(r"missing required field `(.+?)`", what):
         return f"{subject}`{missing[1]}` is missing; add it"
-    if what.startswith("Invalid value '"):
-        known = ", ".join(sorted(name for name in _KINDS if _fits(_KINDS[name], path)))
-        return f"{subject}{what[0].lower()}{what[1:]}; known: {known}"
-    return f"{subject}{what[:1].lower()}{what[1:]}"
+    if what.startswith("invalid value '"):
+        tags = sorted(str(kind.__struct_config__.tag) for kind in structs_at(path.removesuffix(".kind")))
+        return f"{subject}{what}; known: {', '.join(tags)}"
+    return f"{subject}{what}"
 
 
-def _unknown_key(path: str, name: str, document: dict[str, Any]) -> str:
-    """Return the message for an unknown key."""
-    plain: dict[str, type[msgspec.Struct]] = {"": Scenario, "target": Target, "data": Data, "stages": Stage}
-    kind = plain.get(path.rpartition(".")[2].partition("[")[0]) or _KINDS[_at(document, path)["kind"]]
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    near = difflib.get_close_matches(name, known, 1)
-    remedy = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-    return f"`{path + '.' if path else ''}{name}` is not a setting; {remedy}"
-
-
-def _at(document: Any, path: str) -> Any:
-    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        document = document[int(index)] if index else document[name]
-    return document
-
-
-def _fits(kind: type[msgspec.Struct], path: str) -> bool:
-    """Whether ``kind`` can stand at ``path``, whose last part may be the key ``kind`` itself."""
-    room = {"arrivals": get_args(Arrivals)}.get(path.removesuffix(".kind"))
-    if room is None:
-        inside = re.fullmatch(r"workloads\[\d+\](\.kind)?", path)
-        room = get_args(AnyWorkload) if inside else (Uniform, LogNormal, Empirical)
-    return kind in room
+def structs_at(path: str) -> tuple[type[msgspec.Struct], ...]:
+    """Return what can stand at ``path`` of a scenario, such as ``workloads[0].items``."""
+    match re.sub(r"\[\d+\]", "", path).split("."):
+        case [""]:
+            return (Scenario,)
+        case ["target"]:
+            return (Target,)
+        case ["arrivals"]:
+            return get_args(Arrivals)
+        case ["arrivals", "stages"]:
+            return (Stage,)
+        case ["workloads"]:
+            return get_args(AnyWorkload)
+        case ["workloads", "data"]:
+            return (Data,)
+    return (Uniform, LogNormal, Empirical)

@@ -1,23 +1,17 @@
-"""Reads pages of Prometheus metrics before, during and after a run. Pages are parsed afterwards, as that would delay requests.
-
-What reads and parses pages is imported where it is used: the process that makes requests imports this module too.
-"""
+"""Reads pages of Prometheus metrics before, during and after a run. Pages are parsed afterwards, as that would delay requests."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import socket
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import msgspec
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
-if TYPE_CHECKING:
-    import aiohttp
+from loadgen.records import Scrape
 
 PAGE_BYTES = 4 << 20
 KEPT_BYTES = 64 << 20
@@ -30,19 +24,6 @@ _TIMEOUT = 2.0
 """Seconds for one read of a page."""
 EACH = "dns+"
 """In front of a URL: read the page of every address of its host name."""
-
-
-class Scrape(msgspec.Struct, tag_field="record", tag="metrics"):
-    """One read of a page."""
-
-    url: str
-    time: float
-    """Seconds from the start of the run."""
-    counters: dict[str, float] = {}
-    """Value of each counter, by name with labels. Histograms have two: sum and count."""
-    gauges: dict[str, float] = {}
-    error: str = ""
-    """Why the page could not be read."""
 
 
 async def addresses(host: str) -> list[str]:
@@ -72,8 +53,6 @@ class Scraper:
     async def read(self, now: float | None = None) -> None:
         """Read every page once. Raises nothing for a page that cannot be read. ``now``: the time to record, if not the clock's."""
         if self._urls:
-            import aiohttp
-
             time = self._clock() if now is None else now
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session:
                 found = await asyncio.gather(*(self._pages_of(url, time) for url in self._urls))
@@ -101,8 +80,6 @@ class Scraper:
         return [parts._replace(netloc=f"{host}{port}").geturl() for host in hosts]
 
     async def _read(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
-        import aiohttp
-
         found = b""
         try:
             async with session.get(url) as response:
@@ -126,8 +103,6 @@ class Scraper:
 
 def parse(url: str, now: float, page: bytes) -> Scrape:
     """Parse one page. Buckets and times of creation are left out."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     found = Scrape(url, now, {}, {})
     try:
         for family in text_string_to_metric_families(page.decode()):
@@ -142,45 +117,3 @@ def parse(url: str, now: float, page: bytes) -> Scrape:
     except ValueError as error:  # includes UnicodeDecodeError
         return Scrape(url, now, error=f"not in Prometheus's text format: {str(error)[:100]}")
     return found
-
-
-class Series(msgspec.Struct):
-    """Values of one series of one page during a run."""
-
-    url: str
-    name: str
-    kind: str
-    """``counter``, ``mean`` (of a histogram or summary) or ``gauge``."""
-    value: float
-    """Increase of a counter, mean of the histogram's new values, or mean of a gauge over the reads."""
-    most: float | None = None
-    """Largest value of a gauge."""
-    count: int | None = None
-    """Number of the histogram's new values."""
-
-
-def summarise(scrapes: Sequence[Scrape]) -> list[Series]:
-    """Return each series that was not zero throughout. A counter that falls was reset: its server has started again."""
-    pages: dict[str, list[Scrape]] = defaultdict(list)
-    for scrape in scrapes:
-        if not scrape.error:
-            pages[scrape.url].append(scrape)
-    found: list[Series] = []
-    for url, reads in pages.items():
-        increases = {name: _increase([read.counters.get(name, 0.0) for read in reads]) for name in reads[-1].counters}
-        for name, increase in increases.items():
-            base, brace, labels = name.partition("{")
-            count = increases.get(f"{base.removesuffix('_sum')}_count{brace}{labels}") if base.endswith("_sum") else None
-            if count:
-                found.append(Series(url, base.removesuffix("_sum") + brace + labels, "mean", increase / count, count=round(count)))
-            elif increase and not (base.endswith("_count") and f"{base.removesuffix('_count')}_sum{brace}{labels}" in increases):
-                found.append(Series(url, name, "counter", increase))
-        for name in reads[-1].gauges:
-            values = [read.gauges[name] for read in reads if name in read.gauges]
-            if any(values):
-                found.append(Series(url, name, "gauge", math.fsum(values) / len(values), max(values)))
-    return found
-
-
-def _increase(values: Sequence[float]) -> float:
-    return math.fsum(new - old if new >= old else new for old, new in pairwise(values))

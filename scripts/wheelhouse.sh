@@ -12,7 +12,7 @@ host_python=${HOST_PYTHON:-3.12}
 host_may_have=(numpy tokenizers safetensors huggingface-hub packaging requests tqdm click filelock fsspec markupsafe typing-extensions)
 not_needed='torch|triton|transformers|mypy|ruff|import-linter|flashinfer-python|apache-tvm-ffi'
 # For tests that need no GPU, for plots, and for a gateway in Kubernetes.
-not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|obstore|openai|opentelemetry-exporter-otlp-proto-http'
+not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|openai|opentelemetry-exporter-otlp-proto-http'
 not_needed+='|opentelemetry-sdk|peft|playwright|pyarrow|rotel|testcontainers'
 # What `import flashinfer` and its attention need beside the extra gpu. Its other dependencies take gigabytes, and one is torch.
 flashinfer_needs=(click packaging requests tqdm)

@@ -13,7 +13,7 @@ download() { "$PYTHON" -m pip download --quiet --dest wheels --only-binary=:all:
 
 rm -rf wheels
 download --no-deps --retries 1 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
-"$PYTHON" scripts/requirements.py engine s3 tracing | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"
+"$PYTHON" scripts/requirements.py engine tracing | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"
 if [ "${VARIANT:-cpu}" = cuda ]; then
   "$PYTHON" scripts/requirements.py gpu | download --no-deps --find-links wheels --constraint constraints.txt --requirement /dev/stdin
 fi

@@ -46,7 +46,7 @@ def test_builds_say_where_the_source_is(path: str) -> None:
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
     assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]
-    assert re.findall(r"extras\['(\w+)'\]", text) == ["s3", "tracing"]
+    assert re.findall(r"extras\['(\w+)'\]", text) == ["tracing"]
 
 
 def test_only_sources_go_into_the_context() -> None:

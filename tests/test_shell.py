@@ -268,7 +268,7 @@ def test_the_steps_of_a_release(machine: Path) -> None:
                 command, cwd=root, env=environment | {"GITHUB_ENV": str(added), "ZIP": "modules.zip"}, check=True, timeout=60
             )
     package, wheel = f"dist/yardstick-{version}.tgz", "dist/yardstick_llm.whl"
-    torch, extras = "--extra-index-url https://download.pytorch.org/whl/cpu", "engine,parquet,s3,tracing"
+    torch, extras = "--extra-index-url https://download.pytorch.org/whl/cpu", "engine,parquet,tracing"
     written, files = f"--output-file {wheel}.cdx.json", f"dist/SHA256SUMS {package} {package}.cdx.json {wheel}"
     assert (root / "log").read_text().splitlines() == [
         ".ci/run",
@@ -501,7 +501,7 @@ def test_wheels_for_the_images(machine: Path, copy: Path) -> None:
     assert rest == f"{download} --find-links wheels --constraint constraints.txt --requirement /dev/stdin async-timeout"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert asked == [*project["dependencies"], *extras["engine"], *extras["s3"], *extras["tracing"]]
+    assert asked == [*project["dependencies"], *extras["engine"], *extras["tracing"]]
 
 
 def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:

@@ -42,7 +42,7 @@ _COMMANDS = (
 )
 _ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.models.tokenizer_files")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
-_LOAD = ("loadgen.cli", "loadgen.compare", "loadgen.files", "loadgen.runner")
+_LOAD = ("loadgen.cli", "loadgen.runner")
 IMPORTS = {
     "gateway": _GATEWAY,
     "gateway.reading.forkserver": _GATEWAY,

@@ -117,11 +117,7 @@ EVERYTHING: Values = {
     "loadTest": {
         "enabled": True,
         "workers": 4,
-        "results": {
-            "existingClaim": "results",
-            "store": {"address": "s3://runs/nightly", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": "store"},
-        },
-        "serviceAccount": {"create": True, "annotations": {"iam.example.com/role": "results"}},
+        "results": {"existingClaim": "results"},
     },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},

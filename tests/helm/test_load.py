@@ -12,8 +12,6 @@ from loadgen.cli import app
 from loadgen.scenario import load
 from tests.helm.chart import Manifest, Values, helm, manifests, one, render
 
-STORE: Values = {"store": {"address": "s3://runs/nightly/", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": "store"}}
-
 
 def made(load_test: Values, others: Values | None = None) -> tuple[Manifest, list[Manifest]]:
     """The Job, and all objects of the release."""
@@ -50,7 +48,7 @@ def test_the_scenario_is_one(tmp_path: Path) -> None:
 def test_one_worker_leaves_its_records_in_the_log() -> None:
     job, _ = made({})
     given = options(job)
-    assert (given["url"], given["log_records"], given["upload"]) == ("http://yardstick:80", True, None)
+    assert (given["url"], given["log_records"]) == ("http://yardstick:80", True)
     assert "completionMode" not in job["spec"], "unknown to Kubernetes 1.20"
     assert pod_of(job)["automountServiceAccountToken"] is False
 
@@ -64,18 +62,6 @@ def test_workers_share_a_claim_and_start_together() -> None:
     assert not given["log_records"]
     with pytest.raises(helm().HelmError, match="start together by a claim"):
         render({"loadTest": {"enabled": True, "workers": 3}})
-
-
-def test_results_go_to_a_store_with_credentials_of_a_secret() -> None:
-    job, found = made({"results": STORE})
-    assert options(job)["upload"] == f"s3://runs/nightly/{job['metadata']['name']}"
-    assert options(job)["log_records"], "if the store refuses, they are in the log"
-    variables = {entry["name"]: entry for entry in pod_of(job)["containers"][0]["env"]}
-    assert variables["AWS_ENDPOINT_URL"]["value"] == "http://10.0.0.9:9000"
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        assert variables[name]["valueFrom"] == {"secretKeyRef": {"name": "store", "key": name}}
-    egress = one(found, "NetworkPolicy", "yardstick-load")["spec"]["egress"]
-    assert {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 9000, "protocol": "TCP"}]} in egress
 
 
 def test_the_key_is_the_first_or_a_given_one() -> None:
@@ -144,9 +130,3 @@ def admits(rule: dict[str, Any], labels: dict[str, str]) -> bool:
     """Whether a rule names pods with these labels."""
     selectors = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
     return any(selector.items() <= labels.items() for selector in selectors)
-
-
-@pytest.mark.parametrize("address", ["runs/nightly", "s3://", "s3://Runs/x", "https://runs.example.com"])
-def test_a_wrong_store_is_refused(address: str) -> None:
-    with pytest.raises(helm().HelmValuesError):
-        render({"loadTest": {"enabled": True, "results": {"store": {"address": address}}}})

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev, pvariance
 import pytest
 
 from loadgen.arrivals import Closed, Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
-from loadgen.distributions import Empirical, LogNormal, Uniform, draw
+from loadgen.content import Empirical, LogNormal, Uniform, draw
 from loadgen.errors import LoadError
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen import barrier
+from loadgen import runner
 from loadgen.arrivals import Share
-from loadgen.barrier import meet
 from loadgen.errors import LoadError
-from loadgen.runner import run
+from loadgen.runner import meet, run
 from loadgen.scenario import load
 from tests.loadgen.servers import serving
 from tests.loadgen.test_client import good
@@ -46,7 +45,7 @@ def test_workers_start_together(tmp_path: Path) -> None:
 
 
 def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(barrier, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "WAIT_SECONDS", 0.1)
     with pytest.raises(LoadError, match=r"1 of 2 workers were ready within 0\.1 s"):
         asyncio.run(meet(tmp_path, Share(0, 2), lambda: False))
     asyncio.run(meet(tmp_path / "stopped", Share(0, 2), lambda: True))

@@ -115,7 +115,6 @@ def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path
     assert "PASS  failures == 0: 0" in done.stdout
     assert json.loads((out / "summary.json").read_text()) == result
     assert "time to first token" in (out / "report.txt").read_text()
-    assert "<svg" in (out / "report.html").read_text()
     assert result["machine"]["python"]
     assert result["command"].startswith("yardstick load run")
 
@@ -126,7 +125,7 @@ def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path
     assert json.loads(again.stdout.splitlines()[-1]) == result
     from_log = yardstick("report", "-", "--out", str(tmp_path / "log"), text=done.stdout)
     assert json.loads(from_log.stdout.splitlines()[-1]) == result
-    assert (tmp_path / "log" / "report.html").read_text() == (out / "report.html").read_text()
+    assert (tmp_path / "log" / "report.txt").read_text() == (out / "report.txt").read_text()
 
     compared = yardstick("compare", str(out), str(tmp_path / "log"))
     assert compared.returncode == 0, compared.stderr
@@ -241,11 +240,10 @@ def test_the_guides_examples_are_scenarios(tmp_path: Path) -> None:
 
 
 def test_the_guide_has_every_key() -> None:
-    from loadgen.arrivals import Stage
-    from loadgen.data import Data
-    from loadgen.scenario import _KINDS, Scenario, Target
+    from loadgen.scenario import structs_at
 
     guide = (ROOT / "docs" / "load.md").read_text()
-    for kind in (Scenario, Target, Data, Stage, *_KINDS.values()):
+    paths = ("", "target", "arrivals", "arrivals.stages", "workloads", "workloads.data", "workloads.items")
+    for kind in (kind for path in paths for kind in structs_at(path)):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in guide, f"{kind.__name__}.{field}"

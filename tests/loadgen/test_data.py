@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from loadgen import data, rows
+from loadgen import content
 from loadgen.arrivals import Share
-from loadgen.content import Content
-from loadgen.data import Data
+from loadgen.content import Content, Data
 from loadgen.errors import LoadError
 from loadgen.scenario import load
 from loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
@@ -126,14 +125,16 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     def fails(says: str, **settings: Any) -> None:
         with pytest.raises(LoadError, match=says):
-            data.read(Data(**({"file": source.file} | settings)), 0, rows.prompt)
+            content.read(Data(**({"file": source.file} | settings)), 0, lambda row: row.prompt)
 
-    monkeypatch.setattr(data, "KEPT_BYTES", 3000)
+    monkeypatch.setattr(content, "KEPT_BYTES", 3000)
     fails("MiB; lower `data.rows`")
-    assert len(data.read(Data(file=source.file, rows=20, sample=True), 0, rows.prompt)) == 20, "replaced rows do not count"
-    monkeypatch.setattr(data, "ROW_BYTES", 100)
+    assert len(content.read(Data(file=source.file, rows=20, sample=True), 0, lambda row: row.prompt)) == 20, (
+        "replaced rows do not count"
+    )
+    monkeypatch.setattr(content, "ROW_BYTES", 100)
     fails("line 1 has more than")
-    monkeypatch.setattr(data, "FILE_BYTES", 1000)
+    monkeypatch.setattr(content, "FILE_BYTES", 1000)
     fails("use a part of it")
     os.mkfifo(tmp_path / "pipe")
     fails("not a regular file", file=str(tmp_path / "pipe"))

@@ -8,7 +8,7 @@ import pytest
 
 from loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages, Trace
 from loadgen.cli import _stages
-from loadgen.distributions import LogNormal
+from loadgen.content import LogNormal
 from loadgen.errors import LoadError
 from loadgen.scenario import Scenario, load
 from loadgen.workloads import Chat, Score

@@ -11,14 +11,13 @@ import pytest
 from loadgen import scrapes
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
-from loadgen.page import page
-from loadgen.records import Run, lines, merge
+from loadgen.records import Run, Scrape, encode, merge
 from loadgen.records import parse as parse_records
-from loadgen.report import as_text, metric_rows, warnings
+from loadgen.report import as_text, warnings
 from loadgen.runner import run
 from loadgen.scenario import load
-from loadgen.scrapes import Scrape, Series, parse, summarise
-from loadgen.statistics import evaluate
+from loadgen.scrapes import parse
+from loadgen.statistics import Series, evaluate, summarise
 from tests.loadgen.servers import Request, answer, scores, serving
 from tests.loadgen.test_report import ok, run_of
 
@@ -68,13 +67,13 @@ def test_reports_and_records() -> None:
         *reads((100, 10, 1.0, 0), (150, 14, 2.0, 6), url="http://a/metrics"),
         Scrape("http://b/metrics", 2.0, error="status 500"),
     ]
-    (again,) = parse_records(list(lines(done)), "records")
+    (again,) = parse_records(encode(done).splitlines(), "records")
     assert again.scrapes == done.scrapes
     results = evaluate(merge([again]))
-    assert list(metric_rows(results))[:2] == [(TOKENS, "50", "increase"), ("yardstick_engine_wait_seconds", "0.25", "mean of 4")]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in as_text(results).splitlines()]
+    assert [TOKENS, "50", "increase"] in rows
+    assert ["yardstick_engine_wait_seconds", "0.25", "mean of 4"] in rows
     assert "Not all reads of http://b/metrics succeeded (status 500)" in warnings(results)[0]
-    for text in (as_text(results), page(results)):
-        assert "yardstick_engine_wait_seconds" in text
 
 
 @pytest.fixture

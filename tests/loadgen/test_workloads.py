@@ -15,8 +15,7 @@ from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest
 from loadgen.arrivals import Constant, Share
-from loadgen.content import Content
-from loadgen.distributions import Uniform
+from loadgen.content import Content, Uniform
 from loadgen.maker import Order, make
 from loadgen.scenario import Scenario
 from loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from kubernetes import client
@@ -165,11 +165,11 @@ class Release:
         """Set the number of pods of a StatefulSet."""
         self.apps.patch_namespaced_stateful_set_scale(name, self.namespace, {"spec": {"replicas": replicas}})
 
-    def restart(self, deployment: str) -> None:
-        """Replace all pods of a Deployment, as ``kubectl rollout restart`` does."""
+    def restart(self, name: str, kind: Literal["deployment", "stateful_set"] = "deployment") -> None:
+        """Replace all pods, as ``kubectl rollout restart`` does."""
         annotations = {RESTARTED: datetime.now(UTC).isoformat()}
         change = {"spec": {"template": {"metadata": {"annotations": annotations}}}}
-        self.apps.patch_namespaced_deployment(deployment, self.namespace, change)
+        getattr(self.apps, f"patch_namespaced_{kind}")(name, self.namespace, change)
 
     def rolled_out(self, name: str) -> None:
         """Wait until all pods of a StatefulSet are of its newest version and ready, and none is ending."""

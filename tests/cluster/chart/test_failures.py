@@ -86,6 +86,13 @@ def test_the_gateways_are_rolled_out(ingress: IngressProxy, release: Release):
         time.sleep(5)
 
 
+@pytest.mark.slow
+def test_the_engines_are_rolled_out(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release):
+        release.restart(ENGINES, "stateful_set")
+        release.rolled_out(ENGINES)
+
+
 def test_redis_is_deleted(ingress: IngressProxy, release: Release):
     with undisturbed(ingress, release, repeat=True) as load:
         wait_for(lambda: load.hits == load.items, 20, "the cache answers")

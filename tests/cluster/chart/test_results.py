@@ -1,16 +1,14 @@
-"""Results of the chart's load test: on a claim, and in an S3-compatible store."""
+"""Results of the chart's load test on a claim."""
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from kubernetes.client.exceptions import ApiException
@@ -18,15 +16,12 @@ from kubernetes.client.exceptions import ApiException
 from tests.cluster.chart.conftest import VALUES
 from tests.cluster.chart.disks import Disk, disk
 from tests.cluster.chart.kube import Release, wait_for
-from tests.cluster.chart.test_load import DEPLOY, report
-from tests.helm.chart import Values, manifests
-from tests.loadgen.s3 import Store, running_store
+from tests.cluster.chart.test_load import DEPLOY
+from tests.helm.chart import manifests
 
-FILES = {"records.jsonl", "report.html", "report.txt", "summary.json"}
+FILES = {"records.jsonl", "report.txt", "summary.json"}
 RUN = (DEPLOY / "scenario.toml").read_text()
 SCENARIO = RUN.replace("duration_s = 30", "duration_s = 4").replace("warmup_s = 5", "warmup_s = 1")
-CREDENTIALS = "store"
-"""Secret of the user who may write to the store."""
 LOAD = "app.kubernetes.io/component=load"
 STARTED_TOGETHER = 1.0
 """Largest gap between the starts of two workers, in seconds."""
@@ -46,74 +41,35 @@ def claim(release: Release) -> Iterator[Disk]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def store(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store on this machine, which pods reach as a Service of their namespace."""
-    (gateway, *_) = release.pods("gateway")
-    pod = release.core.read_namespaced_pod(gateway, release.namespace).status.pod_ip
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((pod, 9))
-        address = route.getsockname()[0]
-    with running_store(tmp_path_factory.mktemp("store") / "log", address) as running:
-        port = urlsplit(running.url).port
-        release.core.create_namespaced_service(
-            release.namespace, {"metadata": {"name": "store"}, "spec": {"ports": [{"port": 9000, "targetPort": port}]}}
-        )
-        subset = {"addresses": [{"ip": address}], "ports": [{"port": port}]}
-        release.core.create_namespaced_endpoints(release.namespace, {"metadata": {"name": "store"}, "subsets": [subset]})
-        for name, secret in ((CREDENTIALS, running.secret), ("wrong", "wrong-secret")):
-            values = {"AWS_ACCESS_KEY_ID": running.key, "AWS_SECRET_ACCESS_KEY": secret}
-            release.core.create_namespaced_secret(release.namespace, {"metadata": {"name": name}, "stringData": values})
-        yield running
-
-
-def store_of(secret: str) -> Values:
-    """Value ``loadTest.results.store`` with the credentials of ``secret``."""
-    return {"address": "s3://runs/cluster", "endpoint": "http://store:9000", "credentialsSecret": secret}
-
-
 @pytest.fixture(autouse=True)
 def no_load_left(release: Release) -> Iterator[None]:
     """Turn the load test off, and remove its pods."""
     yield
-    release.upgrade({"loadTest": {"enabled": False, "results": {"existingClaim": "", "store": store_of("") | {"address": ""}}}})
+    release.upgrade({"loadTest": {"enabled": False, "results": {"existingClaim": ""}}})
     wait_for(lambda: not release.objects(("batch/v1", "Job")), 60, "the Job is gone")
     wait_for(lambda: not release.pods("load"), 60, "its pods are gone")
 
 
-def run_load(release: Release, results: Values, condition: str) -> str:
-    """Run the load test until its Job has ``condition``; returns the Job's name."""
+def run_load(release: Release, claim: str) -> str:
+    """Run the load test until its Job is complete; returns the Job's name."""
+    results = {"existingClaim": claim}
     release.upgrade({"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "results": results}}, wait=False)
     (job,) = release.batch.list_namespaced_job(release.namespace, label_selector=LOAD).items
-    release.job_ended(job.metadata.name, condition, 120)
+    release.job_ended(job.metadata.name, "Complete", 120)
     return str(job.metadata.name)
 
 
-def test_results_are_kept_on_a_claim_and_in_a_store(release: Release, claim: Disk, store: Store, tmp_path: Path) -> None:
-    job = run_load(release, {"existingClaim": claim.name, "store": store_of(CREDENTIALS)}, "Complete")
+def test_results_are_kept_on_a_claim(release: Release, claim: Disk, tmp_path: Path) -> None:
+    job = run_load(release, claim.name)
     kept = claim.files(job)
     assert set(kept) == FILES
-    assert store.files(f"cluster/{job}") == kept
     summary = json.loads(kept["summary.json"])
     assert summary["requests"] > 2
     assert summary["failures_by_kind"] == {}
-    log = release.log(LOAD)
-    assert f"wrote s3://runs/cluster/{job}/records.jsonl" in log
-    assert "yardstick-load-records" not in log, "the records are on the claim"
-    assert store.secret not in log
-    assert store.secret.encode() not in b"".join(kept.values())
+    assert "yardstick-load-records" not in release.log(LOAD), "the records are on the claim"
     for name, content in kept.items():
         (tmp_path / name).write_bytes(content)
     assert again(tmp_path)["requests"] == summary["requests"]
-
-
-def test_a_store_that_refuses_leaves_the_records_in_the_log(release: Release, store: Store, tmp_path: Path) -> None:
-    """Without a claim, the pod's files are gone with it."""
-    run_load(release, {"existingClaim": "", "store": store_of("wrong")}, "Failed")
-    log = release.log(LOAD)
-    assert "403 Forbidden, SignatureDoesNotMatch" in log
-    assert "wrong-secret" not in log
-    assert report(log, tmp_path / "run")["requests"] > 2
 
 
 def test_workers_share_a_claim_and_start_together(release: Release, claim: Disk, tmp_path: Path) -> None:

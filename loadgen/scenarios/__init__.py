@@ -1,1 +1,0 @@
-"""Load tests during which the cluster changes: ``python -m loadgen.scenarios NAME`` from a checkout."""

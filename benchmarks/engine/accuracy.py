@@ -8,9 +8,9 @@ demo length-value model, which is computed without the engine, on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
@@ -18,20 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from benchmarks.engine import machine
-from benchmarks.engine.accuracy_table import show
 from benchmarks.engine.engines import Engine
-from benchmarks.engine.records import Records
-from benchmarks.engine.store import Store
+from benchmarks.engine.load import Workload
+from benchmarks.engine.records import Records, Store, add_output, describe
 from benchmarks.engine.subject import Subject, subject
-from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.demo import MODELS
 from engine.models.config import load_config
 from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
+from engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
@@ -129,6 +128,22 @@ class Cost:
     same_texts: float
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; returns the exit code."""
+    about = "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights."
+    parser = argparse.ArgumentParser("python -m benchmarks accuracy", description=about)
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and --dtype with this quantisation (all formats)")
+    parser.add_argument("--dtype", choices=DTYPES[:2], help="the dtype of that format (float32)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="the same for keys and values")
+    parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
+    add_output(parser)
+    asked = parser.parse_args(arguments)
+    chosen = Format(asked.dtype or "float32", asked.quantize, asked.kv_dtype or "auto")
+    formats = [Format("float32"), chosen] if asked.dtype or asked.quantize or asked.kv_dtype else None
+    run(QUICK if asked.quick else Sizes(), Store(asked.out, resume=asked.resume, limit=asked.limit), formats)
+    return 0
+
+
 def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None) -> dict[str, Any]:
     """Print the tables and the JSON line, and write them to the folder of ``store``, if it has one. Returns the content of the JSON
     line.
@@ -137,7 +152,7 @@ def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None
     """
     records = Records(store)
     store = records.store
-    summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
+    summary: dict[str, Any] = {"bench": "accuracy", "machine": describe()}
     with subject("small", None, "float32") as random:
         measured = {
             "demo": (Subject(MODELS / "base", load_model(MODELS / "base").config, "float32"), demo_material(sizes)),
@@ -150,9 +165,7 @@ def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None
     summary["demo length"] = value_costs(sizes, formats, store)
     show("demo length-value model", summary["demo length"], records)
     summary["left_out"] = store.left_out
-    if store.folder is not None:
-        records.write(store.folder, summary)
-    print(json.dumps(summary), flush=True)
+    records.finish(store.folder, summary)
     return summary
 
 
@@ -182,7 +195,7 @@ def costs(
 
 
 def _engine(model: Subject) -> Engine:
-    return Engine(model.load(), model.dtype, slots=SLOTS, kv_dtype=model.kv_dtype)
+    return Engine(model.load(), model.dtype, max_total_tokens=SLOTS, kv_dtype=model.kv_dtype)
 
 
 def supported(form: Format) -> bool:
@@ -294,3 +307,26 @@ def _scaled(rows: list[list[float]]) -> Tensor:
 def _share(same: Iterable[bool]) -> float:
     found = list(same)
     return sum(found) / len(found)
+
+
+def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
+    """Print one row per format."""
+    headings = {
+        "mean": "mean Δ",
+        "largest": "max Δ",
+        "batch": "max Δ, batch",
+        "auc": "AUC",
+        "same_next": "same next token",
+        "same_texts": "same text",
+        "correlation": "rank correlation",
+    }
+    first = next(iter(formats.values()), {})
+    table = Table(title, *(heading for key, heading in headings.items() if first.get(key) is not None))
+    for form, cost in formats.items():
+        table.add_row(form, *(_written(key, cost[key]) for key in headings if cost.get(key) is not None))
+    records.console.print(table)
+
+
+def _written(key: str, value: float | None) -> str:
+    assert value is not None
+    return f"{value:.1%}" if key.startswith("same") else f"{value:.4f}" if key in ("auc", "correlation") else f"{value:.1e}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.engine.workload import Workload
+from benchmarks.engine.load import Workload
 from engine.models.config import ModelConfig
 from kernels.int8 import int8_linear, pack
 from kernels.linear import linear
@@ -68,10 +68,9 @@ def layer_flops(config: ModelConfig, work: Work) -> int:
     return config.num_layers * 2 * work.tokens * layer_weights(config)
 
 
-def weight_bytes(config: ModelConfig, itemsize: int, *, quantized: bool = False) -> int:
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Return the bytes of every layer's matrices and of the head, which a step reads once."""
-    layers = config.num_layers * layer_weights(config)
-    return layers * (1 if quantized else itemsize) + itemsize * config.hidden_size * config.vocab_size
+    return itemsize * (config.num_layers * layer_weights(config) + config.hidden_size * config.vocab_size)
 
 
 def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, quantized: bool = False) -> int:
@@ -156,12 +155,10 @@ def roofline(config: ModelConfig, dtype: str, workload: Workload, peaks: Peaks, 
         "gflop_an_item": needed / workload.items / 1e9,
         "gflop_an_item_alone": flops(config, alone) / workload.items / 1e9,
         "mb_a_request_between_products": elementwise / 1e6,
-        "mb_of_weights": weight_bytes(config, itemsize, quantized=quantized) / 1e6,
         "peak_gflops": peaks.flops / 1e9,
         "peak_gflops_of_layers": of_layers / 1e9,
         "peak_gb_per_s": peaks.bandwidth / 1e9,
         "percent_of_peak_flops": 100 * products / request_seconds,
         "limit_items_per_s": workload.items / products,
         "limit_items_per_s_with_elementwise": workload.items / (products + elementwise / peaks.bandwidth),
-        "percent_of_limit": 100 * (products + elementwise / peaks.bandwidth) / request_seconds,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
@@ -52,14 +52,8 @@ class Format(NamedTuple):
 Formats = Sequence[Format]
 
 FORMATS: Formats = (
-    Format("float32"),
-    Format("bfloat16"),
-    Format("float32", "fp8"),
-    Format("bfloat16", "fp8"),
-    Format("float32", "int8"),
-    Format("bfloat16", "int8"),
-    Format("float32", kv_dtype="fp8"),
-    Format("bfloat16", kv_dtype="fp8"),
+    *(Format(dtype, quantize) for quantize in (None, "fp8", "int8") for dtype in ("float32", "bfloat16")),
+    *(Format(dtype, kv_dtype="fp8") for dtype in ("float32", "bfloat16")),
     Format("bfloat16", "fp8", "fp8"),
 )
 """The others are compared with the first."""
@@ -113,19 +107,17 @@ class Answers:
     """Greedy texts."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Errors of a format relative to float32."""
-
-    mean: float
-    """Mean absolute difference of a probability."""
-    largest: float
-    batch: float
-    """Largest difference between an item's probability alone and in a batch, in this format."""
-    auc: float | None
-    same_next: float
-    """Share of the tokens of float32's texts that this format also predicts after the same tokens."""
-    same_texts: float
+Cost = dict[str, float | None]
+"""Errors of a format relative to float32, by the keys of :data:`HEADINGS`."""
+HEADINGS = {
+    "mean": "mean Δ",  # absolute difference of a probability or a value
+    "largest": "max Δ",
+    "batch": "max Δ, batch",  # between an item's probability alone and in a batch, in this format
+    "auc": "AUC",
+    "same_next": "same next token",  # share of the tokens of float32's texts that the format also predicts after the same tokens
+    "same_texts": "same text",
+    "correlation": "rank correlation",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -159,39 +151,33 @@ def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None
             "random": (random, random_material(sizes, random.config.vocab_size)),
         }
         for name, (model, material) in measured.items():
-            found = costs(model, material, sizes, formats, store, name)
-            summary[name] = {form: dataclasses.asdict(cost) for form, cost in found.items()}
+            summary[name] = costs(model, material, sizes, formats, store, name)
             show(f"{name} model", summary[name], records)
     summary["demo length"] = value_costs(sizes, formats, store)
     show("demo length-value model", summary["demo length"], records)
     summary["left_out"] = store.left_out
-    records.finish(store.folder, summary)
+    records.finish(summary)
     return summary
 
 
 def costs(
-    model: Subject,
-    material: Material,
-    sizes: Sizes,
-    formats: Formats | None = None,
-    store: Store | None = None,
-    name: str = "",
+    model: Subject, material: Material, sizes: Sizes, formats: Formats | None = None, store: Store | None = None, name: str = ""
 ) -> dict[str, Cost]:
     """Return the errors of ``model``, called ``name``, in the formats that this machine supports and ``store`` has time for."""
     store = store or Store()
     chosen = [dataclasses.replace(model, **form._asdict()) for form in formats or FORMATS if supported(form)]
     exact: Answers | None = None
 
-    def measured(each: Subject) -> dict[str, Any]:
+    def measured(each: Subject) -> Cost:
         nonlocal exact
         engine = _engine(each)
         given = answers(engine, material, sizes)
         if exact is None:  # the first format, unless an earlier run has measured it
             exact = given if each is chosen[0] else answers(_engine(chosen[0]), material, sizes)
-        return dataclasses.asdict(_cost(engine, material, given, exact))
+        return _cost(engine, material, given, exact)
 
     found = {each.format: store.measure(f"{name} model: {each.format}", SECONDS, partial(measured, each)) for each in chosen}
-    return {form: Cost(**cost) for form, cost in found.items() if cost is not None}
+    return {form: cost for form, cost in found.items() if cost is not None}
 
 
 def _engine(model: Subject) -> Engine:
@@ -241,14 +227,14 @@ def _cost(engine: Engine, material: Material, given: Answers, exact: Answers) ->
     next_ones = [token for opening, text in pairs for token in following(engine, opening, text)]
     expected = [token for text in exact.texts for token in text]
     right = material.relevant
-    return Cost(
-        mean=difference.mean().item(),
-        largest=difference.max().item(),
-        batch=(given.probabilities[: len(given.alone)] - given.alone).abs().max().item(),
-        auc=None if right is None else auc(given.probabilities[right], given.probabilities[~right]),
-        same_next=_share(one == other for one, other in zip(next_ones, expected, strict=True)),
-        same_texts=_share(one == other for one, other in zip(given.texts, exact.texts, strict=True)),
-    )
+    return {
+        "mean": difference.mean().item(),
+        "largest": difference.max().item(),
+        "batch": (given.probabilities[: len(given.alone)] - given.alone).abs().max().item(),
+        "auc": None if right is None else auc(given.probabilities[right], given.probabilities[~right]),
+        "same_next": float(np.mean([one == other for one, other in zip(next_ones, expected, strict=True)])),
+        "same_texts": float(np.mean([one == other for one, other in zip(given.texts, exact.texts, strict=True)])),
+    }
 
 
 def demo_material(sizes: Sizes) -> Material:
@@ -273,7 +259,7 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
     return Material(requests, openings, None)
 
 
-def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, dict[str, float]]:
+def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, Cost]:
     """Return differences of the value in every state of new texts, and its rank correlation with the truth; formats as in
     :func:`costs`. The length model's keys and values stay in its own format."""
     store = store or Store()
@@ -288,7 +274,7 @@ def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | Non
     def values(form: Format) -> tuple[Tensor, Tensor]:
         return values_and_truths(load_lenvm(MODELS / "lenvm", getattr(torch, form.dtype), form.quantize), texts())
 
-    def measured(form: Format) -> dict[str, float]:
+    def measured(form: Format) -> Cost:
         (exact, _), (found, truths) = values(chosen[0]), values(form)
         difference = (found - exact).abs()
         return {"mean": difference.mean().item(), "largest": difference.max().item(), "correlation": spearman(found, truths)}
@@ -304,26 +290,12 @@ def _scaled(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).softmax(-1)[:, 0]
 
 
-def _share(same: Iterable[bool]) -> float:
-    found = list(same)
-    return sum(found) / len(found)
-
-
-def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
+def show(title: str, formats: Mapping[str, Cost], records: Records) -> None:
     """Print one row per format."""
-    headings = {
-        "mean": "mean Δ",
-        "largest": "max Δ",
-        "batch": "max Δ, batch",
-        "auc": "AUC",
-        "same_next": "same next token",
-        "same_texts": "same text",
-        "correlation": "rank correlation",
-    }
     first = next(iter(formats.values()), {})
-    table = Table(title, *(heading for key, heading in headings.items() if first.get(key) is not None))
+    table = Table(title, *(heading for key, heading in HEADINGS.items() if first.get(key) is not None))
     for form, cost in formats.items():
-        table.add_row(form, *(_written(key, cost[key]) for key in headings if cost.get(key) is not None))
+        table.add_row(form, *(_written(key, cost[key]) for key in HEADINGS if cost.get(key) is not None))
     records.console.print(table)
 
 

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, values in ratios.items():
         summary |= {f"{name}, ratio": round(statistics.median(values), 2), f"{name}, least ratio": round(min(values), 2)}
         summary[f"{name}, greatest ratio"] = round(max(values), 2)
-    records.finish(options.out, summary)
+    records.finish(summary)
     return 0
 
 

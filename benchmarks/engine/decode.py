@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import Records, add_output, describe, opened
-from benchmarks.engine.roofline import Peaks, Work, flops, measure_peaks, weight_bytes
+from benchmarks.engine.roofline import Peaks, flops, measure_peaks, weight_bytes
 from benchmarks.engine.subject import SHAPES, default_device, random_decoder
 from benchmarks.engine.writing import CANDIDATES, PLAIN, Pair, Writing, load_pair, mixed, survivors
 from engine import wire
@@ -41,10 +41,6 @@ from engine.models.decoder import Decoder
 from engine.settings import DTYPES, KV_DTYPES
 from engine.startup.capacity import slot_bytes
 
-PUBLISHED = {
-    False: "LMDeploy, 8B on one H800: 6,230 tokens/s with the top 5 sent again in each message, 6,518 sent once",
-    True: "LenVM, 7B + 1.5B on one H100: about 11,900 tokens/s plain, 3,000 guided (4.03 × slower; arXiv 2604.27039)",
-}
 SECONDS = 20.0
 """Time that the first setting must have left to begin; the others need that of the longest before them, and a fifth more."""
 
@@ -122,10 +118,10 @@ def main(arguments: Sequence[str]) -> int:
         if result:
             needed = max(needed, 1.2 * result["seconds"])
             found[name] = result | bound(pair.decoder, engine.loop, result, peaks, bounded=not asked.guided)
-    summary |= {"settings": found, "published": PUBLISHED[bool(asked.guided)], "left_out": records.store.left_out}
+    summary |= {"settings": found, "left_out": records.store.left_out}
     summary["engine"] = engine.description | {"slots": engine.loop.stats.slots_total}
     show(summary, found, records)
-    records.finish(asked.out, summary)
+    records.finish(summary)
     return 0
 
 
@@ -156,8 +152,7 @@ def requests(writing: Writing, rng: np.random.Generator, vocab_size: int, sample
     return [msgspec.structs.replace(request, **asked) for request in plain]
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """State between two steps."""
 
     seconds: float
@@ -208,12 +203,10 @@ def bound(decoder: Decoder, loop: Loop, found: Mapping[str, float], peaks: Peaks
     config, weight, rows = decoder.config, decoder.embed.weight, found["steady_rows"]
     kept = loop.info.slot_bytes or slot_bytes(decoder, weight.dtype)
     read = weight_bytes(config, weight.dtype.itemsize) + rows * found["steady_context"] * kept
-    pairs = round(rows * (found["steady_context"] + 1))
-    needed = flops(config, Work(tokens=round(rows), pairs=pairs, rows=round(rows), context=0))
+    needed = flops(config, round(rows), pairs=round(rows * (found["steady_context"] + 1)), rows=round(rows))
     seconds = max(read / peaks.bandwidth, needed / peaks.flops)
     return {
         "bound_tokens_per_s": rows / seconds,
-        "bandwidth_bound_tokens_per_s": rows * peaks.bandwidth / read,
         "of_bound": found["steady_tokens_per_s"] * seconds / rows,
         "peak_gb_per_s": peaks.bandwidth / 1e9,
         "peak_gflops": peaks.flops / 1e9,
@@ -237,4 +230,3 @@ def show(summary: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], r
     records.console.print(table)
     if "candidates" in summary:
         records.console.print(f"{summary['candidates']:.1f} candidates a draw at temperature {summary['temperature']:g}")
-    records.console.print(f"Published: {summary['published']}")

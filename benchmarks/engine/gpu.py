@@ -134,7 +134,8 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make a run; returns the exit code."""
+    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU unless ``--quick``, or if a part failed or is not
+    complete."""
     about = "A run on a GPU machine, in two calls of at most 8 minutes."
     parser = argparse.ArgumentParser("python -m benchmarks gpu", description=about)
     parser.add_argument("--run", choices=RUNS, required=True, help="; ".join(f"{name}: {what}" for name, what in RUNS.items()))
@@ -150,38 +151,20 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(part.name for part in known)
         parser.error(f"run {asked.run} has no part {', '.join(unknown)}; it has {names}")
     todo = [part for part in known if not asked.only or part.name in asked.only]
-    given = {"limit": asked.limit, "resume": asked.resume, "archive": asked.archive, "quick": asked.quick}
-    return run(asked.run, todo, asked.out, **given)
-
-
-def run(
-    name: str,
-    todo: Sequence[Part],
-    out: Path,
-    *,
-    limit: float = LIMIT_SECONDS,
-    resume: bool = False,
-    archive: Path | None = None,
-    quick: bool = False,
-) -> int:
-    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU unless ``quick``, or if a part failed or is not
-    complete.
-
-    ``archive``: a .tar.gz for all files but the models.
-    """
-    if not torch.cuda.is_available() and not quick:
+    if not torch.cuda.is_available() and not asked.quick:
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
-    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if resume and (out / SUMMARY).is_file() else {}
-    if earlier.get("run", name) != name:
+    out, summary = asked.out, dict[str, Any]()
+    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if asked.resume and (out / SUMMARY).is_file() else {}
+    if earlier.get("run", asked.run) != asked.run:
         print(f"bench: {out} has run {earlier['run']}; continue that, or name another folder.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    summary: dict[str, Any] = {"bench": "gpu", "run": name, "machine": describe()}
+    summary |= {"bench": "gpu", "run": asked.run, "machine": describe()}
     print(json.dumps(summary), flush=True)
-    with archived(out, archive):
-        summary["parts"] = run_parts(todo, out, limit, resume=resume, about=summary)
+    with archived(out, asked.archive):
+        summary["parts"] = run_parts(todo, out, asked.limit, resume=asked.resume, about=summary)
     summary |= {"seconds": time.monotonic() - begun, "not_reached": not_reached(todo, summary["parts"])}
     table = Table("part", "seconds", "ended", "last line")
     for part, result in summary["parts"].items():

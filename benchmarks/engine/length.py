@@ -19,8 +19,6 @@ from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.writing import CANDIDATES, MIX_MIN_P, PLAIN, Writing, load_pair, mixed, step_seconds, survivors
 
-PUBLISHED = {"first timing study": 4.55, "optimised": 4.03}
-"""Guided / plain wall time on one H100, 7B + 1.5B, GSM8K, 50 questions × 16 samples, top_k 5, min_p 0.01 (arXiv 2604.27039)."""
 BOUNDS = {1: 1.19, 16: 1.19, 100: 1.50, 800: 1.85}
 """The smallest possible ratio of a guided to a plain step on one H200, by rows: 7B + 1.5B, five candidates in every row. Weights
 and keys are read, and products computed, at the speeds measured there."""
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     summary: dict[str, Any] = {"bench": "length", "machine": describe(), "model": asked.shape, "dtype": pair.dtype, "rows": found}
     summary |= {"engine": engine.description, "left_out": records.store.left_out}
     summary["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    records.finish(asked.out, summary)
+    records.finish(summary)
     return 0
 
 
@@ -107,9 +105,6 @@ def show(by_rows: dict[int, dict[str, float]], bounded: bool, records: Records) 
             cells += [f"{BOUNDS[rows]:.2f}×", f"{cost['ratio'] / BOUNDS[rows]:.2f} (target {TARGET})"]
         table.add_row(*cells)
     records.console.print(table)
-    if bounded:
-        published = ", ".join(f"{ratio:.2f}× ({name})" for name, ratio in PUBLISHED.items())
-        records.console.print(f"Published on one H100, with min_p {MIX_MIN_P}: {published}")
 
 
 def _counts(text: str) -> tuple[int, ...]:

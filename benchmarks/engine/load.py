@@ -68,7 +68,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     timeout_seconds: float = 120.0
     """Seconds after which a request counts as failed."""
-    api_key: str | None = None
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -103,7 +102,6 @@ async def drive(job: Job) -> list[Sample]:
     rng, places = np.random.default_rng(job.seed), range(len(job.arrivals))
     bodies = [body(job.workload.request(str(place), rng, job.vocab_size)) for place in places]
     headers = {"content-type": "application/json", "cache-control": "no-cache"}
-    headers |= {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
     timeout = aiohttp.ClientTimeout(total=job.timeout_seconds)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:

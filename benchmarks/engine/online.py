@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -26,20 +24,6 @@ RUN_FACTOR, RUN_SECONDS = 1.5, 2.0
 :data:`RUN_SECONDS` more."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The measurements to run."""
-
-    rates: tuple[float, ...] = ()
-    """Items a second; empty: :data:`FRACTIONS` of the measured capacity."""
-    seconds: float = 30.0
-    """Duration of arrivals at each rate."""
-    burst: int = 16
-    """Requests sent at once to find the capacity; enough to keep the engine busy."""
-    alone: int = 10
-    """Requests sent one by one."""
-
-
 class Online:
     """Results of all runs against one gateway."""
 
@@ -50,22 +34,22 @@ class Online:
         self._runs = 0
         self._workload, self._items = workload, workload.items
 
-    def measure(self, plan: Plan) -> dict[str, Any]:
-        """Measure capacity, single requests, the rates, and repeated items with the cache on. Raises :class:`ServerError`."""
+    def measure(self, rates: Sequence[float], seconds: float, burst: int = 16, alone: int = 10) -> dict[str, Any]:
+        """Measure the capacity, with ``burst`` requests at once, ``alone`` single requests, and the rates, each with arrivals for
+        so many seconds. ``rates``: items a second; empty: :data:`FRACTIONS` of the capacity. Raises :class:`ServerError`."""
         warm_up = self._run("warm-up", [0.0] * 4)
         if warm_up["failures"]:
-            raise ServerError(
-                f"requests to {self._url} failed: {warm_up['failures']}; look at its log, and check --model and --url"
-            )
+            raise ServerError(f"requests to {self._url} failed: {warm_up['failures']}")
         measure = self._records.store.measure
-        capacity = measure("burst", 0, lambda: self._run("burst", [0.0] * plan.burst))["items_per_s"]
+        capacity = measure("burst", 0, lambda: self._run("burst", [0.0] * burst))["items_per_s"]
         gap = 3 * self._items / capacity
-        alone = measure("alone", gap * plan.alone, lambda: self._run("alone", [gap * place for place in range(plan.alone)]))
-        rates = plan.rates or tuple(fraction * capacity for fraction in FRACTIONS)
-        needed = RUN_FACTOR * plan.seconds + RUN_SECONDS
-        runs = [measure(f"rate {rate:g}", needed, partial(self._poisson, rate, plan.seconds)) for rate in rates]
+        singles = [gap * place for place in range(alone)]
+        single = measure("alone", gap * alone, lambda: self._run("alone", singles))
+        needed = RUN_FACTOR * seconds + RUN_SECONDS
+        wanted = rates or [fraction * capacity for fraction in FRACTIONS]
+        runs = [measure(f"rate {rate:g}", needed, partial(self._poisson, rate, seconds)) for rate in wanted]
         by_rate = sorted(filter(None, runs), key=itemgetter("items_per_s_offered"))
-        return {"capacity_items_per_s": capacity, "alone": alone or {}, "rates": by_rate}
+        return {"capacity_items_per_s": capacity, "alone": single or {}, "rates": by_rate}
 
     def _poisson(self, rate: float, seconds: float) -> dict[str, Any]:
         """``rate``: items a second."""
@@ -81,7 +65,6 @@ class Online:
             vocab_size=self._vocab_size,
             workload=self._workload,
             seed=self._runs,
-            api_key=os.environ.get("YARDSTICK_API_KEY"),
         )
         samples = run_client(job)
         run = {"kind": f"online {kind}", "run": self._runs}

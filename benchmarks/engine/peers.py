@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
 from benchmarks.engine.load import Workload
-from benchmarks.engine.records import Records, describe
+from benchmarks.engine.records import Records, Store, describe
 from benchmarks.engine.subject import SHAPES, subject
 from engine import wire
 from engine.models.loader import load_model
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
-    records, workload, rng = Records(), Workload(), np.random.default_rng(0)
+    records, workload, rng = Records(Store(options.out)), Workload(), np.random.default_rng(0)
     summary: dict[str, Any] = {"bench": "peers", "machine": describe(), "model": options.model or options.shape, "left_out": {}}
     with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
         scorers = start(measured.directory, options, summary["left_out"], stack)
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     summary |= {"items_per_cpu_s": {name: workload.items / statistics.median(times) for name, times in cpu.items()}}
     summary |= {"cpu_ratios": {name: ratios(times, cpu[BASE]) for name, times in cpu.items()}, "largest_difference": differences}
     show(summary, records)
-    records.finish(options.out, summary)
+    records.finish(summary)
     return 0
 
 
@@ -184,13 +184,9 @@ def show(summary: Mapping[str, Any], records: Records) -> None:
     table = Table("120/180/10", *columns, title="Scoring on a CPU")
     for name, rate in summary["items_per_s"].items():
         cpu_rate, difference = summary["items_per_cpu_s"][name], summary["largest_difference"][name]
-        wall, cpu = (spread(summary[clock][name]) for clock in ("ratios", "cpu_ratios"))
+        each = (summary[clock][name] for clock in ("ratios", "cpu_ratios"))
+        wall, cpu = (f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})" for ratio in each)
         table.add_row(name, f"{rate:.1f}", wall, f"{cpu_rate:.1f}", cpu, f"{difference:.1e}")
     records.console.print(table)
     for name, reason in summary["left_out"].items():
         records.console.print(f"left out: {name}: {reason}")
-
-
-def spread(ratio: Mapping[str, float]) -> str:
-    """A median with the least and the largest."""
-    return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"

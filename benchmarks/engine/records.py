@@ -136,22 +136,15 @@ class Records:
         self.rows.append({"kind": kind, "name": name, "seconds": taken})
         return taken
 
-    def finish(self, folder: Path | None, summary: Mapping[str, Any]) -> None:
-        """Print ``summary`` as the last line, after writing the files if there is a folder."""
-        if folder is not None:
-            self.write(folder, summary)
-        print(json.dumps(summary), flush=True)
-
-    def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write ``tables.txt``, ``summary.json``, and what ``records.jsonl`` lacks: all rows, unless the store has the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.store.folder is None:
-            replace(folder / RECORDS, b"")
-            append(folder / RECORDS, self.rows)
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Print ``summary`` as the last line. Into the folder, if there is one, write ``tables.txt``, ``summary.json``, and what
+        ``records.jsonl`` lacks."""
         self._save_rows()
-        tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
-        replace(folder / "tables.txt", (tables + "\n").encode())
-        replace(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        if (folder := self.store.folder) is not None:
+            tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
+            replace(folder / "tables.txt", (tables + "\n").encode())
+            replace(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        print(json.dumps(summary), flush=True)
 
     def _save_rows(self) -> None:
         if self.store.folder is not None:

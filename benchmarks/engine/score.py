@@ -11,21 +11,18 @@ import resource
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 
 from benchmarks.engine import online
 from benchmarks.engine.engines import Engine, Scorer, Transformers
 from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
-from benchmarks.engine.roofline import measure_peaks, roofline
 from benchmarks.engine.servers import ServerError, describe_engine, serving
 from benchmarks.engine.subject import SHAPES, Subject, subject
 from engine import wire
@@ -48,9 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         "python -m benchmarks score", description="Scoring: 10 items of 180 tokens after a query of 120."
     )
     parts = parser.add_argument_group("what to run (only --offline unless given)")
-    parts.add_argument("--offline", action="store_true", help="against transformers and the roofline")
+    parts.add_argument("--offline", action="store_true", help="against transformers")
     parts.add_argument("--online", action="store_true", help="through a gateway over HTTP, with Poisson arrivals")
-    parts.add_argument("--url", help="a running gateway that serves the model (starts an engine and a gateway)")
     parts.add_argument("--rates", type=_rates, default=(), help="items a second, such as 600,800,1000 (fractions of the capacity)")
     parts.add_argument("--seconds", type=float, help=f"of arrivals at each rate ({SECONDS:g})")
     parts.add_argument("--engine-flags", default="", help="more flags for the engine that is started, in one word")
@@ -86,14 +82,17 @@ def run(options: argparse.Namespace) -> int:
         if options.offline or not options.online:
             summary |= _offline(measured, options, records)
         if options.online:
-            plan = online.Plan(options.rates, options.seconds, *((4, 2) if options.quick else ()))
-            with _gateway(measured, options) as (url, engine):
-                found = online.Online(url, measured.config.vocab_size, records, options.workload).measure(plan)
-                summary["online"] = found | ({} if engine is None else {"engine": describe_engine(engine)})
+            flags = ["--dtype", measured.dtype, *shlex.split(options.engine_flags)]
+            flags += [] if measured.quantize is None else ["--quantize", measured.quantize]
+            flags += [] if options.max_batched_tokens is None else ["--max-batched-tokens", str(options.max_batched_tokens)]
+            with serving(measured.directory, flags) as (url, engine):
+                client = online.Online(url, measured.config.vocab_size, records, options.workload)
+                found = client.measure(options.rates, options.seconds, *((4, 2) if options.quick else ()))
+                summary["online"] = found | {"engine": describe_engine(engine)}
             online.show(found, records)
     summary["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     summary |= {"left_out": records.store.left_out, "disagree": records.wrong}
-    records.finish(options.out, summary)
+    records.finish(summary)
     if records.wrong:
         print(f"bench: the scores of {', '.join(records.wrong)} do not agree with the engine's", file=sys.stderr)
     return int(bool(records.wrong))
@@ -102,18 +101,14 @@ def run(options: argparse.Namespace) -> int:
 def _offline(measured: Subject, options: argparse.Namespace, records: Records) -> dict[str, Any]:
     decoder = measured.load()
     engine = Engine(decoder, measured.dtype, max_batched_tokens=options.max_batched_tokens)
-    device, dtype = decoder.embed.weight.device, getattr(torch, measured.dtype)
+    device = decoder.embed.weight.device
     vocabulary, workload = measured.config.vocab_size, options.workload
     found: dict[str, Any] = {}
     peer = cache(lambda: Transformers(measured, device))
 
     def compared() -> dict[str, Any]:
-        before = measure_peaks(device, dtype, measured.quantize)
         comparison = compare(engine, peer(), workload, vocabulary, options.repeats, records)
-        comparison["agrees"] = agrees(comparison["differences"], measured.tolerance, exact=measured.is_exact)
-        peaks = before.or_better(measure_peaks(device, dtype, measured.quantize))
-        limits = roofline(measured.config, measured.dtype, workload, peaks, workload.items / comparison["engine_items_per_s"])
-        return {**comparison, "roofline": limits}
+        return {**comparison, "agrees": agrees(comparison["differences"], measured.tolerance, exact=measured.is_exact)}
 
     if comparison := records.store.measure("comparison", SHORT_SECONDS, compared):
         found |= comparison
@@ -129,19 +124,6 @@ def _offline(measured: Subject, options: argparse.Namespace, records: Records) -
             f"{measured.dtype} {peers} prompts; {rates['ratio']:.2f} × the best of them"
         )
     return found | {"engine": engine.description}
-
-
-@contextmanager
-def _gateway(measured: Subject, options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """Its URL, and that of the engine if it was started for this run."""
-    if options.url is not None:
-        yield options.url.rstrip("/").removesuffix("/v1"), None
-    else:
-        flags = ["--dtype", measured.dtype]
-        flags += [] if measured.quantize is None else ["--quantize", measured.quantize]
-        flags += [] if options.max_batched_tokens is None else ["--max-batched-tokens", str(options.max_batched_tokens)]
-        with serving(measured.directory, [*flags, *shlex.split(options.engine_flags)]) as urls:
-            yield urls
 
 
 def compare(engine: Engine, peer: Scorer, workload: Workload, vocab_size: int, repeats: int, records: Records) -> dict[str, Any]:
@@ -207,26 +189,16 @@ def agrees(found: Mapping[str, float], tolerance: float, *, exact: bool) -> bool
 
 
 def show_comparison(comparison: Mapping[str, Any], measured: Subject, records: Records) -> None:
-    """Print the times of engine and peer, and the limits."""
+    """Print the times of engine and peer."""
     table = Table(f"one request at a time, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
     ratio = f"{comparison['ratio']:.2f}× ({comparison['ratio_min']:.2f}–{comparison['ratio_max']:.2f})"
     table.add_row("Yardstick", f"{comparison['engine_items_per_s']:.1f}", ratio)
     table.add_row(f"transformers, one batch, {measured.dtype}", f"{comparison['transformers_items_per_s']:.1f}", "1")
     records.console.print(table)
-    apart, limits = comparison["differences"], comparison["roofline"]
+    apart = comparison["differences"]
     records.console.print(
         f"difference of {apart['values']:.0f} log-probabilities: median {apart['p50']:.1e}, P90 {apart['p90']:.1e}, "
         f"P99 {apart['p99']:.1e}, largest {apart['max']:.1e}" + ("" if comparison["agrees"] else "; THE SCORES DO NOT AGREE")
-    )
-    records.console.print(
-        f"{limits['gflop_an_item']:.1f} GFLOP an item ({limits['gflop_an_item_alone']:.1f} without query sharing), "
-        f"{limits['mb_a_request_between_products']:.0f} MB a request between matrix products; "
-        f"peaks measured: {limits['peak_gflops']:.0f} GFLOP/s, in the layers' products {limits['peak_gflops_of_layers']:.0f}, "
-        f"{limits['peak_gb_per_s']:.1f} GB/s"
-    )
-    records.console.print(
-        f"{limits['percent_of_peak_flops']:.0f} % of the peak; at 100 % {limits['limit_items_per_s']:.1f} items/s, "
-        f"with the traffic between products {limits['limit_items_per_s_with_elementwise']:.1f}"
     )
 
 

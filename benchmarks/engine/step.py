@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
-from benchmarks.engine.roofline import Work, layer_flops, measure_peaks
+from benchmarks.engine.roofline import layer_flops, measure_peaks
 from benchmarks.engine.subject import SHAPES, Subject, default_device, random_decoder
 from engine.lora.layout import Layout
 from engine.models.config import ModelConfig
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
                 show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
         summary["peaks"][form], summary["steps"][form] = peaks, found
     summary |= {"left_out": records.store.left_out}
-    records.finish(asked.out, summary)
+    records.finish(summary)
     return 0
 
 
@@ -208,7 +208,7 @@ def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, fl
     workload, seconds = Workload(), found["kinds_ms"].get("products", 0.0) / 1000
     told = {"items_per_s": found["tokens"] / workload.tokens * workload.items / found["wall_ms"] * 1000}
     if seconds and config.experts is None:
-        rate = layer_flops(config, Work(tokens=round(found["tokens"]), pairs=0, rows=0, context=0)) / seconds
+        rate = layer_flops(config, round(found["tokens"])) / seconds
         told["products_gflops"] = rate / 1e9
         if peak := peaks.get("quantized_flops") or peaks.get("flops"):
             told["products_of_peak"] = rate / peak

@@ -31,9 +31,10 @@ NOTHING, NOTHING_SECONDS = "nothing", 0.05
 """No request, for as long as one takes: what half of these times or more call is background work."""
 HOOK = """
 import mmap, os, sys, threading
-_flag = mmap.mmap(os.open(os.environ["BENCH_FLAG"], os.O_RDWR), 1)
-_calls = os.open(os.environ["BENCH_CALLS"], os.O_WRONLY | os.O_APPEND)
-_seen, _root = set(), os.path.join(os.environ["BENCH_ROOT"], "gateway", "")
+_here = os.path.dirname(__file__)
+_flag = mmap.mmap(os.open(f"{_here}/flag", os.O_RDWR), 1)
+_calls = os.open(f"{_here}/calls", os.O_WRONLY | os.O_APPEND)
+_seen, _root = set(), os.path.join(os.getcwd(), "gateway", "")
 def _record(frame, event, _):
     number, code = _flag[0], frame.f_code
     if number and event == "call" and code.co_filename.startswith(_root) and (number, id(code)) not in _seen:
@@ -75,8 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         calls.touch()
         Path(folder, "sitecustomize.py").write_text(HOOK)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        hook = {"PYTHONPATH": path, "BENCH_FLAG": str(flag), "BENCH_CALLS": str(calls), "BENCH_ROOT": str(Path.cwd())}
-        program = Program("gateway", "--engine", engine, **hook)
+        program = Program("gateway", "--engine", engine, PYTHONPATH=path)
         with flag.open("r+b") as file, mmap.mmap(file.fileno(), 1) as number, drained(program):
             for place in range(-len(set(kinds)), len(kinds)):  # the first of each kind do not count
                 where, body = requests(draws)[kinds[place]]
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str]) -> int:
                 number[0] = 0
         lines = [line.split("\t") for line in calls.read_text().splitlines()]
     called = [set[tuple[str, str, str]]() for _ in kinds]
-    for place, pid, module, function in lines:
+    for request, pid, module, function in lines:
         if not function.endswith(">"):
-            called[int(place) - 1].add(("gateway" if int(pid) == program.process.pid else "worker", module, function))
+            called[int(request) - 1].add(("gateway" if int(pid) == program.process.pid else "worker", module, function))
     idle = Counter(call for calls, kind in zip(called, kinds, strict=True) if kind == NOTHING for call in calls)
     background = {call for call, count in idle.items() if 2 * count >= asked.requests}
     summary: dict[str, dict[str, int]] = {}

@@ -2,10 +2,9 @@
 ``python -m benchmarks rerank --sentence-transformers PYTHON``.
 
 Both use the same Qwen3 classifier with random weights, the same documents and the same tokens: a CrossEncoder tokenises query and
-document separately, and so does the preset. The CrossEncoder computes every pair whole; the engine computes the query once. The
-third column is the engine alone: the same prompts as token ids, sent to the engine's own endpoint. PYTHON is the interpreter of an
-environment with sentence-transformers. On a GPU, both compute in bfloat16 there. Rounds take the three in turn, each with documents
-of its own, so that no cache helps; the last line is JSON.
+document separately, and so does the preset. The CrossEncoder computes every pair whole; the engine computes the query once. PYTHON
+is the interpreter of an environment with sentence-transformers. On a GPU, both compute in bfloat16 there. Rounds take the two in
+turn, each with documents of its own, so that no cache helps; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from benchmarks.engine.servers import serving
 from benchmarks.gateway.programs import in_turn, report
-from engine import wire
 from engine.demo import MODELS
 
 DOCUMENTS = 100
@@ -85,12 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_classifier(directory, hidden=options.hidden, layers=options.layers, head_dim=options.head_dim)
-        gateway, engine = stack.enter_context(serving(directory))
+        gateway, _ = stack.enter_context(serving(directory))
         client = stack.enter_context(httpx.Client(timeout=600))
-        library = Tokenizer.from_file(str(directory / "tokenizer.json"))
         subjects: dict[str, Rank] = {
             "gateway": partial(over_http, client, gateway),
-            "engine": partial(on_the_engine, client, engine, library),
             "CrossEncoder": stack.enter_context(cross_encoder(options.sentence_transformers, directory)),
         }
 
@@ -99,15 +93,13 @@ def main(arguments: Sequence[str]) -> int:
             began = time.perf_counter()
             ranked = subjects[name](query, documents)
             taken = time.perf_counter() - began
-            if name != "engine":  # whose scores have no activation yet
-                first = scores.setdefault(number, ranked)
-                differences.append(max(abs(one - other) for one, other in zip(first, ranked, strict=True)))
+            first = scores.setdefault(number, ranked)
+            differences.append(max(abs(one - other) for one, other in zip(first, ranked, strict=True)))
             return taken
 
         case = f"{DOCUMENTS} documents of {options.words[0]} to {options.words[1]} words"
         found = in_turn(options.rounds, [case], [*subjects], measure)
-    pairs = [("CrossEncoder", "gateway"), ("gateway", "engine")]
-    report("seconds", found, pairs, {"difference": max(differences)})
+    report("seconds", found, [("CrossEncoder", "gateway")], {"difference": max(differences)})
     return 0 if max(differences) < TOLERANCE[DEVICE] else 1
 
 
@@ -153,15 +145,6 @@ def over_http(client: httpx.Client, url: str, query: str, documents: list[str]) 
     answer = client.post(f"{url}/v1/rerank", json=body, headers={"cache-control": "no-store"}).raise_for_status().json()
     scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
     return [scores[index] for index in range(len(documents))]
-
-
-def on_the_engine(client: httpx.Client, url: str, library: Tokenizer, query: str, documents: list[str]) -> list[float]:
-    """Send the same prompts as one message to the engine."""
-    prefix = library.encode(query, add_special_tokens=False).ids
-    branches = [library.encode(document, add_special_tokens=False).ids for document in documents]
-    message = wire.Score(uuid.uuid4().hex, prefix, branches, wire.Classes(), caller=wire.Caller(keep_prefix=False))
-    answer = client.post(f"{url}/score", content=wire.encode(message)).raise_for_status()
-    return [row[0] for row in msgspec.msgpack.decode(answer.content, type=wire.Scored).rows]
 
 
 @contextmanager

@@ -1,16 +1,13 @@
-"""CPU time that a chat costs Yardstick's gateway and other proxies, in one run: ``python -m benchmarks proxies --help``.
+"""CPU time that a chat costs Yardstick's gateway and another proxy, in one run: ``python -m benchmarks proxies --help``.
 
-All stand before the same process, which answers Yardstick as an engine and the others as an OpenAI server, with the same text.
-Yardstick checks a key, fills in the chat template, tokenises the prompt and turns tokens into text.
+Both stand before the same process, which answers Yardstick as an engine and the other as an OpenAI server, with the same text.
+Yardstick checks a key, fills in the chat template, tokenises the prompt and turns tokens into text. The router of vLLM's
+production-stack copies bytes: no keys, no text. ``--vllm-router`` names the Python interpreter of an environment that has it.
+``vllm-router`` of PyPI is another program; docs/benchmarks/running.md says how to install this one. It runs with uvloop and
+httptools if the environment has them.
 
-- LiteLLM's proxy checks a key and leaves the rest to the server behind it. ``--litellm`` names the ``litellm`` command of an
-  environment of its own (``pip install 'litellm[proxy]'``). It runs with one worker.
-- The router of vLLM's production-stack copies bytes: no keys, no text. ``--vllm-router`` names the Python interpreter of an
-  environment that has it. ``vllm-router`` of PyPI is another program; docs/benchmarks/running.md says how to install this one.
-  It runs with uvloop and httptools if the environment has them.
-
-A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,
-whose log is read and dropped. The last line is JSON. ``--against`` adds the gateway of another checkout.
+A figure is the CPU time of the process and its children: Yardstick's text workers count. The router logs no requests; Yardstick's
+log is read and dropped. The last line is JSON. ``--against`` adds the gateway of another checkout.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
 import subprocess
 import tempfile
@@ -97,44 +93,25 @@ def yardstick(url: str, directory: Path, checkout: Path | None = None) -> Iterat
 
 
 @contextmanager
-def litellm(command: str, url: str, directory: Path) -> Iterator[tuple[str, int]]:
-    """Yield the proxy's URL and process."""
-    served = {"model_name": "fake", "litellm_params": {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": "none"}}
-    config, logs = directory / "litellm.yaml", directory / "logs.json"
-    config.write_text(json.dumps({"model_list": [served], "general_settings": {"master_key": KEY}}))
-    logs.write_text(json.dumps({"version": 1, "disable_existing_loggers": True, "root": {"level": "ERROR"}}))
-    environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
-    flags = ["--config", str(config), "--num_workers", "1", "--log_config", str(logs)]
-    with _running("LiteLLM", [command, *flags], "/health/liveliness", directory / "litellm.log", environment) as found:
-        yield found
-
-
-@contextmanager
 def vllm_router(python: str, url: str, directory: Path) -> Iterator[tuple[str, int]]:
     """Yield the router's URL and process."""
+    log, port = directory / "router.log", free_port()
     flags = ["--service-discovery", "static", "--static-backends", url, "--static-models", "fake", "--routing-logic", "roundrobin"]
-    command = [python, "-m", "vllm_router.app", *flags, "--log-level", "error"]
-    with _running("vLLM's router", command, "/health", directory / "router.log", {}) as found:
-        yield found
-
-
-@contextmanager
-def _running(name: str, command: list[str], health: str, log: Path, environment: dict[str, str]) -> Iterator[tuple[str, int]]:
-    port = free_port()
-    flags = ["--host", "127.0.0.1", "--port", str(port)]
+    flags += ["--log-level", "error", "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as file:
-        process = subprocess.Popen([*command, *flags], stdout=file, stderr=file, env=os.environ | environment, cwd=log.parent)  # noqa: S603 - the command that the user names
+        command = [python, "-m", "vllm_router.app", *flags]
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory)  # noqa: S603 - the interpreter that the user names
     try:
-        wait_until(lambda: _alive(name, process, f"http://127.0.0.1:{port}{health}", log), START_SECONDS)
+        wait_until(lambda: _alive(process, f"http://127.0.0.1:{port}/health", log), START_SECONDS)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.kill()
         process.wait()
 
 
-def _alive(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
+def _alive(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
     if process.poll() is not None:
-        raise SystemExit(f"{name} ended: {log.read_text()[-2000:]}")
+        raise SystemExit(f"the router ended: {log.read_text()[-2000:]}")
     with suppress(httpx.TransportError):
         return httpx.get(url).status_code == 200
     return False
@@ -142,16 +119,8 @@ def _alive(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 def _versions(python: str) -> str:
     """Return the versions of what the router is made of."""
-    program = """
-from importlib.metadata import PackageNotFoundError, version
-names = ["vllm-router", "fastapi", "aiohttp", "uvicorn", "uvloop", "httptools"]
-def found(name):
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
-print(", ".join(f"{name} {found(name)}" for name in names))
-"""
+    names = ("vllm-router", "fastapi", "aiohttp", "uvicorn", "uvloop", "httptools")
+    program = f"from importlib.metadata import distributions as d; print({{x.name: x.version for x in d() if x.name in {names}}})"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
 
 
@@ -183,8 +152,7 @@ async def _chat(url: str, texts: list[str], tokens: int, *, stream: bool) -> Non
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
-    chosen = parser("proxies", "CPU time a chat beside other proxies.", rounds=5, requests=300)
-    chosen.add_argument("--litellm", metavar="PATH", help="the litellm command")
+    chosen = parser("proxies", "CPU time a chat beside another proxy.", rounds=5, requests=300)
     chosen.add_argument("--vllm-router", metavar="PYTHON", help="an interpreter that has the router of vLLM's production-stack")
     options = chosen.parse_args(arguments)
     versions: dict[str, str] = {}
@@ -194,10 +162,6 @@ def main(arguments: Sequence[str]) -> int:
         proxies = {OURS: stack.enter_context(yardstick(url, directory))}
         if options.against:
             proxies[OTHER] = stack.enter_context(yardstick(url, directory, options.against))
-        if options.litellm:
-            asked = [options.litellm, "--version"]
-            versions["LiteLLM"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
-            proxies["LiteLLM"] = stack.enter_context(litellm(options.litellm, url, directory))
         if options.vllm_router:
             versions["vLLM's router"] = _versions(options.vllm_router)
             proxies["vLLM's router"] = stack.enter_context(vllm_router(options.vllm_router, url, directory))

@@ -66,7 +66,7 @@ def requests(draws: random.Random) -> dict[str, tuple[str, dict[str, object]]]:
 def main(arguments: Sequence[str]) -> int:
     """Count and print a table and one line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks modules", description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=10, help="of each kind, at most 60 (%(default)s)")
+    parser.add_argument("--requests", type=int, default=30, help="of each kind, at most 60 (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print the functions")
     asked, draws = parser.parse_args(arguments), random.Random(0)
     kinds = [kind for _ in range(asked.requests) for kind in requests(draws)]

@@ -31,7 +31,7 @@ NOTHING, NOTHING_SECONDS = "nothing", 0.05
 """No request, for as long as one takes: what half of these times or more call is background work."""
 HOOK = """
 import mmap, os, sys, threading
-_here = os.path.dirname(__file__)
+_here = os.environ["BENCH_CALLS"]
 _flag = mmap.mmap(os.open(f"{_here}/flag", os.O_RDWR), 1)
 _calls = os.open(f"{_here}/calls", os.O_WRONLY | os.O_APPEND)
 _seen, _root = set(), os.path.join(os.getcwd(), "gateway", "")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         calls.touch()
         Path(folder, "sitecustomize.py").write_text(HOOK)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        program = Program("gateway", "--engine", engine, PYTHONPATH=path)
+        program = Program("gateway", "--engine", engine, PYTHONPATH=path, BENCH_CALLS=folder)
         with flag.open("r+b") as file, mmap.mmap(file.fileno(), 1) as number, drained(program):
             for place in range(-len(set(kinds)), len(kinds)):  # the first of each kind do not count
                 where, body = requests(draws)[kinds[place]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,40 +14,29 @@ from importlib import import_module
 class Benchmark:
     """One subcommand."""
 
-    function: str
-    """``module:name`` of a function that takes the remaining arguments and returns the exit code."""
+    module: str
+    """Module with a function ``main`` that takes the remaining arguments and returns the exit code."""
     help: str
+    as_engine: bool = False
+    """Whether it runs with the variables of the engine's loop, which libraries read when a process starts."""
 
 
 BENCHMARKS = {
-    "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
-    "catalogue": Benchmark("benchmarks.engine.cli:catalogue", "items first, kept in the prefix cache, beside query first"),
-    "eviction": Benchmark("benchmarks.engine.eviction:main", "hit rate of cached items, beside bounds; no model runs"),
-    "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
-    "decode": Benchmark("benchmarks.engine.cli:decode", "tokens a second of many generations: log-probabilities, guidance"),
-    "step": Benchmark("benchmarks.engine.cli:step", "full scoring steps: wall time, and each kernel's"),
-    "accuracy": Benchmark(
-        "benchmarks.engine.cli:accuracy", "accuracy of bfloat16, FP8 and int8, on the demo models and random weights"
-    ),
-    "gpu": Benchmark("benchmarks.engine.cli:gpu", "a run on a GPU machine, in two calls of 8 minutes"),
-    "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
-    "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
-    "against": Benchmark("benchmarks.engine.against:main", "scoring and decoding on a CPU, beside another checkout's engine"),
-    "products": Benchmark("benchmarks.engine.products:main", "matrix products on a CPU with each library"),
-    "host": Benchmark(
-        "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
-    ),
-    "lookup": Benchmark("benchmarks.engine.lookup:main", "prompt lookup: throughput with and without drafts"),
-    "images": Benchmark("benchmarks.engine.images:main", "images: files to pixels and pixels to embeddings, beside transformers"),
-    "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
-    "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
-    "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
-    "registered": Benchmark("benchmarks.gateway.registered:main", "CPU time of the gateway for requests of registered items"),
-    "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
-    "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
-    "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),
-    "rerank-cpu": Benchmark("benchmarks.gateway.rerank_cpu:main", "CPU time and latency of the gateway for reranking"),
-    "proxies": Benchmark("benchmarks.gateway.peer_proxies:main", "CPU time of the gateway for each chat, beside other proxies"),
+    "score": Benchmark("benchmarks.engine.score", "scoring: 10 items of 180 tokens after a query of 120", True),
+    "catalogue": Benchmark("benchmarks.engine.catalogue", "items first, kept in the prefix cache, beside query first", True),
+    "length": Benchmark("benchmarks.engine.length", "length guidance: its cost beside plain generation", True),
+    "decode": Benchmark("benchmarks.engine.decode", "tokens a second: log-probabilities, guidance, drafts", True),
+    "step": Benchmark("benchmarks.engine.step", "full scoring steps: wall time, and each kernel's", True),
+    "accuracy": Benchmark("benchmarks.engine.accuracy", "accuracy of bfloat16, FP8 and int8, beside float32", True),
+    "gpu": Benchmark("benchmarks.engine.gpu", "a run on a GPU machine, in two calls of 8 minutes"),
+    "peers": Benchmark("benchmarks.engine.peers", "scoring on a CPU, beside OpenVINO and llama.cpp"),
+    "kernels": Benchmark("benchmarks.kernels.cli", "time of each kernel beside the limits of the GPU"),
+    "gateway": Benchmark("benchmarks.gateway.cpu", "CPU time of the gateway for each score request"),
+    "modules": Benchmark("benchmarks.gateway.modules", "modules and functions of the gateway that a request passes"),
+    "stream": Benchmark("benchmarks.gateway.stream", "CPU time of the gateway for each streamed token"),
+    "rerank": Benchmark("benchmarks.gateway.peer_crossencoder", "reranking over HTTP, beside sentence-transformers"),
+    "rerank-cpu": Benchmark("benchmarks.gateway.rerank_cpu", "CPU time and latency of the gateway for reranking"),
+    "proxies": Benchmark("benchmarks.gateway.peer_proxies", "CPU time of the gateway for each chat, beside other proxies"),
 }
 
 
@@ -63,9 +53,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
     parsed = parser.parse_args(arguments)
-    module, _, name = BENCHMARKS[parsed.benchmark].function.partition(":")
-    run: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+    benchmark = BENCHMARKS[parsed.benchmark]
+    if benchmark.as_engine and not {"-h", "--help"}.intersection(parsed.arguments):
+        _restart_as_engine(arguments)
+    run: Callable[[Sequence[str]], int] = import_module(benchmark.module).main
     return run(parsed.arguments)
+
+
+def _restart_as_engine(arguments: Sequence[str]) -> None:
+    """Restart the process with the variables of the engine's loop, unless it has them."""
+    from engine.serving.environment import with_defaults
+
+    environment = with_defaults(os.environ)
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Torch multiplies float32 matrices with MKL, which keeps to AVX2 on processors that are not Intel's. On one core of an AMD EPYC
 (Zen 5) with AVX-512, [256, 512] by [512, 3072]: MKL 61-67 GFLOP/s, oneDNN 130; over lengths that vary from call to call 2.5 times
-as many tokens a second. On Intel's own (Sapphire Rapids) MKL is the faster one for nearly all shapes (``python -m benchmarks
-products``). So :func:`library` measures one product when a process first multiplies.
+as many tokens a second. On Intel's own (Sapphire Rapids) MKL is the faster one for nearly all shapes (docs/benchmarks,
+"Float32 products on a CPU"). So :func:`library` measures one product when a process first multiplies.
 
 Both libraries rearrange weights into layouts of their own in each call, unless :func:`pack` has done so before.
 """

@@ -8,9 +8,9 @@ demo length-value model, which is computed without the engine, on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
@@ -18,20 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from benchmarks.engine import machine
-from benchmarks.engine.accuracy_table import show
 from benchmarks.engine.engines import Engine
-from benchmarks.engine.records import Records
-from benchmarks.engine.store import Store
+from benchmarks.engine.load import Workload
+from benchmarks.engine.records import Records, Store, add_output, describe
 from benchmarks.engine.subject import Subject, subject
-from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.demo import MODELS
 from engine.models.config import load_config
 from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
+from engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
@@ -53,14 +52,8 @@ class Format(NamedTuple):
 Formats = Sequence[Format]
 
 FORMATS: Formats = (
-    Format("float32"),
-    Format("bfloat16"),
-    Format("float32", "fp8"),
-    Format("bfloat16", "fp8"),
-    Format("float32", "int8"),
-    Format("bfloat16", "int8"),
-    Format("float32", kv_dtype="fp8"),
-    Format("bfloat16", kv_dtype="fp8"),
+    *(Format(dtype, quantize) for quantize in (None, "fp8", "int8") for dtype in ("float32", "bfloat16")),
+    *(Format(dtype, kv_dtype="fp8") for dtype in ("float32", "bfloat16")),
     Format("bfloat16", "fp8", "fp8"),
 )
 """The others are compared with the first."""
@@ -114,19 +107,33 @@ class Answers:
     """Greedy texts."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Errors of a format relative to float32."""
+Cost = dict[str, float | None]
+"""Errors of a format relative to float32, by the keys of :data:`HEADINGS`."""
+HEADINGS = {
+    "mean": "mean Δ",  # absolute difference of a probability or a value
+    "largest": "max Δ",
+    "batch": "max Δ, batch",  # between an item's probability alone and in a batch, in this format
+    "auc": "AUC",
+    "same_next": "same next token",  # share of the tokens of float32's texts that the format also predicts after the same tokens
+    "same_texts": "same text",
+    "correlation": "rank correlation",
+}
 
-    mean: float
-    """Mean absolute difference of a probability."""
-    largest: float
-    batch: float
-    """Largest difference between an item's probability alone and in a batch, in this format."""
-    auc: float | None
-    same_next: float
-    """Share of the tokens of float32's texts that this format also predicts after the same tokens."""
-    same_texts: float
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; returns the exit code."""
+    about = "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights."
+    parser = argparse.ArgumentParser("python -m benchmarks accuracy", description=about)
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and --dtype with this quantisation (all formats)")
+    parser.add_argument("--dtype", choices=DTYPES[:2], help="the dtype of that format (float32)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="the same for keys and values")
+    parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
+    add_output(parser)
+    asked = parser.parse_args(arguments)
+    chosen = Format(asked.dtype or "float32", asked.quantize, asked.kv_dtype or "auto")
+    formats = [Format("float32"), chosen] if asked.dtype or asked.quantize or asked.kv_dtype else None
+    run(QUICK if asked.quick else Sizes(), Store(asked.out, resume=asked.resume, limit=asked.limit), formats)
+    return 0
 
 
 def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None) -> dict[str, Any]:
@@ -137,52 +144,44 @@ def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None
     """
     records = Records(store)
     store = records.store
-    summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
+    summary: dict[str, Any] = {"bench": "accuracy", "machine": describe()}
     with subject("small", None, "float32") as random:
         measured = {
             "demo": (Subject(MODELS / "base", load_model(MODELS / "base").config, "float32"), demo_material(sizes)),
             "random": (random, random_material(sizes, random.config.vocab_size)),
         }
         for name, (model, material) in measured.items():
-            found = costs(model, material, sizes, formats, store, name)
-            summary[name] = {form: dataclasses.asdict(cost) for form, cost in found.items()}
+            summary[name] = costs(model, material, sizes, formats, store, name)
             show(f"{name} model", summary[name], records)
     summary["demo length"] = value_costs(sizes, formats, store)
     show("demo length-value model", summary["demo length"], records)
     summary["left_out"] = store.left_out
-    if store.folder is not None:
-        records.write(store.folder, summary)
-    print(json.dumps(summary), flush=True)
+    records.finish(summary)
     return summary
 
 
 def costs(
-    model: Subject,
-    material: Material,
-    sizes: Sizes,
-    formats: Formats | None = None,
-    store: Store | None = None,
-    name: str = "",
+    model: Subject, material: Material, sizes: Sizes, formats: Formats | None = None, store: Store | None = None, name: str = ""
 ) -> dict[str, Cost]:
     """Return the errors of ``model``, called ``name``, in the formats that this machine supports and ``store`` has time for."""
     store = store or Store()
     chosen = [dataclasses.replace(model, **form._asdict()) for form in formats or FORMATS if supported(form)]
     exact: Answers | None = None
 
-    def measured(each: Subject) -> dict[str, Any]:
+    def measured(each: Subject) -> Cost:
         nonlocal exact
         engine = _engine(each)
         given = answers(engine, material, sizes)
         if exact is None:  # the first format, unless an earlier run has measured it
             exact = given if each is chosen[0] else answers(_engine(chosen[0]), material, sizes)
-        return dataclasses.asdict(_cost(engine, material, given, exact))
+        return _cost(engine, material, given, exact)
 
     found = {each.format: store.measure(f"{name} model: {each.format}", SECONDS, partial(measured, each)) for each in chosen}
-    return {form: Cost(**cost) for form, cost in found.items() if cost is not None}
+    return {form: cost for form, cost in found.items() if cost is not None}
 
 
 def _engine(model: Subject) -> Engine:
-    return Engine(model.load(), model.dtype, slots=SLOTS, kv_dtype=model.kv_dtype)
+    return Engine(model.load(), model.dtype, max_total_tokens=SLOTS, kv_dtype=model.kv_dtype)
 
 
 def supported(form: Format) -> bool:
@@ -228,14 +227,14 @@ def _cost(engine: Engine, material: Material, given: Answers, exact: Answers) ->
     next_ones = [token for opening, text in pairs for token in following(engine, opening, text)]
     expected = [token for text in exact.texts for token in text]
     right = material.relevant
-    return Cost(
-        mean=difference.mean().item(),
-        largest=difference.max().item(),
-        batch=(given.probabilities[: len(given.alone)] - given.alone).abs().max().item(),
-        auc=None if right is None else auc(given.probabilities[right], given.probabilities[~right]),
-        same_next=_share(one == other for one, other in zip(next_ones, expected, strict=True)),
-        same_texts=_share(one == other for one, other in zip(given.texts, exact.texts, strict=True)),
-    )
+    return {
+        "mean": difference.mean().item(),
+        "largest": difference.max().item(),
+        "batch": (given.probabilities[: len(given.alone)] - given.alone).abs().max().item(),
+        "auc": None if right is None else auc(given.probabilities[right], given.probabilities[~right]),
+        "same_next": float(np.mean([one == other for one, other in zip(next_ones, expected, strict=True)])),
+        "same_texts": float(np.mean([one == other for one, other in zip(given.texts, exact.texts, strict=True)])),
+    }
 
 
 def demo_material(sizes: Sizes) -> Material:
@@ -260,7 +259,7 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
     return Material(requests, openings, None)
 
 
-def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, dict[str, float]]:
+def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, Cost]:
     """Return differences of the value in every state of new texts, and its rank correlation with the truth; formats as in
     :func:`costs`. The length model's keys and values stay in its own format."""
     store = store or Store()
@@ -275,7 +274,7 @@ def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | Non
     def values(form: Format) -> tuple[Tensor, Tensor]:
         return values_and_truths(load_lenvm(MODELS / "lenvm", getattr(torch, form.dtype), form.quantize), texts())
 
-    def measured(form: Format) -> dict[str, float]:
+    def measured(form: Format) -> Cost:
         (exact, _), (found, truths) = values(chosen[0]), values(form)
         difference = (found - exact).abs()
         return {"mean": difference.mean().item(), "largest": difference.max().item(), "correlation": spearman(found, truths)}
@@ -291,6 +290,15 @@ def _scaled(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).softmax(-1)[:, 0]
 
 
-def _share(same: Iterable[bool]) -> float:
-    found = list(same)
-    return sum(found) / len(found)
+def show(title: str, formats: Mapping[str, Cost], records: Records) -> None:
+    """Print one row per format."""
+    first = next(iter(formats.values()), {})
+    table = Table(title, *(heading for key, heading in HEADINGS.items() if first.get(key) is not None))
+    for form, cost in formats.items():
+        table.add_row(form, *(_written(key, cost[key]) for key in HEADINGS if cost.get(key) is not None))
+    records.console.print(table)
+
+
+def _written(key: str, value: float | None) -> str:
+    assert value is not None
+    return f"{value:.1%}" if key.startswith("same") else f"{value:.4f}" if key in ("auc", "correlation") else f"{value:.1e}"

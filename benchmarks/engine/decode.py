@@ -7,6 +7,8 @@ The engine's loop runs in this process, without HTTP, on random weights and rand
 - With ``--guided``, they are sampling without options, length guidance, and guidance with the constraints ``eq`` and ``le``. The
   workload is LenVM's: 50 prompts, 16 samples of each. Guided draws have ``top_k`` 5 and ``min_p`` 0.01, at the temperature that
   leaves two candidates on average.
+- With ``--drafts``, they are texts of one allowed token, so that every draft of prompt lookup is right, and of four tokens, so that
+  most are wrong after a few tokens, each without and with drafts.
 
 *All* counts from the first prompt to the last token. *Steady* is the part of it between the last text that begins and the first one
 that ends: every row gets a token in each step there. Its bound is the longer of the bytes (weights once, keys and values of every
@@ -17,37 +19,28 @@ than *steady*; a longer ``--prompt`` with fewer ``--requests`` gives the rows an
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.engine import machine
-from benchmarks.engine.cli import add_output
-from benchmarks.engine.engines import describe_loop
-from benchmarks.engine.length import Pair, load_pair
-from benchmarks.engine.records import Records
-from benchmarks.engine.roofline import Peaks, Work, flops, measure_peaks, weight_bytes
-from benchmarks.engine.store import Store
+from benchmarks.engine.engines import Engine
+from benchmarks.engine.records import Records, add_output, describe, opened
+from benchmarks.engine.roofline import Peaks, flops, measure_peaks, weight_bytes
 from benchmarks.engine.subject import SHAPES, default_device, random_decoder
-from benchmarks.engine.writers import CANDIDATES, PLAIN, Writer, Writing, mixed, survivors
+from benchmarks.engine.writing import CANDIDATES, PLAIN, Pair, Writing, load_pair, mixed, survivors
 from engine import wire
 from engine.loop import Loop
 from engine.models.decoder import Decoder
 from engine.settings import DTYPES, KV_DTYPES
 from engine.startup.capacity import slot_bytes
 
-PUBLISHED = {
-    False: "LMDeploy, 8B on one H800: 6,230 tokens/s with the top 5 sent again in each message, 6,518 sent once",
-    True: "LenVM, 7B + 1.5B on one H100: about 11,900 tokens/s plain, 3,000 guided (4.03 × slower; arXiv 2604.27039)",
-}
 SECONDS = 20.0
 """Time that the first setting must have left to begin; the others need that of the longest before them, and a fifth more."""
 
@@ -59,9 +52,16 @@ class Setting:
     sampling: wire.Sampling = PLAIN
     logprobs: int | None = None
     guidance: wire.LengthGuidance | None = None
+    drafts: wire.DraftOptions | None = None
 
 
 LOGPROBS = {"off": Setting(), "chosen": Setting(logprobs=0), "top 5": Setting(logprobs=5)}
+COPY, REPEAT = (msgspec.structs.replace(PLAIN, allowed_token_ids=allowed) for allowed in ((7,), (7, 8, 9, 10)))
+DRAFTS = {
+    f"{name}{', drafts' if tokens else ''}": Setting(sampling, drafts=wire.DraftOptions(tokens))
+    for name, sampling in (("right", COPY), ("wrong", REPEAT))
+    for tokens in (0, 8)
+}
 
 
 def guided(mix: wire.Sampling, output: int) -> dict[str, Setting]:
@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
     parser.add_argument("--guided", choices=("demo", "7b"), help="with length guidance: the demo models, or random 7B and 1.5B")
+    parser.add_argument("--drafts", action="store_true", help="without and with drafts of prompt lookup")
     parser.add_argument("--requests", type=int, help="prompts (1,024; 50 with --guided)")
     parser.add_argument("--samples", type=int, help="texts of each prompt (1; 16 with --guided)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (170; 100 with --guided)")
@@ -97,34 +98,30 @@ def main(arguments: Sequence[str]) -> int:
     requests, samples, prompt, output = (
         getattr(asked, name) or default for name, default in zip(("requests", "samples", "prompt", "output"), usual, strict=True)
     )
-    records = Records(Store(asked.out, resume=asked.resume, limit=asked.limit))
+    records = opened(asked)
     pair, peaks = load(asked)
-    writer = Writer(
-        pair.decoder, pair.length, pair.dtype, slots=asked.slots, rows=requests * samples,
-        kv_dtype=asked.kv_dtype, max_batched_tokens=asked.max_batched_tokens,
-    )  # fmt: skip
+    more = {"kv_dtype": asked.kv_dtype, "max_batched_tokens": asked.max_batched_tokens}
+    engine = pair.engine(asked.slots, requests * samples, **more)
     writing = Writing(requests, prompt, output)
-    summary: dict[str, Any] = {"bench": "decode", "machine": machine.describe(), "model": asked.guided or asked.shape}
+    summary: dict[str, Any] = {"bench": "decode", "machine": describe(), "model": asked.guided or asked.shape}
     summary |= {"dtype": pair.dtype, "requests": requests, "samples": samples, "prompt": prompt, "output": output}
-    settings = LOGPROBS
+    settings = DRAFTS if asked.drafts else LOGPROBS
     if asked.guided:
-        mix = mixed(writer, writing)
+        mix = mixed(engine, writing)
         settings = guided(mix, output)
         few = replace(writing, sampling=mix, rows=min(8, requests), output=min(16, output))
-        summary |= {"temperature": mix.temperature, "candidates": survivors(writer, few, np.random.default_rng(1))}
+        summary |= {"temperature": mix.temperature, "candidates": survivors(engine, few, np.random.default_rng(1))}
     found: dict[str, Any] = {}
     needed = SECONDS
     for name, setting in settings.items():
-        result = records.store.measure(name, needed, partial(measure, writer, writing, samples, setting))
+        result = records.store.measure(name, needed, partial(measure, engine, writing, samples, setting))
         if result:
             needed = max(needed, 1.2 * result["seconds"])
-            found[name] = result | bound(pair.decoder, writer.loop, result, peaks, bounded=not asked.guided)
-    summary |= {"settings": found, "published": PUBLISHED[bool(asked.guided)], "left_out": records.store.left_out}
-    summary["engine"] = describe_loop(writer.loop) | {"slots": writer.loop.stats.slots_total}
+            found[name] = result | bound(pair.decoder, engine.loop, result, peaks, bounded=not asked.guided)
+    summary |= {"settings": found, "left_out": records.store.left_out}
+    summary["engine"] = engine.description | {"slots": engine.loop.stats.slots_total}
     show(summary, found, records)
-    if asked.out is not None:
-        records.write(asked.out, summary)
-    print(json.dumps(summary), flush=True)
+    records.finish(summary)
     return 0
 
 
@@ -139,23 +136,23 @@ def load(asked: argparse.Namespace) -> tuple[Pair, Peaks]:
     return pair, measure_peaks(device, getattr(torch, pair.dtype))
 
 
-def measure(writer: Writer, writing: Writing, samples: int, setting: Setting) -> dict[str, float]:
+def measure(engine: Engine, writing: Writing, samples: int, setting: Setting) -> dict[str, float]:
     """Run all requests with ``setting``, after a few that warm up, and return their rates."""
     rng = np.random.default_rng(0)  # the same prompts for each setting, which later ones may find in the prefix cache
     few = replace(writing, rows=min(8, writing.rows), output=min(4, writing.output))
-    run(writer.loop, requests(few, rng, writer.vocab_size, samples, setting))
-    return run(writer.loop, requests(writing, rng, writer.vocab_size, samples, setting))
+    run(engine.loop, requests(few, rng, engine.loop.info.vocab_size, samples, setting))
+    return run(engine.loop, requests(writing, rng, engine.loop.info.vocab_size, samples, setting))
 
 
 def requests(writing: Writing, rng: np.random.Generator, vocab_size: int, samples: int, setting: Setting) -> list[wire.Generate]:
     """Return the requests of a setting."""
     load = replace(writing, sampling=msgspec.structs.replace(setting.sampling, n=samples))
     plain = load.requests(rng, vocab_size, [False] * writing.rows, logprobs=setting.logprobs)
-    return [msgspec.structs.replace(request, length_guidance=setting.guidance) for request in plain]
+    asked = {"length_guidance": setting.guidance, "prompt_lookup": setting.drafts}
+    return [msgspec.structs.replace(request, **asked) for request in plain]
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """State between two steps."""
 
     seconds: float
@@ -206,12 +203,10 @@ def bound(decoder: Decoder, loop: Loop, found: Mapping[str, float], peaks: Peaks
     config, weight, rows = decoder.config, decoder.embed.weight, found["steady_rows"]
     kept = loop.info.slot_bytes or slot_bytes(decoder, weight.dtype)
     read = weight_bytes(config, weight.dtype.itemsize) + rows * found["steady_context"] * kept
-    pairs = round(rows * (found["steady_context"] + 1))
-    needed = flops(config, Work(tokens=round(rows), pairs=pairs, rows=round(rows), context=0))
+    needed = flops(config, round(rows), pairs=round(rows * (found["steady_context"] + 1)), rows=round(rows))
     seconds = max(read / peaks.bandwidth, needed / peaks.flops)
     return {
         "bound_tokens_per_s": rows / seconds,
-        "bandwidth_bound_tokens_per_s": rows * peaks.bandwidth / read,
         "of_bound": found["steady_tokens_per_s"] * seconds / rows,
         "peak_gb_per_s": peaks.bandwidth / 1e9,
         "peak_gflops": peaks.flops / 1e9,
@@ -235,4 +230,3 @@ def show(summary: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], r
     records.console.print(table)
     if "candidates" in summary:
         records.console.print(f"{summary['candidates']:.1f} candidates a draw at temperature {summary['temperature']:g}")
-    records.console.print(f"Published: {summary['published']}")

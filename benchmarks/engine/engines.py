@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,10 +11,10 @@ import torch
 
 from benchmarks.engine.subject import Subject
 from engine import wire
-from engine.build import assemble
+from engine.build import PairedLenVM, assemble
 from engine.loop import Loop
 from engine.models.decoder import Decoder
-from engine.settings import RESERVED_SHARE, EngineSettings
+from engine.settings import EngineSettings
 
 Scores = list[list[float]]
 """Log-probabilities, [item][label]."""
@@ -30,94 +27,20 @@ class Scorer(Protocol):
         """The log-probabilities of the request's labels."""
 
 
-class Stopwatch:
-    """Sums up the time of calls: on a CPU until they return, on a GPU the time of their computation."""
-
-    def __init__(self, *, gpu: bool) -> None:
-        self._gpu = gpu
-        self._host = 0.0
-        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def around(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return ``function`` with its time measured."""
-        return partial(self._on_gpu if self._gpu else self._on_host, function)
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this method."""
-        if self._marks:
-            torch.cuda.synchronize()
-        total = self._host + sum(float(start.elapsed_time(end)) for start, end in self._marks) / 1000
-        self._host, self._marks = 0.0, []
-        return total
-
-    def _on_host(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        start = time.perf_counter()
-        result = function(*arguments)
-        self._host += time.perf_counter() - start
-        return result
-
-    def _on_gpu(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        result = function(*arguments)
-        end.record()
-        self._marks.append((start, end))
-        return result
-
-
-def describe_loop(loop: Loop) -> dict[str, Any]:
-    """Attention backend, the modules that it uses, and steps so far, for the record of a benchmark."""
-    stats = loop.stats
-    return {
-        "attention": msgspec.to_builtins(loop.info.attention),
-        "steps": stats.steps,
-        "replayed_steps": stats.replayed_steps,
-        "replayed_lenvm_passes": stats.replayed_lenvm_passes,
-    }
-
-
 class Engine:
     """The loop, driven in this process."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        dtype: str,
-        *,
-        slots: int = 131_072,
-        kv_dtype: str = "auto",
-        max_batched_tokens: int | None = None,
-        reserved_share: float = RESERVED_SHARE,
-    ) -> None:
-        settings = EngineSettings(
-            model="bench",
-            name="bench",
-            dtype=dtype,
-            max_total_tokens=slots,
-            kv_dtype=kv_dtype,
-            max_batched_tokens=max_batched_tokens,
-            reserved_share=reserved_share,
-            max_waiting=1 << 16,
-            max_wait_seconds=3600,  # no request is refused, however slow the machine
-        )
-        self.loop: Loop = assemble(decoder, settings, "bench")
+    def __init__(self, decoder: Decoder, dtype: str, length: PairedLenVM | None = None, **options: Any) -> None:
+        """``length``: for guided texts. ``options``: of the settings. No request is refused, however slow the machine."""
+        given = {"max_total_tokens": 131_072, "max_waiting": 1 << 16, "max_wait_seconds": 3600} | options
+        self.loop: Loop = assemble(decoder, EngineSettings(model="bench", name="bench", dtype=dtype, **given), "bench", length)
 
     @property
     def description(self) -> dict[str, Any]:
-        """See :func:`describe_loop`."""
-        return describe_loop(self.loop)
-
-    @contextmanager
-    def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:
-        """Measure the decoder's time with ``watch``, for launched and replayed steps."""
-        places: list[Any] = [decoder, *self.loop._runner._graphs]
-        for place in places:
-            place.forward = watch.around(place.forward)
-        try:
-            yield
-        finally:
-            for place in places:
-                del place.forward
+        """Attention backend, the modules that it uses, and steps so far, for the record of a benchmark."""
+        stats = self.loop.stats
+        steps = {name: getattr(stats, name) for name in ("steps", "replayed_steps", "replayed_lenvm_passes")}
+        return {"attention": msgspec.to_builtins(self.loop.info.attention), **steps}
 
     def score(self, message: wire.Score) -> Scores:
         """Run one request to its end."""
@@ -170,10 +93,3 @@ class Transformers:
             rows += logprobs.gather(1, labels).tolist()
         left = iter(rows)
         return [list(islice(left, len(message.branches))) for message in messages]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Return the wall time of one call, which ends with its results on the host."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -8,6 +8,7 @@ failed. The files are valid at every moment, and so is the archive of them.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -26,9 +27,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import machine
-from benchmarks.engine.store import replace
+from benchmarks.engine.records import describe, replace
 
+RUNS = {
+    "a": "tests, profile, kernels, rates, guidance and decoding, for an H100",
+    "b": "profile, rates, log-probabilities, guidance, catalogues and accuracy, for an H200",
+    "c": "what they leave out: other systems, steps of 16,384 tokens, adapters, experts and drafts",
+}
 LIMIT_SECONDS = 480.0
 END_SECONDS = 8.0
 """Time that a part has to write its tables after its own limit, before it is killed."""
@@ -84,17 +89,14 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
         return part(name, seconds, "decode", *few.split(), *options)
 
     length = ["--shape", "demo" if quick else "7b", "--rows", "1,4" if quick else "1,16,64,100,800", "--repeats", "2"]
-    length += ["--output", "6" if quick else "24", "--no-distributions"]
+    length += ["--output", "6" if quick else "24"]
     known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 2 --in-flight 400"
     logprobs = ["--shape", "tiny"] if quick else []
     middle = "--requests 256 --prompt 1194 --output 64"
-    offline = ["--offline", "--no-sweeps", "--quick"]
-    few_adapters = "--shape tiny --adapters 2 --pairs 1" if quick else "--shape qwen3-0.6b --layers 28 --adapters 8"
-    few_grammars = "--vocabulary 2000 --rows 4 --tokens 3 --layers 1 --repeats 1" if quick else "--shape qwen3-0.6b --rows 64"
-    few_drafts = "--shape tiny --rounds 1 --tokens 8 --batches 2 --outputs copy" if quick else "--shape qwen3-0.6b --rounds 2"
+    offline = ["--offline", "--quick"]
+    few_drafts = "" if quick else "--shape qwen3-0.6b --requests 8 --prompt 64 --output 96"
     few_documents = "--layers 1 --hidden 128 --rounds 1" if quick else "--hidden 1024 --layers 28 --head-dim 128 --words 200 250"
     peer = ["--sentence-transformers", sys.executable]
-    few_images = ["--quick"] if quick else []
     runs = {
         "a": (
             Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
@@ -111,7 +113,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             online("online fp8", 80, "3600,4000,4200", *fp8),
             decode("logprobs", 190, *logprobs, *(() if quick else ("--output", "384"))),
             decode("guided", 100, *("--guided demo --samples 2" if quick else "--guided 7b --output 192").split()),
-            part("catalogue", 60, "catalogue", *shape, *bf16, *models, "--room", "0", *known.split()),
+            part("catalogue", 60, "catalogue", *shape, *bf16, *models, *known.split()),
             part("accuracy", 60, "accuracy", "--quick"),
         ),
         "c": (
@@ -123,44 +125,46 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
             Part("cross-encoder", ["benchmarks", "rerank", *peer, *few_documents.split()], 80, resumes=False),
-            Part("adapters", ["benchmarks.engine.lora", *few_adapters.split(), "--out", str(out / "adapters")], 60, resumes=False),
-            Part("grammars", ["benchmarks", "structured", *few_grammars.split()], 80, resumes=False),
-            Part("drafts", ["benchmarks", "lookup", *few_drafts.split(), "--out", str(out / "drafts")], 60, resumes=False),
-            Part("images", ["benchmarks", "images", *few_images, "--out", str(out / "images")], 60, resumes=False),
+            step("adapters", 60, *bf16, "--adapters", "2" if quick else "8"),
+            decode("drafts", 60, *logprobs, "--drafts", *few_drafts.split()),
         ),
     }  # fmt: skip
     on_gpu = torch.cuda.is_available()
     return tuple(part for part in runs[run] if on_gpu or not quick or part.name not in NEED_A_GPU)
 
 
-def run(
-    name: str,
-    todo: Sequence[Part],
-    out: Path,
-    *,
-    limit: float = LIMIT_SECONDS,
-    resume: bool = False,
-    archive: Path | None = None,
-    quick: bool = False,
-) -> int:
-    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU unless ``quick``, or if a part failed or is not
-    complete.
-
-    ``archive``: a .tar.gz for all files but the models.
-    """
-    if not torch.cuda.is_available() and not quick:
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU unless ``--quick``, or if a part failed or is not
+    complete."""
+    about = "A run on a GPU machine, in two calls of at most 8 minutes."
+    parser = argparse.ArgumentParser("python -m benchmarks gpu", description=about)
+    parser.add_argument("--run", choices=RUNS, required=True, help="; ".join(f"{name}: {what}" for name, what in RUNS.items()))
+    parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of this call (%(default)g)")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder without models, written all the time")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts, in the order of the run (all)")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few repeats, to see on any machine that it works")
+    asked = parser.parse_args(arguments)
+    known = parts(asked.run, asked.out, quick=asked.quick)
+    if unknown := sorted(set(asked.only) - {part.name for part in known}):
+        names = ", ".join(part.name for part in known)
+        parser.error(f"run {asked.run} has no part {', '.join(unknown)}; it has {names}")
+    todo = [part for part in known if not asked.only or part.name in asked.only]
+    if not torch.cuda.is_available() and not asked.quick:
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
-    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if resume and (out / SUMMARY).is_file() else {}
-    if earlier.get("run", name) != name:
+    out, summary = asked.out, dict[str, Any]()
+    earlier = json.loads((out / SUMMARY).read_text(encoding="utf-8")) if asked.resume and (out / SUMMARY).is_file() else {}
+    if earlier.get("run", asked.run) != asked.run:
         print(f"bench: {out} has run {earlier['run']}; continue that, or name another folder.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    summary: dict[str, Any] = {"bench": "gpu", "run": name, "machine": machine.describe()}
+    summary |= {"bench": "gpu", "run": asked.run, "machine": describe()}
     print(json.dumps(summary), flush=True)
-    with archived(out, archive):
-        summary["parts"] = run_parts(todo, out, limit, resume=resume, about=summary)
+    with archived(out, asked.archive):
+        summary["parts"] = run_parts(todo, out, asked.limit, resume=asked.resume, about=summary)
     summary |= {"seconds": time.monotonic() - begun, "not_reached": not_reached(todo, summary["parts"])}
     table = Table("part", "seconds", "ended", "last line")
     for part, result in summary["parts"].items():

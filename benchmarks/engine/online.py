@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,33 +13,15 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from benchmarks.engine.client import OK, Job, Sample, poisson, summarise
+from benchmarks.engine.load import OK, Job, Sample, Workload, poisson, summarise
 from benchmarks.engine.records import PERCENTILES, Records, percentiles
 from benchmarks.engine.servers import ServerError
-from benchmarks.engine.workload import Workload
 
 FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Fractions of the capacity to measure, if no rates are given."""
-REPEATED = (0.0, 0.5, 0.9)
 RUN_FACTOR, RUN_SECONDS = 1.5, 2.0
 """A run whose rate is above the capacity takes at most :data:`RUN_FACTOR` times the duration of its arrivals, and
 :data:`RUN_SECONDS` more."""
-REPEATED_AT = 0.9
-"""Fraction of the capacity for the run with repeated items."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The measurements to run."""
-
-    rates: tuple[float, ...] = ()
-    """Items a second; empty: :data:`FRACTIONS` of the measured capacity."""
-    seconds: float = 30.0
-    """Duration of arrivals at each rate."""
-    burst: int = 16
-    """Requests sent at once to find the capacity; enough to keep the engine busy."""
-    alone: int = 10
-    """Requests sent one by one."""
 
 
 class Online:
@@ -54,35 +34,30 @@ class Online:
         self._runs = 0
         self._workload, self._items = workload, workload.items
 
-    def measure(self, plan: Plan) -> dict[str, Any]:
-        """Measure capacity, single requests, the rates, and repeated items with the cache on. Raises :class:`ServerError`."""
+    def measure(self, rates: Sequence[float], seconds: float, burst: int = 16, alone: int = 10) -> dict[str, Any]:
+        """Measure the capacity, with ``burst`` requests at once, ``alone`` single requests, and the rates, each with arrivals for
+        so many seconds. ``rates``: items a second; empty: :data:`FRACTIONS` of the capacity. Raises :class:`ServerError`."""
         warm_up = self._run("warm-up", [0.0] * 4)
         if warm_up["failures"]:
-            raise ServerError(
-                f"requests to {self._url} failed: {warm_up['failures']}; look at its log, and check --model and --url"
-            )
+            raise ServerError(f"requests to {self._url} failed: {warm_up['failures']}")
         measure = self._records.store.measure
-        capacity = measure("burst", 0, lambda: self._run("burst", [0.0] * plan.burst))["items_per_s"]
+        capacity = measure("burst", 0, lambda: self._run("burst", [0.0] * burst))["items_per_s"]
         gap = 3 * self._items / capacity
-        alone = measure("alone", gap * plan.alone, lambda: self._run("alone", [gap * place for place in range(plan.alone)]))
-        rates = plan.rates or tuple(fraction * capacity for fraction in FRACTIONS)
-        needed = RUN_FACTOR * plan.seconds + RUN_SECONDS
-        runs = [measure(f"rate {rate:g}", needed, partial(self._poisson, "rate", rate, plan.seconds)) for rate in rates]
-        hot = [
-            measure(f"repeated {share}", needed, partial(self._poisson, "repeated", REPEATED_AT * capacity, plan.seconds, share))
-            for share in REPEATED
-        ]
+        singles = [gap * place for place in range(alone)]
+        single = measure("alone", gap * alone, lambda: self._run("alone", singles))
+        needed = RUN_FACTOR * seconds + RUN_SECONDS
+        wanted = rates or [fraction * capacity for fraction in FRACTIONS]
+        runs = [measure(f"rate {rate:g}", needed, partial(self._poisson, rate, seconds)) for rate in wanted]
         by_rate = sorted(filter(None, runs), key=itemgetter("items_per_s_offered"))
-        return {"capacity_items_per_s": capacity, "alone": alone or {}, "rates": by_rate, "repeated": [run for run in hot if run]}
+        return {"capacity_items_per_s": capacity, "alone": single or {}, "rates": by_rate}
 
-    def _poisson(self, kind: str, rate: float, seconds: float, repeated: float | None = None) -> dict[str, Any]:
-        """``rate``: items a second. ``repeated``: the share of repeated items, with the cache on; None: cache off."""
+    def _poisson(self, rate: float, seconds: float) -> dict[str, Any]:
+        """``rate``: items a second."""
         count = max(1, round(rate * seconds / self._items))
         arrivals = poisson(rate / self._items, count, np.random.default_rng(self._runs))
-        run = self._run(kind, arrivals, repeated)
-        return {"items_per_s_offered": rate} | run | ({} if repeated is None else {"repeated": repeated})
+        return {"items_per_s_offered": rate} | self._run("rate", arrivals)
 
-    def _run(self, kind: str, arrivals: list[float], repeated: float | None = None) -> dict[str, Any]:
+    def _run(self, kind: str, arrivals: list[float]) -> dict[str, Any]:
         self._runs += 1
         job = Job(
             url=self._url,
@@ -90,9 +65,6 @@ class Online:
             vocab_size=self._vocab_size,
             workload=self._workload,
             seed=self._runs,
-            repeated=repeated or 0.0,
-            cached=repeated is not None,
-            api_key=os.environ.get("YARDSTICK_API_KEY"),
         )
         samples = run_client(job)
         run = {"kind": f"online {kind}", "run": self._runs}
@@ -103,33 +75,22 @@ class Online:
 
 def run_client(job: Job) -> list[Sample]:
     """Run the load in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.engine.client"]
+    command = [sys.executable, "-m", "benchmarks.engine.load"]
     result = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)  # noqa: S603
     return msgspec.json.decode(result.stdout, type=list[Sample])
 
 
 def show(results: Mapping[str, Any], records: Records) -> None:
-    """Show the tables."""
-    console, alone = records.console, results["alone"]
-    capacity = f"capacity: {results['capacity_items_per_s']:.1f} items/s in a burst"
-    console.print(f"{capacity}; one request alone: {_number(alone, 'p50_ms')} ms at the median")
-    _table("Through the gateway, Poisson arrivals, result cache off", results["rates"], records)
-    _table("With repeated items, result cache on", results["repeated"], records)
-
-
-def _table(title: str, runs: Sequence[Mapping[str, Any]], records: Records) -> None:
-    if not runs:
-        return
-    repeated = ["repeated"] if "repeated" in runs[0] else []
-    table = Table(title=title)
-    for heading in (*repeated, "offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "sent", "failed", "late ms"):
+    """Show the table."""
+    capacity, runs = f"capacity: {results['capacity_items_per_s']:.1f} items/s in a burst", results["rates"]
+    records.console.print(f"{capacity}; one request alone: {_number(results['alone'], 'p50_ms')} ms at the median")
+    table = Table(title="Through the gateway, Poisson arrivals, result cache off")
+    for heading in ("offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "sent", "failed", "late ms"):
         table.add_column(heading, justify="right")
     for run in runs:
-        share = [f"{run['repeated']:.0%}"] if repeated else []
-        rates = [_number(run, "items_per_s_offered"), _number(run, "items_per_s")]
-        latencies = [_number(run, f"p{percent}_ms") for percent in PERCENTILES]
+        names = "items_per_s_offered", "items_per_s", *(f"p{percent}_ms" for percent in PERCENTILES)
         failures = ", ".join(f"{count} × {kind}" for kind, count in run["failures"].items()) or "0"
-        table.add_row(*share, *rates, *latencies, str(run["requests"]), failures, _number(run, "client_late_ms"))
+        table.add_row(*(_number(run, name) for name in names), str(run["requests"]), failures, _number(run, "client_late_ms"))
     records.console.print(table)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,22 +23,26 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.engine import machine
-from benchmarks.engine.against_process import FORMATS as NUMBER_FORMATS
 from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
-from benchmarks.engine.line_process import LineProcess, ProcessEnded
-from benchmarks.engine.records import Records
+from benchmarks.engine.load import Workload
+from benchmarks.engine.records import Records, Store, describe
 from benchmarks.engine.subject import SHAPES, subject
-from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.models.loader import load_model
 from engine.models.quantization import format_of
 from kernels.int8 import instructions
 
-RUNTIMES = {"openvino": "peer_process.py", "onnxruntime": "peer_process.py", "llamacpp": "peer_llamacpp.py"}
-"""The file that each runtime's Python runs."""
+PROGRAM = Path(__file__).with_name("peer_process.py")
+RUNTIMES = ("openvino", "llamacpp")
+NUMBER_FORMATS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "bfloat16-int8": ("bfloat16", "int8"),
+}
+"""Number formats: dtype, and format of the layers' matrix products."""
 FORMATS = ("float32", "int8")
-"""Formats that are measured unless others are named (:data:`benchmarks.engine.against_process.FORMATS` has all)."""
+"""Formats that are measured unless others are named."""
 BFLOAT16_RUNTIMES = ("openvino",)
 """Runtimes that compute in bfloat16 on a CPU."""
 BASE = "Yardstick, float32"
@@ -58,30 +63,40 @@ class PeerError(RuntimeError):
 
 
 class Peer:
-    """A runtime in a process of its own."""
+    """A runtime in a process of its own, which answers each line of JSON with one."""
 
     def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
-        file = Path(__file__).with_name(RUNTIMES[runtime])
-        chosen = [runtime] if file.name == "peer_process.py" else []
-        self._process = LineProcess([str(python), str(file), *chosen, str(checkpoint), form, str(torch.get_num_threads())])
+        command = [str(python), str(PROGRAM), runtime, str(checkpoint), form, str(torch.get_num_threads())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own code
         self.spent = Spent(0.0, 0.0)
         """Time of the last request in the runtime's process."""
-        try:
-            self.version: str = self._process.read()["ready"]
-        except ProcessEnded as error:
-            self.close()
-            raise PeerError(str(error)) from None
+        self.version: str = self._read()["ready"]
 
     def score(self, message: wire.Score) -> Scores:
         """Score all prompts of a request as one batch."""
         assert isinstance(message.readout, wire.Labels)
-        answer = self._process.ask([[message.prefix + branch for branch in message.branches], message.readout.tokens])
+        assert self._process.stdin is not None
+        asked = [[message.prefix + branch for branch in message.branches], message.readout.tokens]
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
         self.spent = Spent(answer["seconds"], answer["cpu"])
         return answer["rows"]  # type: ignore[no-any-return]
 
+    def _read(self) -> dict[str, Any]:
+        """The next line that it prints. Raises :class:`PeerError`."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self.close()
+            raise PeerError(f"it ended with exit code {code}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
     def close(self) -> None:
         """End the process."""
-        self._process.close()
+        self._process.kill()
+        self._process.communicate()  # closes the pipes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,13 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
-    records, workload, rng = Records(), Workload(), np.random.default_rng(0)
-    summary: dict[str, Any] = {
-        "bench": "peers",
-        "machine": machine.describe(),
-        "model": options.model or options.shape,
-        "left_out": {},
-    }
+    records, workload, rng = Records(Store(options.out)), Workload(), np.random.default_rng(0)
+    summary: dict[str, Any] = {"bench": "peers", "machine": describe(), "model": options.model or options.shape, "left_out": {}}
     with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
         scorers = start(measured.directory, options, summary["left_out"], stack)
         scorers["transformers, float32"] = Transformers(measured, torch.device("cpu"))
@@ -123,9 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     summary |= {"items_per_cpu_s": {name: workload.items / statistics.median(times) for name, times in cpu.items()}}
     summary |= {"cpu_ratios": {name: ratios(times, cpu[BASE]) for name, times in cpu.items()}, "largest_difference": differences}
     show(summary, records)
-    if options.out is not None:
-        records.write(options.out, summary)
-    print(json.dumps(summary), flush=True)
+    records.finish(summary)
     return 0
 
 
@@ -139,7 +147,7 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
             left_out[form] = "the processor has no instructions for it"
             continue
         decoder = load_model(checkpoint, dtype, format_of(quantize, torch.device("cpu"), dtype))
-        scorers[f"Yardstick, {form}"] = Engine(decoder, dtype_name, slots=SLOTS)
+        scorers[f"Yardstick, {form}"] = Engine(decoder, dtype_name, max_total_tokens=SLOTS)
         for runtime in RUNTIMES:
             name, python = f"{runtime}, {form}", getattr(options, runtime)
             try:
@@ -176,13 +184,9 @@ def show(summary: Mapping[str, Any], records: Records) -> None:
     table = Table("120/180/10", *columns, title="Scoring on a CPU")
     for name, rate in summary["items_per_s"].items():
         cpu_rate, difference = summary["items_per_cpu_s"][name], summary["largest_difference"][name]
-        wall, cpu = (spread(summary[clock][name]) for clock in ("ratios", "cpu_ratios"))
+        each = (summary[clock][name] for clock in ("ratios", "cpu_ratios"))
+        wall, cpu = (f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})" for ratio in each)
         table.add_row(name, f"{rate:.1f}", wall, f"{cpu_rate:.1f}", cpu, f"{difference:.1e}")
     records.console.print(table)
     for name, reason in summary["left_out"].items():
         records.console.print(f"left out: {name}: {reason}")
-
-
-def spread(ratio: Mapping[str, float]) -> str:
-    """A median with the least and the largest."""
-    return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,12 @@ def serving(directory: Path, engine_flags: Sequence[str] = ()) -> Iterator[tuple
 
 
 def describe_engine(url: str) -> dict[str, Any]:
-    """Describe the backend of a running engine, in the form of :func:`benchmarks.engine.engines.describe_loop`."""
+    """Describe the backend of a running engine, in the form of :attr:`benchmarks.engine.engines.Engine.description`."""
     info = msgspec.msgpack.decode(httpx.get(f"{url}/info", timeout=5, trust_env=False).content, type=wire.Info)
     metrics = httpx.get(f"{url}/metrics", timeout=5, trust_env=False).text
     counts = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line and not line.startswith("#")}
-    steps = {
-        name: int(counts.get(f"yardstick_engine_{name}_total", 0)) for name in ("steps", "replayed_steps", "replayed_lenvm_passes")
-    }
+    names = "steps", "replayed_steps", "replayed_lenvm_passes"
+    steps = {name: int(counts.get(f"yardstick_engine_{name}_total", 0)) for name in names}
     return {"attention": msgspec.to_builtins(info.attention), **steps}
 
 
@@ -63,33 +62,25 @@ def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
             words = log.read().decode(errors="replace").strip().splitlines()[-5:]
             raise ServerError("\n".join([str(error), *words])) from None
         finally:
-            _end(process)
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     end = time.monotonic() + START_SECONDS
-    while not _ready(port):
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{_url(port)}/readyz", timeout=5, trust_env=False).status_code == 200:
+                return
         if process.poll() is not None:
             raise ServerError(f"a server ended with exit code {process.returncode} before it was ready:")
         if time.monotonic() > end:
             raise ServerError(f"a server was not ready after {START_SECONDS} s:")
         time.sleep(0.1)
-
-
-def _ready(port: int) -> bool:
-    try:
-        return httpx.get(f"{_url(port)}/readyz", timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _url(port: int) -> str:

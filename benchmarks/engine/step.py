@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,20 +20,20 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.table import Table
+from safetensors.torch import save_file
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine import machine
-from benchmarks.engine.cli import add_output
-from benchmarks.engine.engines import Engine, describe_loop
-from benchmarks.engine.records import Records
-from benchmarks.engine.roofline import Work, layer_flops, measure_peaks
-from benchmarks.engine.store import Store
+from benchmarks.engine.engines import Engine
+from benchmarks.engine.load import Workload
+from benchmarks.engine.records import Records, add_output, describe, opened
+from benchmarks.engine.roofline import layer_flops, measure_peaks
 from benchmarks.engine.subject import SHAPES, Subject, default_device, random_decoder
-from benchmarks.engine.workload import Workload
+from engine.lora.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
@@ -40,7 +41,7 @@ from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUAN
 WARM_STEPS = 4
 SECONDS = 15.0
 """Time that a measurement must have left to begin."""
-NONE = "none"
+NONE, RANK = "none", 16
 SHOWN = 24
 """Kernels of the table."""
 KINDS = (
@@ -68,12 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quantize", choices=(NONE, *QUANTIZE), nargs="+", default=[NONE], help=about)
     parser.add_argument("--max-batched-tokens", type=int, nargs="+", help="tokens of a step, one measurement for each")
     parser.add_argument("--steps", type=int, default=8, help="measured without the profiler, and as many with it (%(default)s)")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters of rank 16 that requests use in turn (%(default)s)")
     add_output(parser)
     asked = parser.parse_args(arguments)
-    records = Records(Store(asked.out, resume=asked.resume, limit=asked.limit))
+    records = opened(asked)
     device, config, dtype = default_device(), SHAPES[asked.shape], getattr(torch, asked.dtype)
     usual = GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
-    summary: dict[str, Any] = {"bench": "step", "machine": machine.describe(), "model": asked.shape, "peaks": {}, "steps": {}}
+    summary: dict[str, Any] = {"bench": "step", "machine": describe(), "model": asked.shape, "peaks": {}, "steps": {}}
+    summary["adapters"] = asked.adapters
     for named in asked.quantize:
         quantize = None if named == NONE else named
         form = Subject(Path(), config, asked.dtype, quantize).format
@@ -81,15 +84,13 @@ def main(arguments: Sequence[str]) -> int:
         decoder = cache(partial(random_decoder, config, dtype=dtype, device=device, quantize=quantize))
         found: dict[str, Any] = {}
         for tokens in asked.max_batched_tokens or [usual]:
-            work = partial(measure, decoder, asked.dtype, tokens, asked.steps)
+            work = partial(measure, decoder, asked.dtype, tokens, asked.steps, asked.adapters)
             if result := records.store.measure(f"{form}: {tokens} tokens", SECONDS, work):
                 found[str(tokens)] = result | speeds(config, result, peaks or {})
                 show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
         summary["peaks"][form], summary["steps"][form] = peaks, found
     summary |= {"left_out": records.store.left_out}
-    if asked.out is not None:
-        records.write(asked.out, summary)
-    print(json.dumps(summary), flush=True)
+    records.finish(summary)
     return 0
 
 
@@ -98,14 +99,38 @@ def peaks_of(device: torch.device, dtype: torch.dtype, quantize: str | None) -> 
     return vars(measure_peaks(device, dtype, quantize))
 
 
-def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int) -> dict[str, Any]:
+def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int) -> tuple[Engine, list[str]]:
+    """Return an engine with adapters of all projections with random weights, and their digests; [""] without adapters."""
+    if not adapters:
+        return Engine(decoder, dtype, max_batched_tokens=tokens), [""]
+    with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as root:
+        for seed in range(adapters):
+            generator, tensors = torch.Generator().manual_seed(seed), {}
+            for product in Layout(decoder.config).products:
+                for part in product.parts:
+                    name = f"base_model.model.model.layers.{product.layer}.{part.name}"
+                    scale = product.inputs**-0.5
+                    tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, product.inputs, generator=generator) * scale
+                    tensors[f"{name}.lora_B.weight"] = torch.randn(part.outputs, RANK, generator=generator) * 0.01
+            (folder := Path(root) / f"a{seed}").mkdir()
+            save_file(tensors, folder / "adapter_model.safetensors")
+            settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+            (folder / "adapter_config.json").write_text(json.dumps(settings))
+        lora = [f"a{seed}={root}/a{seed}" for seed in range(adapters)]
+        options: dict[str, Any] = {"lora": lora, "max_loras_device": adapters, "max_lora_rank": RANK, "max_batched_tokens": tokens}
+        engine = Engine(decoder, dtype, **options)
+    return engine, [adapter.digest for adapter in engine.loop.adapters.description.adapters]
+
+
+def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int, adapters: int = 0) -> dict[str, Any]:
     """Return the times of ``steps`` full steps, in milliseconds, and of the kernels of as many others."""
     decoder = load()
-    engine, workload, rng = Engine(decoder, dtype, max_batched_tokens=tokens), Workload(), np.random.default_rng(0)
+    (engine, digests), workload, rng = adapted(decoder, dtype, tokens, adapters), Workload(), np.random.default_rng(0)
     loop, on_gpu = engine.loop, decoder.embed.weight.is_cuda
     count = (WARM_STEPS + 2 * steps + 3) * tokens // workload.tokens + 2
     for place in range(count):
-        loop.submit(workload.request(f"s{place}", rng, decoder.config.vocab_size))
+        request = workload.request(f"s{place}", rng, decoder.config.vocab_size)
+        loop.submit(msgspec.structs.replace(request, adapter=digests[place % len(digests)]))
     for _ in range(WARM_STEPS):
         loop.step()
     walls = []
@@ -132,7 +157,7 @@ def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int) ->
     by_kind = Counter[str]()
     for name, microseconds in total.items():
         by_kind[kind_of(name)] += microseconds
-    busy, span = union((begin, end) for _, begin, end, _ in kernels)
+    busy = union((begin, end) for _, begin, end, _ in kernels)
     wall = statistics.mean(walls)  # not the median: with overlap, a wait moves from one step to the next
     return {
         "tokens": (after.computed_tokens - before.computed_tokens) / steps,
@@ -141,14 +166,13 @@ def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int) ->
         "walls_ms": walls,
         "busy_ms": busy / steps / 1000,
         "gap_ms": wall - busy / steps / 1000,
-        "profiled_span_ms": span / steps / 1000,
         "launches": len(kernels) / steps,
         "kinds_ms": {kind: microseconds / steps / 1000 for kind, microseconds in by_kind.most_common()},
         "kernels": [
             {"name": name, "ms": microseconds / steps / 1000, "launches": count[name] / steps, "us": microseconds / count[name]}
             for name, microseconds in total.most_common()
         ],
-        "engine": describe_loop(loop),
+        "engine": engine.description,
     }
 
 
@@ -168,14 +192,14 @@ def kind_of(name: str) -> str:
     return next((kind for kind, names in KINDS if names.search(name)), OTHER)
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return the length of the union of ``intervals``, and that from the first begin to the last end."""
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of ``intervals``."""
     ordered = sorted(intervals)
     covered, reached = 0.0, ordered[0][0]
     for begin, end in ordered:
         covered += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
-    return covered, reached - ordered[0][0]
+    return covered
 
 
 def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, float | None]) -> dict[str, float]:
@@ -184,7 +208,7 @@ def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, fl
     workload, seconds = Workload(), found["kinds_ms"].get("products", 0.0) / 1000
     told = {"items_per_s": found["tokens"] / workload.tokens * workload.items / found["wall_ms"] * 1000}
     if seconds and config.experts is None:
-        rate = layer_flops(config, Work(tokens=round(found["tokens"]), pairs=0, rows=0, context=0)) / seconds
+        rate = layer_flops(config, round(found["tokens"])) / seconds
         told["products_gflops"] = rate / 1e9
         if peak := peaks.get("quantized_flops") or peaks.get("flops"):
             told["products_of_peak"] = rate / peak

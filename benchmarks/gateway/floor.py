@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 import uvicorn
 
+from benchmarks.gateway.programs import read_body
 from engine import wire
 from gateway.edge.protocol import protocol_factory
 from gateway.handling.streams import DONE
@@ -76,15 +77,6 @@ class Floor:
 def _event(delta: wire.Delta) -> dict[str, Any]:
     choice = {"index": delta.index, "delta": {"content": " token"}, "logprobs": delta.logprobs, "finish_reason": delta.finish}
     return {"id": delta.id, "object": "chat.completion.chunk", "created": 0, "model": "fake", "choices": [choice]}
-
-
-async def read_body(receive: Any) -> bytes:
-    """Return the body of a request to an ASGI application."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message["body"], message.get("more_body", False)
-    return body
 
 
 def main() -> None:

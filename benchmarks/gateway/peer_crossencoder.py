@@ -2,10 +2,9 @@
 ``python -m benchmarks rerank --sentence-transformers PYTHON``.
 
 Both use the same Qwen3 classifier with random weights, the same documents and the same tokens: a CrossEncoder tokenises query and
-document separately, and so does the preset. The CrossEncoder computes every pair whole; the engine computes the query once. The
-third column is the engine alone: the same prompts as token ids, sent to the engine's own endpoint. PYTHON is the interpreter of an
-environment with sentence-transformers. On a GPU, both compute in bfloat16 there. Rounds take the three in turn, each with documents
-of its own, so that no cache helps; the last line is JSON.
+document separately, and so does the preset. The CrossEncoder computes every pair whole; the engine computes the query once. PYTHON
+is the interpreter of an environment with sentence-transformers. On a GPU, both compute in bfloat16 there. Rounds take the two in
+turn, each with documents of its own, so that no cache helps; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,25 +13,22 @@ import argparse
 import json
 import random
 import shutil
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from benchmarks.engine.servers import serving
-from engine import wire
+from benchmarks.gateway.programs import in_turn, report
 from engine.demo import MODELS
 
 DOCUMENTS = 100
@@ -80,55 +76,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--words", type=int, nargs=2, default=DOCUMENT_WORDS, help="least and most words of a document")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
+    scores: dict[int, list[float]] = {}
+    differences = [0.0]
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_classifier(directory, hidden=options.hidden, layers=options.layers, head_dim=options.head_dim)
-        with (
-            serving(directory) as (gateway, engine),
-            cross_encoder(options.sentence_transformers, directory) as peer,
-            httpx.Client(timeout=600) as client,
-        ):
-            library = Tokenizer.from_file(str(directory / "tokenizer.json"))
-            subjects: dict[str, Rank] = {
-                "http": lambda query, documents: over_http(client, gateway, query, documents),
-                "engine": lambda query, documents: on_the_engine(client, engine, library, query, documents),
-                "cross_encoder": peer,
-            }
-            return measure(subjects, options.rounds, options.words)
+        gateway, _ = stack.enter_context(serving(directory))
+        client = stack.enter_context(httpx.Client(timeout=600))
+        subjects: dict[str, Rank] = {
+            "gateway": partial(over_http, client, gateway),
+            "CrossEncoder": stack.enter_context(cross_encoder(options.sentence_transformers, directory)),
+        }
 
-
-def measure(subjects: dict[str, Rank], rounds: int, words: Sequence[int]) -> int:
-    """Time all subjects in turn, and print medians and paired ratios."""
-    seconds: dict[str, list[float]] = {name: [] for name in subjects}
-    difference = 0.0
-    for number in range(rounds + 1):
-        query, documents = texts(random.Random(number), words)
-        rows = {}
-        for name, rank in subjects.items():
+        def measure(_: str, name: str, number: int) -> float:
+            query, documents = texts(random.Random(number), options.words)
             began = time.perf_counter()
-            rows[name] = rank(query, documents)
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
-        difference = max(difference, *(abs(a - b) for a, b in zip(rows["http"], rows["cross_encoder"], strict=True)))
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = {
-        "cross_encoder / http": paired(seconds["cross_encoder"], seconds["http"]),
-        "http / engine": paired(seconds["http"], seconds["engine"]),
-    }
-    print(f"{DOCUMENTS} documents of {words[0]} to {words[1]} words, {rounds} rounds")
-    for name, median in medians.items():
-        print(f"{name:<14} {median:8.3f} s  ({min(seconds[name]):.3f} to {max(seconds[name]):.3f})")
-    for name, (median, least, most) in ratios.items():
-        print(f"{name:<22} {median:.2f}  ({least:.2f} to {most:.2f})")
-    print(f"largest difference of a score: {difference:.1e}")
-    print(json.dumps({"seconds": seconds, "ratios": {name: found[0] for name, found in ratios.items()}, "difference": difference}))
-    return 0 if difference < TOLERANCE[DEVICE] else 1
+            ranked = subjects[name](query, documents)
+            taken = time.perf_counter() - began
+            first = scores.setdefault(number, ranked)
+            differences.append(max(abs(one - other) for one, other in zip(first, ranked, strict=True)))
+            return taken
 
-
-def paired(over: list[float], under: list[float]) -> tuple[float, float, float]:
-    """Return the median, least and largest ratio of the rounds."""
-    ratios = [a / b for a, b in zip(over, under, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+        case = f"{DOCUMENTS} documents of {options.words[0]} to {options.words[1]} words"
+        found = in_turn(options.rounds, [case], [*subjects], measure)
+    report("seconds", found, [("CrossEncoder", "gateway")], {"difference": max(differences)})
+    return 0 if max(differences) < TOLERANCE[DEVICE] else 1
 
 
 def make_classifier(directory: Path, *, hidden: int, layers: int, head_dim: int) -> None:
@@ -175,15 +147,6 @@ def over_http(client: httpx.Client, url: str, query: str, documents: list[str]) 
     return [scores[index] for index in range(len(documents))]
 
 
-def on_the_engine(client: httpx.Client, url: str, library: Tokenizer, query: str, documents: list[str]) -> list[float]:
-    """Send the same prompts as one message to the engine."""
-    prefix = library.encode(query, add_special_tokens=False).ids
-    branches = [library.encode(document, add_special_tokens=False).ids for document in documents]
-    message = wire.Score(uuid.uuid4().hex, prefix, branches, wire.Classes(), caller=wire.Caller(keep_prefix=False))
-    answer = client.post(f"{url}/score", content=wire.encode(message)).raise_for_status()
-    return [row[0] for row in msgspec.msgpack.decode(answer.content, type=wire.Scored).rows]
-
-
 @contextmanager
 def cross_encoder(python: str, directory: Path) -> Iterator[Rank]:
     """Run the peer as a process, with as many threads as the engine has."""
@@ -208,7 +171,3 @@ def cross_encoder(python: str, directory: Path) -> Iterator[Rank]:
     finally:
         process.kill()
         process.communicate()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,30 +3,25 @@
 A fake engine answers from a process of its own. CPU time is that of the gateway's process and its children, the text workers, with
 a few requests at a time; latency is that of requests one after the other. Short documents have 50 to 100 characters, long ones
 4,000. All queries are different, so that the cache has no result. ``--against CHECKOUT`` measures the gateway of another checkout
-too: rounds take both in turn, every other round in reverse. The last line is JSON.
+too. The last line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from benchmarks.gateway.cpu import drained, serving, tree_seconds
-from benchmarks.gateway.floor import read_body
-from benchmarks.gateway.tokenise import TEXT, WORDS
+from benchmarks.gateway.programs import OTHER, TEXT, WORDS, drained, in_turn, parser, read_body, report, serving, tree_seconds
 from engine import wire
 from gateway.presets.select import builtin
 from tests.fakes import FakeEngine
@@ -36,9 +31,8 @@ CASES = {"1 short": (1, None), "5 short": (5, None), "20 short": (20, None), "20
 """Documents of a request, and the characters of each; None: 50 to 100."""
 LONG_SHARE = 5
 """Short requests for each long one, which takes several times as long."""
-CONNECTIONS = 4
-Rank = tuple[float, float]
-"""CPU milliseconds of a request, and its median latency in milliseconds."""
+CONNECTIONS = {"CPU": 4, "latency": 1}
+"""Requests at a time."""
 
 
 class Engine:
@@ -52,23 +46,14 @@ class Engine:
         if scope["type"] != "http" or scope["path"] != "/score":
             await self._fake(scope, receive, send)
             return
-        body = await read_body(receive)
-        asked = msgspec.msgpack.decode(body, type=wire.Score)
+        asked = msgspec.msgpack.decode(await read_body(receive), type=wire.Score)
         assert isinstance(asked.readout, wire.Labels)
         scored = wire.Scored(asked.id, [[-1.0] * len(asked.readout.tokens)] * len(asked.branches), 0, 0)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": wire.encode(scored)})
 
 
-@contextmanager
-def gateway(engine: str, checkout: Path | None = None) -> Iterator[Program]:
-    """Yield a gateway. ``checkout``: where its code is; None for this one."""
-    program = Program("gateway", "--engine", engine, directory=checkout, PYTHONPATH=str(checkout or Path.cwd()))
-    with drained(program):
-        yield program
-
-
-def requests(case: str, count: int, seed: int) -> list[bytes]:
+def requests(case: str, count: int, seed: str) -> list[bytes]:
     """Return different requests of words of English prose."""
     documents, characters = CASES[case]
     draws = random.Random(f"{case} {seed}")
@@ -84,9 +69,8 @@ def requests(case: str, count: int, seed: int) -> list[bytes]:
 
     def one() -> bytes:
         query = f"{text(40)} {draws.randrange(10**6)}"
-        return json.dumps(
-            {"query": query, "documents": [text(characters or draws.randint(50, 100)) for _ in range(documents)]}
-        ).encode()
+        texts = [text(characters or draws.randint(50, 100)) for _ in range(documents)]
+        return json.dumps({"query": query, "documents": texts}).encode()
 
     return [one() for _ in range(count)]
 
@@ -110,47 +94,28 @@ async def send(url: str, bodies: list[bytes], connections: int) -> list[float]:
     return taken
 
 
-def measure(program: Program, case: str, count: int, seed: int) -> Rank:
-    """Return what a request costs, see :data:`Rank`."""
-    count = max(1, count // (LONG_SHARE if CASES[case][1] else 1))
-    bodies = requests(case, 2 * count, seed)
-    before = tree_seconds(program.process.pid)
-    asyncio.run(send(program.url, bodies[:count], CONNECTIONS))
-    cpu = (tree_seconds(program.process.pid) - before) / count
-    return cpu * 1e3, statistics.median(asyncio.run(send(program.url, bodies[count:], 1))) * 1e3
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks rerank-cpu", description="CPU time and latency of /v1/rerank.")
-    parser.add_argument("--requests", type=int, default=300, help="requests a figure and round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout, whose gateway is measured as well")
-    options = parser.parse_args(arguments)
-    found: dict[str, list[Rank]] = {}
+    options = parser("rerank-cpu", "CPU time and latency of /v1/rerank.", rounds=5, requests=300).parse_args(arguments)
     with ExitStack() as stack:
         url = stack.enter_context(serving(Engine))
-        programs = {"": stack.enter_context(gateway(url))}
-        if options.against:
-            programs[", other checkout"] = stack.enter_context(gateway(url, options.against))
-        for round_ in range(options.rounds + 1):
-            for case in CASES:
-                for name in programs if round_ % 2 else reversed(programs):
-                    taken = measure(programs[name], case, options.requests, round_)
-                    if round_:  # the first round warms up
-                        found.setdefault(f"{case}{name}", []).append(taken)
-    summary: dict[str, float] = {}
-    print(f"/v1/rerank: CPU ms a request, {CONNECTIONS} at a time, and latency in ms, one at a time: median (least - most)")
-    for name, pairs in found.items():
-        for what, place in (("CPU", 0), ("latency", 1)):
-            values = [pair[place] for pair in pairs]
-            summary[f"{name}, {what}"] = round(statistics.median(values), 3)
-            print(f"  {name:<26} {what:<8} {statistics.median(values):8.3f} ({min(values):.3f} - {max(values):.3f})")
-    for case in CASES if options.against else ():
-        rounds = [*zip(found[case], found[f"{case}, other checkout"], strict=True)]
-        for what, place in (("CPU", 0), ("latency", 1)):
-            ratios = [our[place] / their[place] for our, their in rounds]
-            summary[f"{case}, {what} of the other checkout"] = round(statistics.median(ratios), 2)
-            print(f"  {case}: {what} {statistics.median(ratios):.2f} of the other checkout ({min(ratios):.2f} - {max(ratios):.2f})")
-    print(json.dumps({"unit": "ms", "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))
+
+        def gateway(checkout: Path | None = None) -> Program:
+            program = Program("gateway", "--engine", url, directory=checkout, PYTHONPATH=str(checkout or Path.cwd()))
+            return stack.enter_context(drained(program))
+
+        programs = {"gateway": gateway()} | ({OTHER: gateway(options.against)} if options.against else {})
+
+        def measure(case: str, name: str, number: int) -> float:
+            documents, _, what = case.rpartition(", ")
+            count = max(1, options.requests // (LONG_SHARE if CASES[documents][1] else 1))
+            bodies, pid = requests(documents, count, f"{number} {what}"), programs[name].process.pid
+            before = tree_seconds(pid)
+            taken = asyncio.run(send(programs[name].url, bodies, CONNECTIONS[what]))
+            spent = (tree_seconds(pid) - before) / count if what == "CPU" else statistics.median(taken)
+            return spent * 1e3
+
+        cases = [f"{documents}, {what}" for documents in CASES for what in CONNECTIONS]
+        found = in_turn(options.rounds, cases, [*programs], measure)
+    report("/v1/rerank, ms a request", found, [("gateway", OTHER)] if options.against else [])
     return 0

@@ -1,33 +1,25 @@
 """CPU time that a streamed token costs the gateway's process: ``python -m benchmarks stream``.
 
 A fake engine in a process of its own sends one delta of every open stream per step, all at the same moment and each as its own HTTP
-chunk, as an engine does. Clients read chats over ``--streams`` connections at a time. A figure is the CPU time of the gateway's
-process, divided by the number of tokens; it contains the cost of the requests themselves. The floor is the same server with one hop
-to the engine and nothing else (``benchmarks/gateway/floor.py``). ``--against CHECKOUT`` measures the gateway of another checkout of
-this repository too. Each round measures every variant once, every other round in reverse order; figures are medians of the rounds
-and ratios are medians of the rounds' ratios. The last line is JSON.
+chunk, as an engine does. A figure is the CPU time of the gateway's process, divided by the number of tokens; it contains the cost
+of the requests themselves. The floor is the same server with one hop to the engine and nothing else
+(``benchmarks/gateway/floor.py``). ``--against CHECKOUT`` measures the gateway of another checkout of this repository too. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
-import os
-import statistics
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from benchmarks.gateway.cpu import FLOOR, cpu_seconds, drained, serving
-from benchmarks.gateway.floor import read_body
+from benchmarks.gateway.cpu import FLOOR
+from benchmarks.gateway.programs import OTHER, cpu_seconds, drained, in_turn, parser, read_body, report, serving
 from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.processes import Program
@@ -37,7 +29,7 @@ TOPS = 5
 STEP_SECONDS = 0.025
 LEAST_EVENTS = 0.5
 """Events per token, at least, for a figure to count. They are fewer than tokens on a machine that is too busy."""
-CASES = {"plain": {}, f"{TOPS} log-probabilities": {"logprobs": True, "top_logprobs": TOPS}}
+CASES: dict[str, dict[str, Any]] = {"plain": {}, f"{TOPS} log-probabilities": {"logprobs": True, "top_logprobs": TOPS}}
 
 
 class SteppedEngine:
@@ -53,8 +45,7 @@ class SteppedEngine:
         if scope["type"] != "http" or scope["path"] != "/generate":
             await self._engine(scope, receive, send)
             return
-        body = await read_body(receive)
-        request = msgspec.msgpack.decode(body, type=wire.Generate)
+        request = msgspec.msgpack.decode(await read_body(receive), type=wire.Generate)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for delta in self._deltas(request):
             await self._next_step()
@@ -97,62 +88,33 @@ async def chat(url: str, streams: int, tokens: int, fields: dict[str, Any]) -> i
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         answers = await asyncio.gather(*[one(session) for _ in range(streams)])
-    counts = [answer.count(b"data: {") for answer in answers]
+    events = sum(answer.count(b"data: {") for answer in answers)
     broken = next((answer for answer in answers if not answer.endswith(b"data: [DONE]\n\n")), None)
-    if broken is not None or sum(counts) < LEAST_EVENTS * streams * tokens:
-        raise SystemExit(f"{url}: {sum(counts)} events for {streams * tokens} tokens; {(broken or b'')[-500:]!r}")
-    return sum(counts)
-
-
-def microseconds(program: Program, streams: int, tokens: int, fields: dict[str, Any]) -> float:
-    """CPU microseconds of ``program`` for each event."""
-    before = cpu_seconds(program.process.pid)
-    events = asyncio.run(chat(program.url, streams, tokens, fields))
-    return (cpu_seconds(program.process.pid) - before) / events * 1e6
+    if broken is not None or events < LEAST_EVENTS * streams * tokens:
+        raise SystemExit(f"{url}: {events} events for {streams * tokens} tokens; {(broken or b'')[-500:]!r}")
+    return events
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks stream", description="CPU time of the gateway for each token.")
-    parser.add_argument("--streams", type=int, default=32, help="streams at a time")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout, whose gateway is measured too")
-    parser.add_argument("--pause", type=float, default=0, help="seconds to wait before measuring, to attach a profiler")
-    options = parser.parse_args(arguments)
-    results: dict[str, list[float]] = {}
+    chosen = parser("stream", "CPU time of the gateway for each token.", rounds=7, requests=32)
+    chosen.add_argument("--tokens", type=int, default=200, help="tokens of each stream; --requests are streams at a time")
+    options = chosen.parse_args(arguments)
     with ExitStack() as stack:
         engine = stack.enter_context(serving(SteppedEngine))
-        programs = {
-            FLOOR: Program("benchmarks.gateway.floor", "--engine", engine),
-            "gateway": Program("gateway", "--engine", engine),
-        }
+        flags = "--engine", engine
+        programs = {FLOOR: stack.enter_context(drained(Program("benchmarks.gateway.floor", *flags)))}
+        programs["gateway"] = stack.enter_context(drained(Program("gateway", *flags)))
         if options.against:
-            programs["against"] = Program("gateway", "--engine", engine, directory=options.against)
-        for name, program in programs.items():
-            stack.enter_context(drained(program))
-            microseconds(program, options.streams, 20, {})
-            if options.pause:
-                print(f"{name}: process {program.process.pid}", file=sys.stderr)
-        time.sleep(options.pause)
-        for round_ in range(options.rounds):
-            order = [*programs] if round_ % 2 == 0 else [*reversed(programs)]
-            for (case, fields), name in itertools.product(CASES.items(), order):
-                program = programs[name]
-                found = microseconds(program, options.streams, options.tokens, fields)
-                results.setdefault(f"{name}, {case}", []).append(found)
-    ratios = {}
-    for case in CASES:
-        ours = results[f"gateway, {case}"]
-        for name in programs.keys() - {"gateway"}:
-            pairs = zip(ours, results[f"{name}, {case}"], strict=True)
-            ratios[f"{case}, of {name}"] = round(statistics.median(mine / other for mine, other in pairs), 3)
-    print(f"CPU microseconds a streamed token, {options.streams} streams at a time: median (least - most)")
-    for name, values in results.items():
-        print(f"  {name:<32} {statistics.median(values):6.1f} ({min(values):.1f} - {max(values):.1f})")
-    for name, ratio in sorted(ratios.items()):
-        print(f"  gateway / {name:<30} {ratio:.2f}")
-    machine = {"unit": "us CPU a token", "python": sys.version.split()[0], "cores": os.cpu_count()}
-    summary = {name: round(statistics.median(values), 1) for name, values in results.items()}
-    print(json.dumps({**machine, **summary, "ratios": ratios}))
+            programs[OTHER] = stack.enter_context(drained(Program("gateway", *flags, directory=options.against)))
+
+        def measure(case: str, name: str, _: int) -> float:
+            pid = programs[name].process.pid
+            before = cpu_seconds(pid)
+            events = asyncio.run(chat(programs[name].url, options.requests, options.tokens, CASES[case]))
+            return (cpu_seconds(pid) - before) / events * 1e6
+
+        found = in_turn(options.rounds, [*CASES], [*programs], measure)
+    pairs = [("gateway", name) for name in programs if name != "gateway"]
+    report(f"CPU µs a streamed token, {options.requests} streams at a time", found, pairs)
     return 0

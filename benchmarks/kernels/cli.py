@@ -10,25 +10,22 @@ import argparse
 import json
 import logging
 import os
-import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
 
-import benchmarks.kernels
-from benchmarks.engine.cli import add_output
-from benchmarks.engine.store import Store, replace
+from benchmarks.engine.records import Store, add_output, replace
+from benchmarks.kernels import fused_linear, lora, operations
 from benchmarks.kernels.harness import Gpu, NoGpuError, NoTimeError, Row, table
 from kernels.runtime import triton
 
 logger = logging.getLogger(__name__)
 
-NO_BENCHMARKS = {"cli", "harness"}
+BENCHMARKS = operations.BENCHMARKS | {"fused_linear": fused_linear.rows, "lora": lora.rows}
 FAILED = "failed: "
 """Beginning of the key of a kernel's error."""
 
@@ -37,20 +34,16 @@ class LostGpuError(RuntimeError):
     """The GPU computes nothing more in this process."""
 
 
-def names() -> list[str]:
-    """Return the names of all benchmarks."""
-    return sorted({module.name for module in pkgutil.iter_modules(benchmarks.kernels.__path__)} - NO_BENCHMARKS)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print a table of the kernels that ``arguments`` name; returns the exit code, 1 without a GPU and where one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description="Time the kernels on this machine's GPU.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to time, everything unless given: {', '.join(names())}")
+    known = ", ".join(sorted(BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to time, everything unless given: {known}")
     add_output(parser)
     parsed = parser.parse_args(arguments)
-    chosen = parsed.names or names()
-    if unknown := sorted(set(chosen) - set(names())):
-        parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {', '.join(names())}")
+    chosen = parsed.names or sorted(BENCHMARKS)
+    if unknown := sorted(set(chosen) - set(BENCHMARKS)):
+        parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {known}")
     store = Store(parsed.out, resume=parsed.resume, limit=parsed.limit)
     try:
         report = measure(chosen, store)
@@ -90,16 +83,12 @@ def measure(chosen: Sequence[str], store: Store) -> dict[str, Any]:
 def _measure(name: str, gpu: Gpu, rows: list[Row]) -> None:
     """Add the rows of one benchmark to ``rows``, and store its error if it has one. Raises LostGpuError."""
     try:
-        rows += _rows(name, gpu)
+        with suppress(NoTimeError):
+            for row in BENCHMARKS[name](gpu):
+                rows.append(row)
     except Exception as error:  # of CUDA or of Triton's compiler
         logger.exception("the benchmark of %s failed", name)
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         gpu.store.measure(FAILED + name, 0, lambda: said)
         if not gpu.works():
             raise LostGpuError(name) from error
-
-
-def _rows(name: str, gpu: Gpu) -> Iterator[Row]:
-    """The rows of one benchmark, as far as there is time."""
-    with suppress(NoTimeError):
-        yield from import_module(f"benchmarks.kernels.{name}").rows(gpu)

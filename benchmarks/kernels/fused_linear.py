@@ -158,32 +158,16 @@ class Sweep:
     found: list[tuple[str, float, float, str]]
 
     def run(self) -> None:
-        """Compile everything for 8,192 rows at once, time it, and time the best of it with other numbers of rows."""
+        """Compile everything at once and time it."""
         cases = [gated(8192), qkv(8192), qkv(8192, fp8=True)]
         self.compile(cases)
         for case in cases:
             for name, peer in case.peers.items():
                 self.record(case, name, partial(_timed, peer))
         # The specialized ones are last: one that hangs ends the sweep.
-        for specialized in (False, True):
-            for case in cases:
-                for tiles in case.candidates:
-                    if tiles.specialized == specialized:
-                        self.candidate(case, tiles)
-            if not specialized:
-                for make in (gated, qkv, partial(qkv, fp8=True)):
-                    for tokens in (16384, 2048):
-                        self.best(make(tokens))
-
-    def best(self, case: Case) -> None:
-        """The fastest of those that were timed with 8,192 rows."""
-        like = case.name.rpartition(" ")[0] + " 8192"
-        for name, peer in case.peers.items():
-            self.record(case, name, partial(_timed, peer))
-        names = [said for name, _, _, said in sorted(self.found) if name == like]
-        tiles = [tiles for said in names for tiles in case.candidates if _said(tiles) == said]
-        for chosen in tiles[:4]:
-            self.candidate(case, chosen)
+        pairs = [(case, tiles) for case in cases for tiles in case.candidates]
+        for case, tiles in sorted(pairs, key=lambda pair: pair[1].specialized):
+            self.candidate(case, tiles)
 
     def compile(self, cases: list[Case]) -> None:
         from triton.runtime.jit import JITFunction

@@ -1,6 +1,7 @@
 """Measures a kernel's time on this GPU and its share of the GPU's peak, both in the same run.
 
-A benchmark is a module beside this one with ``rows(gpu: Gpu) -> Iterator[Row]``, which ``python -m benchmarks kernels`` finds.
+A benchmark is a function ``(gpu: Gpu) -> Iterator[Row]``: one of those in ``benchmarks/kernels/operations.py``, or in a module of
+its own that ``benchmarks/kernels/cli.py`` names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.store import Store
+from benchmarks.engine.records import Store
 
 REPEATS = 30
 WARM_UPS = 3  # the first one compiles

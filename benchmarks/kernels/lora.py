@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.lora import add_lora, expand_lora_reference, shrink_lora, shrink_lora_reference
+from kernels.lora import add_lora, shrink_lora
 from kernels.lora_gate import lora_gate
 from kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
 from kernels.lora_rope import lora_rope_write
@@ -25,34 +25,25 @@ PRODUCTS = {
 
 
 def rows(gpu: Gpu) -> Iterator[Row]:
-    """A step of 43 items of 192 tokens, and decoding steps, with eager PyTorch as comparison; then larger ranks, and the operations
-    that make additions. The latter are to be compared with ``silu_mul`` and ``qk_norm_rope_write``."""
+    """A step of 43 items of 192 tokens, and decoding steps; then larger ranks, and the operations that make additions, which are to
+    be compared with ``silu_mul`` and ``qk_norm_rope_write``."""
     for name, (inputs, parts) in PRODUCTS.items():
         for count in (43 * 192, 256, ADAPTERS):
-            yield from _at(gpu, name, inputs, parts, count, 16)
+            yield _add(gpu, name, inputs, parts, count, 16)
     for rank in (64, 128):
-        yield from _at(gpu, "gate_up_proj", *PRODUCTS["gate_up_proj"], 43 * 192, rank)
+        yield _add(gpu, "gate_up_proj", *PRODUCTS["gate_up_proj"], 43 * 192, rank)
     for count, rank in ((43 * 192, 16), (43 * 192, 64), (43 * 192, 128), (256, 16), (ADAPTERS, 16)):
         yield _gate(gpu, count, rank)
         yield _rope(gpu, count, rank)
 
 
-def _at(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, rank: int) -> Iterator[Row]:
-    product, given = _product(inputs, parts, rank), _rows(count)
-    outputs = sum(parts)
+def _add(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, rank: int) -> Row:
+    product, given, outputs = _product(inputs, parts, rank), _rows(count), sum(parts)
     x, y = torch.randn(count, inputs, device="cuda").bfloat16(), torch.zeros(count, outputs, device="cuda").bfloat16()
     # x, the shrunk rows written and read, y read and written, and the matrices.
     moved = 2 * (count * (inputs + 2 * len(parts) * rank + 2 * outputs) + ADAPTERS * rank * (len(parts) * inputs + outputs))
     shape = f"{name}, [{count}, {inputs}] · {ADAPTERS} of rank {rank}"
-    operations: dict[str, Callable[..., Tensor]] = {"add_lora": add_lora, "add_lora, eager": _add_eagerly}
-    for label, operation in operations.items():
-        yield gpu.moved(label, shape, moved, partial(operation, y, x, product, given))
-
-
-def _add_eagerly(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> Tensor:
-    delta = shrink_lora_reference(x, product, rows)
-    assert delta is not None
-    return expand_lora_reference(y, delta)
+    return gpu.moved("add_lora", shape, moved, partial(add_lora, y, x, product, given))
 
 
 def _gate(gpu: Gpu, count: int, rank: int) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -72,12 +71,3 @@ def test_yardstick_bench_of_an_installed_package_names_the_checkout(tmp_path: Pa
     assert done.stderr == (
         "yardstick: the benchmarks are not in the installed package; run `python -m benchmarks` in a checkout of the source\n"
     )
-
-
-@pytest.mark.slow
-def test_tokenising_is_measured_and_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokenise", "--requests", "4", "--rounds", "1"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(figures["ratios"]) == {
-        f"{name}, {who}" for name in ("score", "rerank") for who in ("library", "new worker", "warm worker")
-    }

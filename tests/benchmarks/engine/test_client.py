@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from benchmarks.engine.client import Job, Sample, drive, poisson, requests, summarise
+from benchmarks.engine.load import Job, Sample, Workload, drive, poisson, summarise
 from benchmarks.engine.online import run_client
 from benchmarks.engine.records import percentiles
-from benchmarks.engine.workload import Workload
 
 WORKLOAD = Workload(query=4, item=3, items=4)
 
@@ -96,16 +95,14 @@ async def test_the_process_sends_what_is_asked():
     seen = []
 
     async def look(request: web.Request) -> web.Response:
-        seen.append((request.headers.get("cache-control"), request.headers.get("authorization"), json.loads(await request.read())))
+        seen.append((request.headers.get("cache-control"), json.loads(await request.read())))
         return scored()
 
     async with served(look) as url:
-        uncached = job(url, [0.0, 0.01], api_key="key")
-        samples = await asyncio.to_thread(run_client, uncached)
-        await asyncio.to_thread(run_client, job(url, [0.0], cached=True))
+        samples = await asyncio.to_thread(run_client, job(url, [0.0, 0.01]))
     assert [sample.outcome for sample in samples] == ["ok", "ok"]
-    assert [(cache, key) for cache, key, _ in seen] == [("no-cache", "Bearer key")] * 2 + [(None, None)]
-    first, second = (body for _, _, body in seen[:2])
+    assert [cache for cache, _ in seen] == ["no-cache"] * 2
+    first, second = (body for _, body in seen)
     assert len(first["query"]) == 4
     assert [len(item) for item in first["items"]] == [3, 3, 3, 3]
     assert first["query"] != second["query"]
@@ -113,18 +110,6 @@ async def test_the_process_sends_what_is_asked():
 
 def test_latency_counts_from_the_scheduled_time():
     assert Sample(scheduled=1.0, sent=1.5, done=2.0, outcome="ok", items=1).latency == 1.0
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.75])
-def test_repeated_items(share):
-    """Every request but the first has that share of an earlier one's items, with its query and labels."""
-    messages = list(requests(job("", [0.0] * 30, repeated=share)))
-    earlier = {(tuple(messages[0].prefix), tuple(item)) for item in messages[0].branches}
-    for message in messages[1:]:
-        prompts = {(tuple(message.prefix), tuple(item)) for item in message.branches}
-        assert len(prompts) == WORKLOAD.items
-        assert len(prompts & earlier) == share * WORKLOAD.items
-        earlier |= prompts
 
 
 def test_percentiles_are_measured_values():

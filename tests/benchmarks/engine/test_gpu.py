@@ -18,13 +18,10 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.__main__ import main
-from benchmarks.engine import gpu, workload
-from benchmarks.engine.cli import RUNS
-from benchmarks.engine.cli import SHAPES as NAMES
-from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, NO_TIME_LEFT, WELL, Part, archived, parts, run_part, run_parts
-from benchmarks.engine.offline import agrees, spread
-from benchmarks.engine.score import Options, run
-from benchmarks.engine.store import FILE, Store
+from benchmarks.engine import gpu
+from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, NO_TIME_LEFT, RUNS, WELL, Part, archived, parts, run_part, run_parts
+from benchmarks.engine.records import FILE, Store
+from benchmarks.engine.score import agrees, spread
 from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
 from tests.checkpoints import make_checkpoint
 from tests.engine.depth import seeds
@@ -219,7 +216,7 @@ def test_the_programs_of_a_run_accept_their_arguments(
         raise ParsedError
 
     monkeypatch.setattr(ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr("benchmarks.engine.cli._restart_as_engine", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__._restart_as_engine", lambda *_: None)
     for part in parts(name, tmp_path, quick=quick):
         module, *arguments = part.arguments
         arguments += ["--limit", "50", "--continue"] if part.resumes else []
@@ -232,15 +229,10 @@ def test_the_programs_of_a_run_accept_their_arguments(
             program()
 
 
-def test_the_command_knows_the_shapes() -> None:
-    assert tuple(SHAPES) == NAMES
-    assert str(workload.Workload()) == "120/180/10"
-
-
 def test_parts_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     chosen: list[Part] = []
-    monkeypatch.setattr(gpu, "run", lambda name, todo, out, **_: chosen.extend(todo) or 0)
-    command = ["gpu", "--run", "b", "--out", str(tmp_path)]
+    monkeypatch.setattr(gpu, "run_parts", lambda todo, *_, **__: chosen.extend(todo) or {})
+    command = ["gpu", "--run", "b", "--quick", "--out", str(tmp_path)]
     assert main([*command, "--only", "accuracy", "step"]) == 0
     assert [part.name for part in chosen] == ["step", "accuracy"]
     with pytest.raises(SystemExit):
@@ -325,13 +317,13 @@ def test_differences_in_few_bits_are_judged_by_most_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr("benchmarks.engine.roofline.COPIED_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+def test_a_benchmark_without_time_is_completed_by_a_second_call(
+    tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, out = make_checkpoint(tmp_path / "model", "qwen3"), tmp_path / "out"
 
-    def call(**given: object) -> dict:
-        assert run(Options(model=str(model), sweeps=False, repeats=1, out=out, **given)) == 0
+    def call(*options: str) -> dict:
+        assert main(["score", "--model", str(model), "--repeats", "1", "--out", str(out), *options]) == 0
         return json.loads((out / "summary.json").read_text())
 
     def killed(*arguments: object) -> None:
@@ -342,14 +334,14 @@ def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, 
         with pytest.raises(Killed):
             call()
     assert (out / "results.jsonl").read_bytes() == b""
-    assert call(limit=0.0)["left_out"] == ["comparison", "queued"]
-    complete = call(resume=True)
+    assert call("--limit", "0")["left_out"] == ["comparison", "queued"]
+    complete = call("--continue")
     assert complete["left_out"] == complete["disagree"] == []
     assert complete["differences"]["values"] == 20
     assert complete["engine"]["attention"]["backend"] == "reference"
     assert complete["engine"]["steps"] > 0
     records = (out / "records.jsonl").read_text()
-    again = call(resume=True)
+    again = call("--continue")
     assert again["ratio"] == complete["ratio"]
     assert (out / "records.jsonl").read_text() == records
 

@@ -20,7 +20,7 @@ def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: 
     arguments = ["--model", str(model), "--rounds", "1", "--formats", "float32", "--out", str(tmp_path / "out")]
     assert peers.main([*arguments, "--openvino", sys.executable]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["left_out"]["onnxruntime, float32"] == "--onnxruntime names no Python"
+    assert summary["left_out"]["llamacpp, float32"] == "--llamacpp names no Python"
     assert "exit code 1" in summary["left_out"]["openvino, float32"]  # this environment has no OpenVINO
     assert summary["ratios"].keys() == {"Yardstick, float32", "transformers, float32"}
     assert summary["largest_difference"]["transformers, float32"] < 1e-4

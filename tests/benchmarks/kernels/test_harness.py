@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.engine.store import FILE, Store
+from benchmarks.engine.records import FILE, Store
 from benchmarks.kernels import cli, harness
-from benchmarks.kernels.cli import main, measure, names
+from benchmarks.kernels.cli import BENCHMARKS, main, measure
 from benchmarks.kernels.harness import Gpu, Row, table
 from tests.engine.depth import seeds
 
@@ -41,13 +41,6 @@ def test_unknown_name() -> None:
     ran = _run("rms_norm", "rms_nrom")
     assert ran.returncode == 2
     assert "there is no benchmark named rms_nrom; there are " in ran.stderr
-
-
-def test_every_operation_has_one() -> None:
-    assert {"grouped_experts", "label_logprobs", "length_tilt", "lora", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"} <= set(
-        names()
-    )
-    assert all(callable(import_module(f"benchmarks.kernels.{name}").rows) for name in names())
 
 
 def test_table() -> None:
@@ -82,7 +75,7 @@ class _Counting(Gpu):
 def test_arguments_fit(name: str) -> None:
     """The references take what the benchmarks give them."""
     with _Shapes():
-        rows = list(import_module(f"benchmarks.kernels.{name}").rows(_Counting("none", 4e12, 8e14)))
+        rows = list(BENCHMARKS[name](_Counting("none", 4e12, 8e14)))
     assert len({(row.name, row.shape) for row in rows}) == len(rows)
     assert all(row.rate > 0 for row in rows)
 
@@ -118,7 +111,7 @@ def test_rows_survive_kills_at_random_moments(seed: int, tmp_path: Path, monkeyp
         if not report["left_out"]:
             break
     with _Shapes():
-        rows = [row for name in chosen for row in import_module(f"benchmarks.kernels.{name}").rows(_Counting("none", 4e12, 8e14))]
+        rows = [row for name in chosen for row in BENCHMARKS[name](_Counting("none", 4e12, 8e14))]
     assert [(row["name"], row["shape"]) for row in report["rows"]] == [(row.name, row.shape) for row in rows]
     assert report["gpu"]["name"] == "none"
     keys = [json.loads(line)["key"] for line in (tmp_path / FILE).read_text().splitlines()]
@@ -144,7 +137,8 @@ def test_a_kernel_that_fails_does_not_stop_the_others(
         processes.append(list(arguments))
         raise SystemExit(main(arguments))
 
-    monkeypatch.setattr(cli, "_rows", rows)
+    for name in names:
+        monkeypatch.setitem(BENCHMARKS, name, partial(rows, name))
     monkeypatch.setattr(cli, "_restart", restart)
     monkeypatch.setattr(Gpu, "works", lambda gpu: not (broken and broken[-1]))
     monkeypatch.setattr(harness, "seconds", lambda run: 1e-3)

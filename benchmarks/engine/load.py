@@ -1,7 +1,8 @@
-"""Open-loop load: ``python -m benchmarks.engine.client`` sends each request at its due time, whether or not earlier ones returned.
+"""The scoring workload, and open-loop load: ``python -m benchmarks.engine.load`` sends each request at its due time, whether or not
+earlier ones returned.
 
-It is a separate process, so that neither the servers nor the report delay it. It reads one :class:`Job` from standard input,
-creates every body before the first is due, and writes the samples to standard output.
+It is a separate process, so that neither the servers nor the report delay it, and imports no torch. It reads one :class:`Job` from
+standard input, creates every body before the first is due, and writes the samples to standard output.
 """
 
 from __future__ import annotations
@@ -11,20 +12,48 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import uvloop
 
-from benchmarks.engine.workload import Workload
 from engine import wire
 
+LABELS_BELOW = 256
+"""Upper bound of label ids. Every tokeniser has these tokens as text; the last rows of a head are often padding."""
 SETTLE_SECONDS = 0.1
 """Pause between the last body and the first arrival."""
 OK = "ok"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One request's lengths, in tokens."""
+
+    query: int = 120
+    item: int = 180
+    items: int = 10
+    labels: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.item}/{self.items}"
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that must be computed: the query once and every item once."""
+        return self.query + self.items * self.item
+
+    def request(self, name: str, rng: np.random.Generator, vocab_size: int) -> wire.Score:
+        """Return one request of random token ids; no two requests share text."""
+
+        def tokens(*shape: int) -> Any:
+            return rng.integers(0, vocab_size, shape).tolist()
+
+        labels = rng.choice(LABELS_BELOW, self.labels, replace=False).tolist()
+        return wire.Score(name, tokens(self.query), tokens(self.items, self.item), wire.Labels(labels))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +66,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     workload: Workload = Workload()
     seed: int = 0
-    repeated: float = 0.0
-    """Share of a request's items that an earlier request of the run had, with the same query."""
-    cached: bool = False
-    """Whether the gateway may answer from its result cache."""
     timeout_seconds: float = 120.0
     """Seconds after which a request counts as failed."""
-    api_key: str | None = None
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -67,27 +91,6 @@ def poisson(rate: float, count: int, rng: np.random.Generator) -> list[float]:
     return [float(arrival) for arrival in rng.exponential(1 / rate, count).cumsum()]
 
 
-def requests(job: Job) -> Iterator[wire.Score]:
-    """Yield the run's requests, all of random ids; see :attr:`Job.repeated`."""
-    rng = np.random.default_rng(job.seed)
-    earlier: list[wire.Score] = []
-    for place in range(len(job.arrivals)):
-        message = job.workload.request(str(place), rng, job.vocab_size)
-        if earlier and job.repeated:
-            message = _repeat(message, earlier[rng.integers(len(earlier))], round(job.repeated * job.workload.items), rng)
-        if job.repeated:
-            earlier.append(message)
-        yield message
-
-
-def _repeat(fresh: wire.Score, earlier: wire.Score, count: int, rng: np.random.Generator) -> wire.Score:
-    """Return a request with ``count`` items of ``earlier`` and the rest of ``fresh``, in random order."""
-    old: npt.NDArray[np.int64] = rng.choice(len(earlier.branches), count, replace=False)
-    branches = [earlier.branches[place] for place in old] + fresh.branches[count:]
-    mixed = [branches[place] for place in rng.permutation(len(branches))]
-    return wire.Score(fresh.id, earlier.prefix, mixed, earlier.readout)
-
-
 def body(message: wire.Score) -> bytes:
     """Return the HTTP body of a request."""
     assert isinstance(message.readout, wire.Labels)
@@ -96,9 +99,9 @@ def body(message: wire.Score) -> bytes:
 
 async def drive(job: Job) -> list[Sample]:
     """Send every request at its time; return the samples in that order when all have ended."""
-    bodies = [body(message) for message in requests(job)]
-    headers = {"content-type": "application/json"} | ({} if job.cached else {"cache-control": "no-cache"})
-    headers |= {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
+    rng, places = np.random.default_rng(job.seed), range(len(job.arrivals))
+    bodies = [body(job.workload.request(str(place), rng, job.vocab_size)) for place in places]
+    headers = {"content-type": "application/json", "cache-control": "no-cache"}
     timeout = aiohttp.ClientTimeout(total=job.timeout_seconds)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:

@@ -1,0 +1,262 @@
+"""Benchmarks of the kernels at the sizes of Qwen2.5 and Qwen3, by the names of the kernels' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.harness import Gpu, Row
+from kernels.attention_layout import Room, lay_out
+from kernels.branch_attention import branch_attention
+from kernels.candidates import candidates
+from kernels.counted_linear import counted_linear
+from kernels.grouped_experts import block_pairs, grouped_linear
+from kernels.keep_thresholds import keep_thresholds
+from kernels.label_logprobs import label_logprobs
+from kernels.largest import token_logprobs
+from kernels.length_tilt import RULES, Tilts, length_tilt
+from kernels.linear import linear
+from kernels.paged_attention import block_rows, paged_attention
+from kernels.qk_norm_rope import qk_norm_rope_write
+from kernels.quantize import quantize_rows, scaled_linear, supported
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
+from kernels.seeded_sampling import seeded_choice, seeded_draw
+from kernels.silu_mul import silu_mul, silu_mul_quantized
+from kernels.token_bits import exclude_
+
+Rows = Callable[[Gpu], Iterator[Row]]
+BENCHMARKS: dict[str, Rows] = {}
+VOCAB = 151_936
+SLOTS = 600_000
+
+
+def benchmark(name: str) -> Callable[[Rows], Rows]:
+    """Add a function to :data:`BENCHMARKS`."""
+
+    def add(rows: Rows) -> Rows:
+        BENCHMARKS[name] = rows
+        return rows
+
+    return add
+
+
+def random(*shape: int) -> Tensor:
+    """Random bfloat16 on the GPU."""
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def nearer(gpu: Gpu, name: str, shape: str, bytes_read: float, operations: float, run: Callable[[], Any]) -> Row:
+    """Compare with the nearer limit: reading, or computing."""
+    if bytes_read / gpu.bandwidth > operations / gpu.flops:
+        return gpu.moved(name, shape, bytes_read, run)
+    return gpu.computed(name, shape, operations, run)
+
+
+@benchmark("rms_norm")
+def _rms_norm(gpu: Gpu) -> Iterator[Row]:
+    """Hidden rows of a large step and of a decoding step, and heads; alone, with a residual, and to FP8."""
+    eps = 1e-6
+    for shape in ((8192, 1024), (8192, 4096), (8192, 16, 128), (128, 1024)):
+        x, weight = random(*shape), torch.ones(shape[-1], device="cuda").bfloat16()
+        yield gpu.moved("rms_norm", str(list(shape)), 4 * x.numel(), partial(rms_norm, x, weight, eps))
+        if len(shape) == 2:
+            given = x, random(*shape), weight, eps
+            yield gpu.moved("add_rms_norm", str(list(shape)), 8 * x.numel(), partial(add_rms_norm, *given))
+            yield gpu.moved("add_rms_norm_quantized", str(list(shape)), 7 * x.numel(), partial(add_rms_norm_quantized, *given))
+
+
+@benchmark("silu_mul")
+def _silu_mul(gpu: Gpu) -> Iterator[Row]:
+    """The gate of the feed-forward layer of Qwen3-0.6B and Qwen2.5-7B, and of a decoding step; alone and to FP8."""
+    for tokens, size in ((8192, 3072), (8192, 18944), (128, 3072)):
+        gate_up, shape = random(tokens, 2 * size), f"[{tokens}, 2 · {size}]"
+        yield gpu.moved("silu_mul", shape, 6 * tokens * size, partial(silu_mul, gate_up))
+        yield gpu.moved("silu_mul_quantized", shape, 5 * tokens * size, partial(silu_mul_quantized, gate_up))
+
+
+@benchmark("qk_norm_rope")
+def _qk_norm_rope(gpu: Gpu) -> Iterator[Row]:
+    """The heads of Qwen3-0.6B and, without the norm, of Qwen2.5-7B."""
+    for tokens, heads, kv_heads, normed in ((8192, 16, 8, True), (128, 16, 8, True), (8192, 28, 4, False)):
+        qkv, angles = random(tokens, heads + 2 * kv_heads, 128), torch.randn(tokens, 64, device="cuda")
+        weight = torch.ones(128, device="cuda").bfloat16() if normed else None
+        keys, values = torch.zeros(2, 2 * tokens, kv_heads, 128, device="cuda").bfloat16()
+        slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
+        run = partial(qk_norm_rope_write, qkv, weight, weight, 1e-6, angles.cos(), angles.sin(), keys, values, slots)
+        moved = 4 * qkv.numel() + 8 * angles.numel() + 8 * tokens
+        yield gpu.moved("qk_norm_rope_write", f"[{tokens}, {heads} + 2 · {kv_heads}, 128]", moved, run)
+
+
+@benchmark("quantize")
+def _quantize(gpu: Gpu) -> Iterator[Row]:
+    """The projections of Qwen3-0.6B and a layer of 4096. Percentages are of bfloat16's peak; FP8's is twice that."""
+    for size in (1024, 2048, 4096):
+        x = random(8192, size)
+        yield gpu.moved("quantize_rows", f"[8192, {size}]", 3 * x.numel(), partial(quantize_rows, x))
+    for size, out in ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (4096, 4096)):
+        x, weight = random(8192, size), random(out, size)
+        shape, operations = f"[8192, {size}] · [{out}, {size}]ᵀ", 2 * 8192 * size * out
+        yield gpu.computed("linear, bfloat16", shape, operations, partial(linear, x, weight))
+        if supported(x.device):
+            given = *quantize_rows(x), *quantize_rows(weight)
+            yield gpu.computed("scaled_linear", shape, operations, partial(scaled_linear, *given))
+
+
+@benchmark("counted_linear")
+def _counted_linear(gpu: Gpu) -> Iterator[Row]:
+    """Products of all rows and of two of five, which the device counts, beside torch's product of all: five candidates of 256 rows,
+    with gate_up_proj and down_proj of Qwen2.5-1.5B."""
+    rows = 1280
+    for columns, size in ((17_920, 1536), (1536, 8960)):
+        x, weight, shape = random(rows, size), random(columns, size), f"{rows}, {size}] · [{columns}, {size}]ᵀ"
+        yield gpu.computed("linear", f"[{shape}", 2 * rows * columns * size, partial(linear, x, weight))
+        for count in (rows, 2 * rows // 5):
+            there = torch.tensor([count], device="cuda")
+            run = partial(counted_linear, x, weight, None, there)
+            yield gpu.computed("counted_linear", f"[{count} of {shape}", 2 * count * columns * size, run)
+
+
+@benchmark("grouped_experts")
+def _grouped_experts(gpu: Gpu) -> Iterator[Row]:
+    """Decoding steps of Qwen3-30B-A3B, which read the weights of the chosen experts, and steps of scores, which compute."""
+    experts, chosen, hidden, inner = 128, 8, 2048, 768
+    weight = torch.empty(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
+    for matrix in weight:
+        matrix.normal_()
+    for count in (1, 16, 256, 8192):
+        x = random(count, hidden)
+        # Consecutive experts, so that a step of 16 rows and more reads all of them.
+        picked = (torch.arange(count, device="cuda")[:, None] * chosen + torch.arange(chosen, device="cuda")) % experts
+        tables = partial(block_pairs, picked, experts)
+        yield gpu.moved("block_pairs", f"[{count}, {chosen}] of {experts}", 8 * picked.numel(), tables)
+        read, operations = 2 * min(experts, count * chosen) * weight[0].numel(), 2 * count * chosen * weight[0].numel()
+        shape = f"[{count}, {hidden}] · {chosen} of [{experts}, {2 * inner}, {hidden}]ᵀ"
+        # Both products of a layer share the tables.
+        yield nearer(gpu, "grouped_linear", shape, read, operations, partial(grouped_linear, x, weight, picked, tables()))
+
+
+@benchmark("label_logprobs")
+def _label_logprobs(gpu: Gpu) -> Iterator[Row]:
+    """Two labels of Qwen3-0.6B: from one row, bound by memory, to many, bound by arithmetic."""
+    size = 1024
+    head = random(VOCAB, size)
+    for count in (1, 16, 64, 128, 1000, 4000):
+        hidden, labels = random(count, size) / size**0.5, torch.randint(0, VOCAB, (count, 2), device="cuda")
+        shape, run = f"[{count}, {size}] · [{VOCAB}, {size}]ᵀ", partial(label_logprobs, hidden, head, labels)
+        yield nearer(gpu, "label_logprobs", shape, 2 * head.numel(), 2 * count * head.numel(), run)
+
+
+@benchmark("seeded_sampling")
+def _seeded_sampling(gpu: Gpu) -> Iterator[Row]:
+    """Draws over a large vocabulary, and the thresholds of their filters."""
+    for count in (1, 16, 100, 800):
+        logits, ones = torch.randn(count, VOCAB, device="cuda") * 3, torch.ones(count, device="cuda")
+        shape, read, seeds = f"[{count}, {VOCAB}]", 4.0 * logits.numel(), torch.arange(count, device="cuda")
+        yield gpu.moved("seeded_draw", shape, read, partial(seeded_draw, logits, ones, seeds, ones * -9))
+        ids = torch.arange(8, device="cuda").expand(count, -1).contiguous()
+        few = torch.full((count, 8), 0.125, device="cuda"), ids, seeds
+        yield gpu.moved("seeded_choice", f"[{count}, 8]", 12.0 * 8 * count, partial(seeded_choice, *few))
+        for top_k, top_p in ((50, 1.0), (0, 0.9), (50, 0.9)):
+            none = torch.full_like(ones, float("-inf"))
+            run = partial(keep_thresholds, logits, ones, torch.full((count,), top_k, device="cuda"), ones * top_p, none)
+            yield gpu.moved("keep_thresholds", f"{shape}, top-k {top_k}, top-p {top_p}", read, run)
+
+
+@benchmark("candidates")
+def _candidates(gpu: Gpu) -> Iterator[Row]:
+    """Few and many candidates over a large vocabulary."""
+    for count in (1, 16, 100, 800):
+        logits, ones = torch.randn(count, VOCAB, device="cuda") * 3, torch.ones(count, device="cuda")
+        for width in (8, 64):
+            run = partial(candidates, logits, ones, torch.full((count,), width, device="cuda"), ones * 0.95, ones * 0.01, width)
+            yield gpu.moved("candidates", f"[{count}, {VOCAB}], {width} kept", 4.0 * logits.numel(), run)
+
+
+@benchmark("length_tilt")
+def _length_tilt(gpu: Gpu) -> Iterator[Row]:
+    """All rules. The time is the latency of a launch for any number of rows."""
+    width = 8
+    for count in (1, 100, 800):
+        p = torch.rand(count, width, device="cuda").sort(descending=True).values
+        p, z = p / p.sum(-1, keepdim=True), torch.randn(count, width, device="cuda")
+        ones = torch.ones(count, device="cuda", dtype=torch.float64)
+        tilts = Tilts(torch.arange(count, device="cuda") % len(RULES), ones * 1.5, ones * -0.01, ones * 30, ones * 0)
+        moved, run = 13.0 * p.numel() + 41.0 * count, partial(length_tilt, p, z, z > 2, ones > 0, tilts)
+        yield gpu.moved("length_tilt", f"[{count}, {width}]", moved, run)
+
+
+@benchmark("largest")
+def _largest(gpu: Gpu) -> Iterator[Row]:
+    """Log-probabilities of drawn tokens, without and with five alternatives."""
+    for count in (1, 256):
+        logits, chosen = torch.randn(count, VOCAB, device="cuda") * 3, torch.arange(count, device="cuda")
+        for top_n in (0, 5):
+            run = partial(token_logprobs, logits, chosen, top_n)
+            yield gpu.moved("token_logprobs", f"[{count}, {VOCAB}], top {top_n}", 4.0 * logits.numel(), run)
+
+
+@benchmark("token_bits")
+def _token_bits(gpu: Gpu) -> Iterator[Row]:
+    """Rows of logits of which every token is excluded."""
+    for count in (1, 16, 64, 256):
+        logits = torch.randn(count, VOCAB, device="cuda")
+        bits = torch.zeros(count, -(-VOCAB // 32), dtype=torch.int32, device="cuda")
+        run = partial(exclude_, logits, torch.arange(count, device="cuda"), bits)
+        yield gpu.moved("exclude", f"[{count}, {VOCAB}]", 4.125 * logits.numel(), run)
+
+
+@benchmark("branch_attention")
+def _branch_attention(gpu: Gpu) -> Iterator[Row]:
+    """Five candidates per row with the heads of Qwen2.5-1.5B. Each prefix counts once."""
+    heads, kv_heads, head_dim, branches = 12, 2, 128, 5
+    for count, prefix in ((1, 4096), (16, 2048), (100, 1024), (800, 1024)):
+        q, (k, v) = random(count * branches, heads, head_dim), random(2, count * branches, kv_heads, head_dim)
+        keys, values = random(2, count * prefix, kv_heads, head_dim)
+        kv_indptr = torch.arange(count + 1, device="cuda") * prefix
+        kv_indices = torch.randperm(count * prefix, device="cuda")  # scattered, as in a server after some time
+        counts = torch.full((count,), branches, device="cuda")
+        run = partial(branch_attention, q, k, v, keys, values, kv_indptr, kv_indices, counts)
+        moved = 2 * keys.nbytes + 2 * q.nbytes + 2 * k.nbytes
+        yield gpu.moved("branch_attention", f"{count} rows, {branches} branches after {prefix}", moved, run)
+
+
+@benchmark("paged_attention")
+def _paged_attention(gpu: Gpu) -> Iterator[Row]:
+    """The heads of Qwen3-0.6B: items of 180 tokens on queries of 120, prompts, a chunk of one, and decoding with many, long and few
+    contexts. Only pairs that the causal mask allows count."""
+    heads, kv_heads, head_dim = 16, 8, 128
+    cutting = {"group": heads // kv_heads, "kv_heads": kv_heads, "rows": block_rows(head_dim, torch.bfloat16)}
+    item = [(120, 120), *10 * [(180, 300)]]
+    cases: list[tuple[str, list[tuple[int, int]], int | None]] = [
+        ("5 · (120, 10 · 180)", 5 * item, None),
+        ("4 prompts of 2048", 4 * [(2048, 2048)], None),
+        ("512 after 20000", [(512, 20_512)], None),
+        *((f"{count} tokens after {context}", count * [(1, context)], None) for count, context in ((256, 300), (64, 4096))),
+        ("1 tokens after 20000", [(1, 20_000)], None),
+        ("120, 10 · 180; padded to 2048", item, 2048),
+        ("100 tokens after 300, padded to 128", 100 * [(1, 300)], 128),
+    ]
+    scattered = np.random.default_rng(0).permutation(SLOTS)  # as in a server after some time
+    for shape, lengths, padded in cases:
+        ends = np.cumsum([context for _, context in lengths])
+        contexts = [scattered[end - context : end] for end, (_, context) in zip(ends, lengths, strict=True)]
+        cut = lay_out([queries for queries, _ in lengths], contexts, **cutting)
+        if padded is not None:  # fixed tables for this number of queries
+            room = Room.of(padded, **cutting)
+            packed = room.pack(cut, SLOTS - 1)
+            assert packed is not None
+            cut = room.within(packed)
+        q = random(len(cut.out_cache_loc), heads, head_dim)
+        keys, values = torch.randn(2, SLOTS, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+        run = partial(paged_attention, q, keys, values, cut.to(torch.device("cuda")))
+        if lengths[0][0] == 1:
+            moved = 2 * sum(context for _, context in lengths) * kv_heads * head_dim * 2
+            yield gpu.moved("paged_attention", shape, moved, run)
+        else:
+            pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in lengths)
+            yield gpu.computed("paged_attention", shape, 4 * pairs * heads * head_dim, run)

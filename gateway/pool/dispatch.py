@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -16,12 +17,20 @@ from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import OnDelta
 from gateway.pool.waiting import WaitingRoom
+from gateway.text.prepared import Ids, content_of
 from gateway.tracing import attempt, stage
 
 logger = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT = 256
 """Output tokens assumed for the load estimate of a sequence with a larger ``max_tokens``; few sequences become longer."""
+
+MIN_AFFINITY = 16
+"""Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
+
+PROMPT_AFFINITY = 64
+"""Prompts that begin with the same tokens, this many, prefer one replica. Turns of a conversation, and questions about one text, do;
+chats that share only the beginning of the chat template do not."""
 
 NOBODY = wire.Caller()
 
@@ -108,10 +117,11 @@ class Dispatcher:
     ) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield batches of deltas. Close the iterator to abort. A failure after the first batch is raised;
         :mod:`gateway.generation.relay` then resumes the sequences. ``on_delta`` may process single deltas after the first batch."""
-        sampling = generate.sampling
-        tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
+        sampling, length = generate.sampling, len(generate.prompt)
+        tokens = length + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
+        affinity = affinity_of(generate.prompt[:PROMPT_AFFINITY], generate.caller, generate.adapter)
         while True:
-            replica = await self._choose(model, tokens, None, attempts, generate.caller)
+            replica = await self._choose(model, tokens, affinity, attempts, generate.caller, saves=length)
             started, attempts.sent = False, True
             try:
                 with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens):
@@ -158,8 +168,10 @@ class Dispatcher:
         attempts: Attempts,
         caller: wire.Caller,
         preferred: Replica | None = None,
+        saves: int | None = None,
     ) -> Replica:
-        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`.
+        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`. ``saves``: see
+        :meth:`ServedModel.choose`.
 
         The first attempt goes to a replica that terminates if there is no other: a request that was tokenised for a version of the
         model when its last replicas began to terminate would wait in vain for others, because another version replaces them.
@@ -169,7 +181,7 @@ class Dispatcher:
         if replica is None:
             if not ready:
                 await self._wait(model, attempts, caller)
-            replica = model.choose(tokens, affinity, attempts.replicas, preferred)
+            replica = model.choose(tokens, affinity, attempts.replicas, preferred, saves)
         attempts.replicas.append(replica)
         attempts.number += 1
         return replica
@@ -197,3 +209,11 @@ class Dispatcher:
         elif isinstance(error, _FAULTS) and replica.health.failed():
             self._telemetry.engines.ejected(model.name)
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
+
+
+def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:
+    """Return a digest of adapter and prefix, by which requests with equal prefixes reach the same replica. None for a request that
+    does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
+    if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
+        return None
+    return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()

@@ -198,7 +198,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     commas in the environment. FORMAT is ``think``, ``mistral``, ``seed``, ``harmony`` or ``none``."""
     stored_responses: Count = 10_000
     """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
-    Beyond it, and beyond their most bytes, the oldest of the API key with most bytes are removed. 0: none are stored."""
+    Beyond it, the oldest of the API key with most responses are removed. 0: none are stored."""
     stored_responses_bytes: Positive = 256 << 20
     """Most bytes of these responses together."""
     stored_response_bytes: Positive = 4 << 20

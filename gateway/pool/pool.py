@@ -13,7 +13,7 @@ from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.adapters import AdapterDirectory
-from gateway.pool.client import UNANSWERED, Readiness
+from gateway.pool.client import REFUSED, UNANSWERED, Readiness
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
 from gateway.pool.probe_times import ProbeTimes
@@ -226,7 +226,7 @@ class Pool:
         elif ready:
             await self.adapters.follow(replica, answer.adapters)
         replica.ready = ready
-        if not ready and replica.unanswered_since is None:  # it says so itself
+        if not ready and answer is not REFUSED and replica.unanswered_since is None:  # it says so itself
             self._leave(replica)
 
     async def _probe(self, replica: Replica) -> Readiness:
@@ -237,7 +237,7 @@ class Pool:
         if answer is not UNANSWERED:
             replica.unanswered_since = None
             replica.silent = False
-            replica.expected = answer.model
+            replica.expected = replica.expected if answer is REFUSED else answer.model
         return answer
 
     def _silenced(self, replica: Replica) -> None:

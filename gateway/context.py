@@ -16,7 +16,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
-from gateway.logs.access import AccessLog
+from gateway.logs.access import PROBES, AccessLog
 from gateway.logs.record import RequestRecord
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import Tenant
@@ -119,7 +119,8 @@ async def answer_request(
             message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
 
-    telemetry.in_flight += 1
+    counted = scope["path"] not in PROBES
+    telemetry.in_flight += counted
     try:
         context.limits.read(Incoming.of(scope).headers)
         await app(scope, receive, send_marked)
@@ -135,7 +136,7 @@ async def answer_request(
         await _answer(cut_off, send_marked)
     finally:
         context.limits.close()
-        telemetry.in_flight -= 1
+        telemetry.in_flight -= counted
         for call in context.at_end:
             call()
         now = time.perf_counter()
@@ -144,6 +145,8 @@ async def answer_request(
         model, first_byte = context.account.model, context.first_byte or now
         if context.account.adapter is not None:
             telemetry.adapters.answered(model or "", context.account.adapter)
+        if context.key is not None:
+            telemetry.keys.used(context.key.name, context.account)
         telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
         if context.broke:
             telemetry.broke(model, context.error or context.outcome)

@@ -17,7 +17,7 @@ const isApi = (labels) => !["/metrics", "/", "/console/{name}", "/livez", "/read
 // name, unit, where the number is from, and whether it is a counter
 const TILES = [
   ["Requests", "a second", (m) => sum(m, "requests_total", isApi), true],
-  ["In progress", "requests", (m) => Math.max(0, sum(m, "requests_in_flight") - 1), false], // without this page's own
+  ["In progress", "requests", (m) => sum(m, "requests_in_flight"), false],
   ["Waiting for an engine", "requests", (m) => sum(m, "requests_waiting"), false],
   ["Waiting to be read", "requests", (m) => sum(m, "text_queue"), false],
   ["Items scored", "a second", (m) => sum(m, "items_total"), true],

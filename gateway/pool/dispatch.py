@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -13,24 +12,17 @@ from engine import wire
 from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.hedging import Ask, Hedge, Hedger
+from gateway.pool.placement import PROMPT_AFFINITY, affinity_of
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import OnDelta
 from gateway.pool.waiting import WaitingRoom
-from gateway.text.prepared import Ids, content_of
 from gateway.tracing import attempt, stage
 
 logger = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT = 256
 """Output tokens assumed for the load estimate of a sequence with a larger ``max_tokens``; few sequences become longer."""
-
-MIN_AFFINITY = 16
-"""Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
-
-PROMPT_AFFINITY = 64
-"""Prompts that begin with the same tokens, this many, prefer one replica. Turns of a conversation, and questions about one text, do;
-chats that share only the beginning of the chat template do not."""
 
 NOBODY = wire.Caller()
 
@@ -209,11 +201,3 @@ class Dispatcher:
         elif isinstance(error, _FAULTS) and replica.health.failed():
             self._telemetry.engines.ejected(model.name)
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
-
-
-def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:
-    """Return a digest of adapter and prefix, by which requests with equal prefixes reach the same replica. None for a request that
-    does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
-    if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
-        return None
-    return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()

@@ -10,12 +10,13 @@ from gateway.errors import GatewayError
 from gateway.limits.base import Lease
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import EngineClient
-from gateway.pool.dispatch import Dispatcher, affinity_of
+from gateway.pool.dispatch import Dispatcher
 from gateway.pool.faults import check_rows, numbers_of, overflow
 from gateway.pool.hedging import Hedge
 from gateway.pool.items import divide_items
 from gateway.pool.messages import divided_by_images, message_of, without_keeping
 from gateway.pool.pace import size_class
+from gateway.pool.placement import affinity_of
 from gateway.pool.prompts import Prompts, SubBatch
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import SplitTokens, split

@@ -1,8 +1,8 @@
 """The store of responses: a protocol, and a store in the memory of one gateway.
 
 Responses belong to tenants, which are API keys. A tenant sees its own responses only. When the bound on entries is reached, the
-tenant with most entries loses its oldest responses first, and when that on bytes is reached, the tenant with most bytes. So no tenant
-can displace the responses of one that stores less.
+tenant with most entries loses its oldest responses first, and when that on bytes is reached, the tenant with most bytes. So no
+tenant can displace the responses of one that stores less.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class RequestContext(RequestRecord):
     """Headers to add to the response, whatever its status."""
     key: ApiKey | None = None
     """The client's key, on a server with keys."""
+    streams: bool = False
+    """Whether the response is a stream of events."""
     reserved: Lease | None = None
     """The lease that was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
@@ -114,7 +116,8 @@ async def answer_request(
         if message["type"] == "http.response.start":
             context.status = message["status"]
             context.first_byte = time.perf_counter()
-            context.limits.response_begins(stream=_is_stream(message["headers"]))
+            context.streams = _is_stream(message["headers"])
+            context.limits.response_begins(stream=context.streams)
             last = [(b"connection", b"close")] if lifecycle.draining else []
             message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
@@ -147,7 +150,8 @@ async def answer_request(
             telemetry.adapters.answered(model or "", context.account.adapter)
         if context.key is not None:
             telemetry.keys.used(context.key.name, context.account)
-        telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
+        times = first_byte - context.began, now - context.began
+        telemetry.answered(route, model, context.status, *times, exemplar, stream=context.streams)
         if context.broke:
             telemetry.broke(model, context.error or context.outcome)
         if log is not None:

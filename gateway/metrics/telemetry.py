@@ -70,7 +70,7 @@ class Telemetry(Metrics):
         labels = ("route", "model")
         self._seconds = self._histogram("request_seconds", "Time from a request to the end of its answer.", labels=labels)
         self._first_seconds = self._histogram(
-            "first_byte_seconds", "Time from a request to the start of its answer.", labels=labels
+            "first_byte_seconds", "Time from a request to the start of its answer.", labels=(*labels, "stream")
         )
         self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "model", "code")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
@@ -127,10 +127,12 @@ class Telemetry(Metrics):
         first_seconds: float,
         seconds: float,
         exemplar: dict[str, str] | None = None,
+        *,
+        stream: bool = False,
     ) -> None:
         """Record a finished request to ``route`` (a template, not a path). ``model``: None if the request named no known model.
-        ``exemplar``: labels that lead to its trace."""
-        requests, first, whole = self._answered(route, self._label(model), status)
+        ``exemplar``: labels that lead to its trace. ``stream``: whether the answer was a stream of events."""
+        requests, first, whole = self._answered(route, self._label(model), status, stream)
         requests.inc()
         first.observe(first_seconds, exemplar)
         whole.observe(seconds, exemplar)
@@ -253,10 +255,11 @@ class Telemetry(Metrics):
         """Cache the labelled metrics: finding one costs more than counting with it. Begin the counters that an alert reads at 0."""
         for kind in ("full", "disk"):
             self._redis_errors.labels(kind)
+        self._stored_responses.labels("dropped")
         self._answered = cache(
-            lambda route, model, status: (
+            lambda route, model, status, stream: (
                 self._requests.labels(route, model, status),
-                self._first_seconds.labels(route, model),
+                self._first_seconds.labels(route, model, "true" if stream else "false"),
                 self._seconds.labels(route, model),
             )
         )

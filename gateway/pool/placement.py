@@ -15,8 +15,8 @@ MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
 PROMPT_AFFINITY = 64
-"""Prompts whose first tokens, this many, are equal prefer one replica, such as turns of a conversation and questions about one text.
-Chats that share only the beginning of the chat template do not."""
+"""Prompts whose first tokens, this many, are equal prefer one replica: turns of a conversation, questions about one text. Chats
+that share only the beginning of the chat template do not."""
 
 LOAD_BOUND = 1.5
 SLACK_TOKENS = 1 << 14

@@ -30,8 +30,8 @@ REMOVED_AT_ONCE = 256
 """Most entries that one call removes, which takes Redis about a millisecond."""
 
 # KEYS: ages, sizes, tenants, bytes, ages of the tenant, counts. ARGV: prefix of the names, tenant, id, value ("" removes the
-# response), its size, most entries, most bytes, time to live in milliseconds, most entries to remove. Returns 1 if the response was stored or
-# removed, and 0 if there is no room or none to remove.
+# response), its size, most entries, most bytes, time to live in milliseconds, most entries to remove. Returns 1 if the response
+# was stored or removed, and 0 if there is no room or none to remove.
 _CHANGE = Script(
     """
     local prefix, tenant, id = ARGV[1], ARGV[2], ARGV[3]

@@ -475,7 +475,7 @@ def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     "sent",
     [
         b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n" + SCORE,
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"que\r\n",
+        b'POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"que\r\n',
         b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-encoding: gzip\r\ncontent-length: 9\r\n\r\n\x1f\x8b",
         b"POST /v1/score HTTP/1.1\r\nhost: local",
     ],

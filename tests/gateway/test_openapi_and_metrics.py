@@ -194,6 +194,7 @@ def test_metrics_count_what_happened(start: Start) -> None:
     client.post("/v1/score", json={})
     client.post("/v1/score", json={"model": "unknown", "query": [1], "items": [[2]], "label_token_ids": [1]})
     client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+    client.post("/v1/completions", json={"prompt": [1, 2, 3], "stream": True})
     client.get("/nowhere/at/all")
     for name, value in {
         'yardstick_requests_total{model="fake",route="/v1/score",status="200"}': 2,
@@ -201,12 +202,13 @@ def test_metrics_count_what_happened(start: Start) -> None:
         'yardstick_requests_total{model="",route="/v1/score",status="404"}': 1,
         'yardstick_requests_total{model="",route="none",status="404"}': 1,
         'yardstick_request_seconds_count{model="fake",route="/v1/score"}': 3,
-        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions"}': 1,
+        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions",stream="false"}': 1,
+        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions",stream="true"}': 1,
         'yardstick_items_total{model="fake",source="cache"}': 2,
         'yardstick_items_total{model="fake",source="engine"}': 2,
-        'yardstick_tokens_total{kind="prompt",model="fake"}': 15,
+        'yardstick_tokens_total{kind="prompt",model="fake"}': 18,
         'yardstick_tokens_total{kind="prompt_cached",model="fake"}': 6,
-        'yardstick_tokens_total{kind="completion",model="fake"}': len(engine.says) + 1,
+        'yardstick_tokens_total{kind="completion",model="fake"}': 2 * (len(engine.says) + 1),
         "yardstick_engines_ready": 1,
         "yardstick_requests_in_flight": 0,
     }.items():

@@ -68,7 +68,7 @@ class Protocol(BoundedConnection):
         super().connection_lost(exc)
         self._incoming.disconnected()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes a result
         """Refuse a request that is incomplete when the client ends its side of the connection. After a complete one, the client is
         taken to have left. Returns whether the connection stays open for the answer."""
         error = InvalidRequest("The connection ended before the request was complete; send the whole request.")

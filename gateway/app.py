@@ -80,7 +80,7 @@ def create_app(
     """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log.
     Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
     lifecycle = lifecycle or Lifecycle()
-    telemetry = Telemetry()
+    telemetry = Telemetry(usage_keys=settings.usage_keys)
     workers = Workers(text_capacity(settings), telemetry)
     stores = Stores.opened(settings, telemetry, cache)
     fleet = Fleet.of(settings, telemetry, workers)
@@ -114,7 +114,7 @@ def create_app(
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[
             v1,
-            *health_routes(fleet.pool, keys, telemetry, lifecycle),
+            *health_routes(fleet.pool, keys, telemetry, lifecycle, metrics_names=settings.metrics_names),
             asset_route(),
             *(console_routes() if settings.console else []),
         ],

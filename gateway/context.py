@@ -16,7 +16,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
-from gateway.logs.access import AccessLog
+from gateway.logs.access import PROBES, AccessLog
 from gateway.logs.record import RequestRecord
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import Tenant
@@ -42,6 +42,8 @@ class RequestContext(RequestRecord):
     """Headers to add to the response, whatever its status."""
     key: ApiKey | None = None
     """The client's key, on a server with keys."""
+    streams: bool = False
+    """Whether the response is a stream of events."""
     reserved: Lease | None = None
     """The lease that was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
@@ -114,12 +116,14 @@ async def answer_request(
         if message["type"] == "http.response.start":
             context.status = message["status"]
             context.first_byte = time.perf_counter()
-            context.limits.response_begins(stream=_is_stream(message["headers"]))
+            context.streams = _is_stream(message["headers"])
+            context.limits.response_begins(stream=context.streams)
             last = [(b"connection", b"close")] if lifecycle.draining else []
             message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
 
-    telemetry.in_flight += 1
+    counted = scope["path"] not in PROBES
+    telemetry.in_flight += counted
     try:
         context.limits.read(Incoming.of(scope).headers)
         await app(scope, receive, send_marked)
@@ -135,7 +139,7 @@ async def answer_request(
         await _answer(cut_off, send_marked)
     finally:
         context.limits.close()
-        telemetry.in_flight -= 1
+        telemetry.in_flight -= counted
         for call in context.at_end:
             call()
         now = time.perf_counter()
@@ -144,7 +148,10 @@ async def answer_request(
         model, first_byte = context.account.model, context.first_byte or now
         if context.account.adapter is not None:
             telemetry.adapters.answered(model or "", context.account.adapter)
-        telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
+        if context.key is not None:
+            telemetry.keys.used(context.key.name, context.account)
+        times = first_byte - context.began, now - context.began
+        telemetry.answered(route, model, context.status, *times, exemplar, stream=context.streams)
         if context.broke:
             telemetry.broke(model, context.error or context.outcome)
         if log is not None:

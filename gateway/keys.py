@@ -62,7 +62,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Lowest ``priority`` that a request may use; requests with lower numbers run earlier."""
     priority_max: Priority = PRIORITY_RANGE[1]
     admin: bool = False
-    """Whether the key may load and unload adapters."""
+    """Whether the key may load and unload adapters, and sees names of keys and engines in ``/metrics``."""
     catalogues: Literal["write", "read"] = "write"
     """Whether the key may change the catalogues of its trust group, or only score their items."""
 

@@ -149,6 +149,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
     access_log_probes: bool = False
     """Whether to log requests to ``/livez``, ``/readyz``, ``/health``, ``/ping`` and ``/metrics``."""
+    metrics_names: bool = False
+    """On a server with keys: whether ``/metrics`` names API keys and engines to everybody who reaches it, and not only to keys with
+    ``admin``. Without it, series with the labels ``key`` and ``engine`` are left out."""
+    usage_keys: Count = 0
+    """API keys whose requests, items and tokens are counted in metrics with their names; further keys are counted together. 0: none
+    are."""
 
     max_sequences: Positive = 1024
     """Most sequences that one request may generate: its prompts times ``n``."""
@@ -198,7 +204,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
     stored_responses: Count = 10_000
     """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
-    Beyond it, and beyond their most bytes, the oldest of the API key with most bytes are removed. 0: none are stored."""
+    Beyond it, the oldest of the API key with most responses are removed. 0: none are stored."""
     stored_responses_bytes: Positive = 256 << 20
     """Most bytes of these responses together."""
     stored_response_bytes: Positive = 4 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 2.0
 """Time between two looks at the watched directory."""
 MAX_COMMANDS = 64
+FILES = config.FILE, tensors.FILE, config.MODEL_FILE
+"""Files of an adapter that are read."""
 MAX_ENTRIES = 10_000
 """Entries of the watched directory that are looked at."""
 
@@ -151,6 +154,9 @@ class LoraManager:
             raise AdapterError("The path is not below the directory of --lora-root.")
         if not directory.is_dir():
             raise AdapterError("There is no such directory below that of --lora-root.", "invalid")
+        for file in FILES:
+            if not Path(os.path.realpath(directory / file)).is_relative_to(root):
+                raise AdapterError(f"{file} is a link to a file that is not below the directory of --lora-root.")
         return directory
 
 

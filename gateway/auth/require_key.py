@@ -14,6 +14,7 @@ from gateway.errors import KeyExpired, Unauthorized
 
 if TYPE_CHECKING:
     from gateway.auth.keyring import KeyRing
+    from gateway.keys import ApiKey
 
 
 MAX_HEADER_BYTES = 1024
@@ -35,14 +36,19 @@ class RequireKey(HttpMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Pass a request with a valid key on. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
-        given = Incoming.of(scope).headers.get(b"authorization", b"")
-        if len(given) > MAX_HEADER_BYTES:
-            raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
-        scheme, _space, secret = given.decode("latin-1").partition(" ")
-        key = self._ring.find(secret.strip()) if scheme.lower() == "bearer" else None
-        if key is None:
-            raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
-        if key.expires is not None and key.expires_at <= time.time():
-            raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
-        RequestContext.in_scope(scope).key = key
+        RequestContext.in_scope(scope).key = key_of(self._ring, scope)
         await next_app(scope, receive, send)
+
+
+def key_of(ring: KeyRing, scope: Scope) -> ApiKey:
+    """Return the API key of a request. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
+    given = Incoming.of(scope).headers.get(b"authorization", b"")
+    if len(given) > MAX_HEADER_BYTES:
+        raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
+    scheme, _space, secret = given.decode("latin-1").partition(" ")
+    key = ring.find(secret.strip()) if scheme.lower() == "bearer" else None
+    if key is None:
+        raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
+    if key.expires is not None and key.expires_at <= time.time():
+        raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
+    return key

@@ -17,7 +17,7 @@ const isApi = (labels) => !["/metrics", "/", "/console/{name}", "/livez", "/read
 // name, unit, where the number is from, and whether it is a counter
 const TILES = [
   ["Requests", "a second", (m) => sum(m, "requests_total", isApi), true],
-  ["In progress", "requests", (m) => Math.max(0, sum(m, "requests_in_flight") - 1), false], // without this page's own
+  ["In progress", "requests", (m) => sum(m, "requests_in_flight"), false],
   ["Waiting for an engine", "requests", (m) => sum(m, "requests_waiting"), false],
   ["Waiting to be read", "requests", (m) => sum(m, "text_queue"), false],
   ["Items scored", "a second", (m) => sum(m, "items_total"), true],
@@ -97,6 +97,9 @@ function drawTiles(series) {
   }));
 }
 
+const HIDDEN = "This server names its engines to keys with admin only.";
+const hidesEngines = (metrics) => metrics.has("yardstick_engines") && !metrics.has("yardstick_engine_requests_in_flight");
+
 function drawEngines(metrics) {
   const seriesOf = (name) => (metrics.get(`yardstick_${name}`) ?? []).slice(0, MAX_ROWS);
   const named = (labels) => labels.state + (labels.model ? ` (${labels.model})` : "");
@@ -104,7 +107,7 @@ function drawEngines(metrics) {
   const tokens = new Map(seriesOf("engine_tokens_in_flight").map(({ labels, value }) => [labels.engine, value]));
   const rows = seriesOf("engine_requests_in_flight").map(({ labels, value }) =>
     [labels.engine ?? "", count(value), count(tokens.get(labels.engine) ?? 0)]);
-  const summary = make("p", { class: "hint", text: states.join(", ") || "No engine is known." });
+  const summary = make("p", { class: "hint", text: `${states.join(", ") || "No engine is known."}${hidesEngines(metrics) ? ` ${HIDDEN}` : ""}` });
   byId("status-engines").replaceChildren(summary, ...(rows.length ? [table(["Engine", "Requests", "Tokens"], rows)] : []));
 }
 
@@ -142,7 +145,8 @@ function drawItemCaches(metrics, opened) {
     const hits = `${Math.round(100 * since("found_items_total") / since("scored_items_total"))} %`;
     return [engine, count(cache.tokens), count(cache.bytes), count(cache.pinned_tokens), hits, count(since("evicted_tokens_total"))];
   });
-  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows, "No engine has scored items before queries.");
+  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows,
+    hidesEngines(metrics) ? HIDDEN : "No engine has scored items before queries.");
   const hint = "Hit rate and evictions since the panel was opened; where nothing was scored since, from the engine's start on.";
   if (rows.length) byId("status-item-caches").append(make("p", { class: "hint", text: hint }));
 }

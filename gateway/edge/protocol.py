@@ -68,6 +68,17 @@ class Protocol(BoundedConnection):
         super().connection_lost(exc)
         self._incoming.disconnected()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes a result
+        """Refuse a request that is incomplete when the client ends its side of the connection. After a complete one, the client is
+        taken to have left. Returns whether the connection stays open for the answer."""
+        error = InvalidRequest("The connection ended before the request was complete; send the whole request.")
+        incomplete = self._phase is WORKING and self.cycle.more_body
+        if self._phase is HEAD:
+            self._refuse(error, "parse")
+        elif incomplete and not self._dropping:
+            self._body_failed(error, "parse")
+        return incomplete
+
     # --- bytes in
 
     def data_received(self, data: bytes) -> None:

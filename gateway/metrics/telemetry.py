@@ -25,6 +25,7 @@ from gateway.metrics.collectors import (
 from gateway.metrics.engines import EngineMetrics
 from gateway.metrics.images import ImageMetrics
 from gateway.metrics.item_caches import ItemCacheSample, ItemCachesCollector
+from gateway.metrics.keys import KeyMetrics
 from gateway.metrics.model_labels import ModelLabels
 from gateway.metrics.process import ProcessMetrics
 from gateway.metrics.text import TextMetrics
@@ -38,7 +39,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 """Upper bounds of the buckets for cache lookups, which take at most 0.05 s by default."""
 
-
+_NAMES = frozenset(("key", "engine"))
+"""Labels that name API keys and engines."""
 _END = b"# EOF\n"
 """Last line of a document in OpenMetrics."""
 
@@ -46,17 +48,19 @@ _END = b"# EOF\n"
 class Telemetry(Metrics):
     """The metrics of one application, in their own registry. Labels have few values; no text from clients is a label."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, usage_keys: int = 0) -> None:
+        """``usage_keys``: see :class:`KeyMetrics`."""
         super().__init__(CollectorRegistry())
         self._label = ModelLabels()
         self.engines = EngineMetrics(self._registry, self._label)
         self.catalogues = CatalogueMetrics(self._registry, self._label)
         self.adapters = AdapterMetrics(self._registry)
+        self.keys = KeyMetrics(self._registry, usage_keys)
         self.text = TextMetrics(self._registry)
         self.images = ImageMetrics(self._registry)
         self.process = ProcessMetrics(self._registry)
         self.in_flight = 0
-        """Requests in progress. It is a plain number, because it changes twice per request and is read only with the metrics."""
+        """Requests in progress, without probes and reads of metrics. It is a plain number, because it changes twice per request."""
         gauge = self._gauge("requests_in_flight", "Requests in progress.")
         gauge.set_function(lambda: self.in_flight)
         self.waiting = self._gauge("requests_waiting", "Requests that wait for an engine to be ready.")
@@ -66,7 +70,7 @@ class Telemetry(Metrics):
         labels = ("route", "model")
         self._seconds = self._histogram("request_seconds", "Time from a request to the end of its answer.", labels=labels)
         self._first_seconds = self._histogram(
-            "first_byte_seconds", "Time from a request to the start of its answer.", labels=labels
+            "first_byte_seconds", "Time from a request to the start of its answer.", labels=(*labels, "stream")
         )
         self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "model", "code")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
@@ -123,10 +127,12 @@ class Telemetry(Metrics):
         first_seconds: float,
         seconds: float,
         exemplar: dict[str, str] | None = None,
+        *,
+        stream: bool = False,
     ) -> None:
         """Record a finished request to ``route`` (a template, not a path). ``model``: None if the request named no known model.
-        ``exemplar``: labels that lead to its trace."""
-        requests, first, whole = self._answered(route, self._label(model), status)
+        ``exemplar``: labels that lead to its trace. ``stream``: whether the answer was a stream of events."""
+        requests, first, whole = self._answered(route, self._label(model), status, stream)
         requests.inc()
         first.observe(first_seconds, exemplar)
         whole.observe(seconds, exemplar)
@@ -228,11 +234,13 @@ class Telemetry(Metrics):
         """Report the state of the key file that ``read`` returns whenever the metrics are read."""
         self._registry.register(KeyFileCollector(read))
 
-    def exposition(self, *, open_metrics: bool = False) -> Iterator[bytes]:
+    def exposition(self, *, open_metrics: bool = False, names: bool = True) -> Iterator[bytes]:
         """Yield all metrics, one by one, because all together take some milliseconds: as OpenMetrics 1.0, which has exemplars, or
-        in Prometheus's text format."""
+        in Prometheus's text format. ``names``: with those that name API keys or engines."""
         encode = openmetrics.generate_latest if open_metrics else generate_latest
         for metric in self._registry.collect():
+            if not names and metric.samples and not _NAMES.isdisjoint(metric.samples[0].labels):
+                continue
             yield encode(SingleMetric(metric)).removesuffix(_END)
         if open_metrics:
             yield _END
@@ -247,10 +255,11 @@ class Telemetry(Metrics):
         """Cache the labelled metrics: finding one costs more than counting with it. Begin the counters that an alert reads at 0."""
         for kind in ("full", "disk"):
             self._redis_errors.labels(kind)
+        self._stored_responses.labels("dropped")
         self._answered = cache(
-            lambda route, model, status: (
+            lambda route, model, status, stream: (
                 self._requests.labels(route, model, status),
-                self._first_seconds.labels(route, model),
+                self._first_seconds.labels(route, model, "true" if stream else "false"),
                 self._seconds.labels(route, model),
             )
         )

@@ -79,12 +79,17 @@ class AdapterModel(ServedModel):
             self.announce()
 
     def choose(
-        self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = (), preferred: Replica | None = None
+        self,
+        tokens: int,
+        affinity: bytes | None = None,
+        tried: Collection[Replica] = (),
+        preferred: Replica | None = None,
+        saves: int | None = None,
     ) -> Replica:
         """See :meth:`ServedModel.choose`. Raises :class:`AdapterNotFound` for an adapter that is unloaded."""
         if self.gone:
             raise self._absent()
-        return super().choose(tokens, affinity, tried, preferred)
+        return super().choose(tokens, affinity, tried, preferred, saves)
 
     async def wait_ready(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a ready replica, or until the adapter is unloaded. Returns whether there is a ready one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import logging
 import os
 from collections.abc import AsyncGenerator
@@ -72,6 +73,9 @@ class Readiness(msgspec.Struct, frozen=True):
 UNANSWERED = Readiness(ready=False, model=None, adapters=None)
 """Stands for the answer of an engine that gives none."""
 
+REFUSED = Readiness(ready=False, model=None, adapters=None)
+"""Stands for the answer of an engine whose port refuses connections: its process has ended, and all its connections with it."""
+
 
 class FoundAdapters(NamedTuple):
     """The adapters of an engine, and their revision; None where the answer has none."""
@@ -112,7 +116,7 @@ class EngineToken:
 
 class EngineClient:
     """Client of the pod at ``url``. Every method raises :class:`GatewayError` if the pod refuses or cannot be reached, except
-    :meth:`ready`, which returns :data:`UNANSWERED` if there is no answer.
+    :meth:`ready`, which returns :data:`REFUSED` or :data:`UNANSWERED` if there is no answer.
 
     Each call gets its own id, because the pod may still be running or aborting an earlier attempt of the same request.
     """
@@ -151,8 +155,8 @@ class EngineClient:
         """Return whether the pod takes requests, its model and the revision of its adapters."""
         try:
             answer = await self._get("/readyz")
-        except GatewayError:
-            return UNANSWERED
+        except GatewayError as error:  # its context is the error of the socket; of several addresses, one text has them all
+            return REFUSED if f"[Errno {errno.ECONNREFUSED}]" in str(error.__context__) else UNANSWERED
         name = _header(answer, wire.MODEL_HEADER)
         return Readiness(answer.status == 200, None if name is None else unquote(name), _header(answer, wire.ADAPTERS_HEADER))
 

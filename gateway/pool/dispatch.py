@@ -12,6 +12,7 @@ from engine import wire
 from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.hedging import Ask, Hedge, Hedger
+from gateway.pool.placement import PROMPT_AFFINITY, affinity_of
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import OnDelta
@@ -108,10 +109,11 @@ class Dispatcher:
     ) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield batches of deltas. Close the iterator to abort. A failure after the first batch is raised;
         :mod:`gateway.generation.relay` then resumes the sequences. ``on_delta`` may process single deltas after the first batch."""
-        sampling = generate.sampling
-        tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
+        sampling, length = generate.sampling, len(generate.prompt)
+        tokens = length + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
+        affinity = affinity_of(generate.prompt[:PROMPT_AFFINITY], generate.caller, generate.adapter)
         while True:
-            replica = await self._choose(model, tokens, None, attempts, generate.caller)
+            replica = await self._choose(model, tokens, affinity, attempts, generate.caller, saves=length)
             started, attempts.sent = False, True
             try:
                 with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens):
@@ -158,8 +160,10 @@ class Dispatcher:
         attempts: Attempts,
         caller: wire.Caller,
         preferred: Replica | None = None,
+        saves: int | None = None,
     ) -> Replica:
-        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`.
+        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`. ``saves``: see
+        :meth:`ServedModel.choose`.
 
         The first attempt goes to a replica that terminates if there is no other: a request that was tokenised for a version of the
         model when its last replicas began to terminate would wait in vain for others, because another version replaces them.
@@ -169,7 +173,7 @@ class Dispatcher:
         if replica is None:
             if not ready:
                 await self._wait(model, attempts, caller)
-            replica = model.choose(tokens, affinity, attempts.replicas, preferred)
+            replica = model.choose(tokens, affinity, attempts.replicas, preferred, saves)
         attempts.replicas.append(replica)
         attempts.number += 1
         return replica

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 
 from engine import wire
@@ -17,10 +16,11 @@ from gateway.pool.hedging import Hedge
 from gateway.pool.items import divide_items
 from gateway.pool.messages import divided_by_images, message_of, without_keeping
 from gateway.pool.pace import size_class
+from gateway.pool.placement import affinity_of
 from gateway.pool.prompts import Prompts, SubBatch
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import SplitTokens, split
-from gateway.text.prepared import Ids, content_of
+from gateway.text.prepared import Ids
 
 SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
@@ -29,9 +29,6 @@ request leaves room for others."""
 LARGE_TOKENS, LARGE_BRANCHES = 1 << 15, 1 << 11
 """Tokens and branches of a request above which its messages are built and sent one by one, so that the event loop serves others in
 between."""
-
-MIN_AFFINITY = 16
-"""Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
 OnScored = Callable[[list[int], wire.Scored], None]
 """Receives the indices of the branches of a sub-batch, and the engine's answer."""
@@ -131,14 +128,6 @@ class FanOut:
         return await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )
-
-
-def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:
-    """Return a digest of adapter and prefix, by which requests with equal prefixes reach the same replica. None for a request that
-    does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
-    if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
-        return None
-    return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, None]]) -> None:

@@ -1,4 +1,4 @@
-"""Places items on replicas, so that each item's keys and values stay in the prefix cache of few replicas."""
+"""Places prefixes and items on replicas, so that their keys and values stay in the prefix caches of few replicas."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ from engine import wire
 from gateway.pool.replica import Replica
 from gateway.pool.weights import weight
 from gateway.text.image_ids import ImageIds
-from gateway.text.prepared import Ids, PlacedIds
+from gateway.text.prepared import Ids, PlacedIds, content_of
+
+MIN_AFFINITY = 16
+"""Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
+
+PROMPT_AFFINITY = 64
+"""Prompts whose first tokens, this many, are equal prefer one replica: turns of a conversation, questions about one text. Chats
+that share only the beginning of the chat template do not."""
 
 LOAD_BOUND = 1.5
 SLACK_TOKENS = 1 << 14
 """A replica may have this multiple of the mean load, and this many tokens more, before items go elsewhere. Items move late, because
 an item that moves has to be computed again, and takes room in a second cache. An item that is longer than the slack has its own
 length instead, so the replica with the least load is always within the bound."""
+
+
+def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:
+    """Return a digest of adapter and prefix, by which requests with equal prefixes reach the same replica. None for a request that
+    does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
+    if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
+        return None
+    return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 def item_digests(items: Iterable[Ids], salt: str, adapter: str = "") -> Iterator[int]:

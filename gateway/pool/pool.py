@@ -13,7 +13,7 @@ from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.adapters import AdapterDirectory
-from gateway.pool.client import UNANSWERED, Readiness
+from gateway.pool.client import REFUSED, UNANSWERED, Readiness
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
 from gateway.pool.probe_times import ProbeTimes
@@ -225,7 +225,7 @@ class Pool:
         if answer is not UNANSWERED:
             replica.unanswered_since = None
             replica.silent = False
-            replica.expected = answer.model
+            replica.expected = replica.expected if answer is REFUSED else answer.model
         return answer
 
     def _silenced(self, replica: Replica) -> None:

@@ -43,7 +43,7 @@ class SubBatch(NamedTuple):
     indices: list[int]
     """The index of each branch in the request."""
     affinity: bytes | None = None
-    """See :func:`gateway.pool.fanout.affinity_of`."""
+    """See :func:`gateway.pool.placement.affinity_of`."""
     replica: Replica | None = None
     """The replica that keeps its items."""
 

@@ -29,7 +29,7 @@ MAX_EJECTED_SHARE = 0.5
 """Largest share of a model's ready replicas that is taken out of use. If more fail, the cause is probably elsewhere, so the
 replicas whose ejection ends soonest stay in use."""
 AFFINITY_BOUND = 1.25
-"""A replica may have this multiple of the mean load plus one request before requests with affinity go elsewhere: consistent
+"""A replica may have this multiple of the mean load plus the request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 SLOW_LOAD = 4
 """A replica that was ejected because it is slow still gets a request if the chosen one would have this multiple of its load."""
@@ -201,13 +201,19 @@ class ServedModel:
         return [replica for replica in ready if replica not in out]
 
     def choose(
-        self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = (), preferred: Replica | None = None
+        self,
+        tokens: int,
+        affinity: bytes | None = None,
+        tried: Collection[Replica] = (),
+        preferred: Replica | None = None,
+        saves: int | None = None,
     ) -> Replica:
         """Choose a replica outside ``tried`` for a request of ``tokens``. Raises :class:`NotReady`.
 
         It is ``preferred``, if that takes requests. With ``affinity``, it is the preferred replica among those within the load
         bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals. If it is busy, a replica that
-        was ejected because it is slow may relieve it.
+        was ejected because it is slow may relieve it. ``saves``: tokens that the prefix cache of the replica with affinity saves
+        at most, by which its load may be larger; ``tokens`` if it is None.
         """
         candidates = self.usable
         if tried:
@@ -218,7 +224,7 @@ class ServedModel:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
         if preferred in candidates:
             return preferred
-        chosen = self._best(candidates, tokens, affinity)
+        chosen = self._best(candidates, tokens if saves is None else saves, affinity)
         if len(candidates) + len(tried) < len(self.replicas):
             return self._relieved(chosen, tokens, {*candidates, *tried})
         return chosen
@@ -229,11 +235,11 @@ class ServedModel:
         least = min(slow, key=lambda replica: replica.tokens, default=chosen)
         return least if (least.tokens + tokens) * SLOW_LOAD <= chosen.tokens + tokens else chosen
 
-    def _best(self, candidates: list[Replica], tokens: int, affinity: bytes | None) -> Replica:
+    def _best(self, candidates: list[Replica], saves: int, affinity: bytes | None) -> Replica:
         if len(candidates) == 1:
             return candidates[0]
         if affinity is not None:
-            bound = AFFINITY_BOUND * sum([replica.tokens for replica in candidates]) / len(candidates) + tokens
+            bound = AFFINITY_BOUND * sum([replica.tokens for replica in candidates]) / len(candidates) + saves
             digest = int.from_bytes(hashlib.blake2b(affinity, digest_size=8).digest(), "little")
             return max([r for r in candidates if r.tokens <= bound], key=lambda replica: weight(digest, replica.seed))
         least = min([replica.tokens for replica in candidates])

@@ -127,17 +127,17 @@ def _register(request: ItemsRequest, model: Model) -> Prepared:
         if item.token_ids is not None:
             model.facts.check_ids(item.token_ids, f"items[{index}].token_ids")
         texts.append(item.text if item.text is not None else item.token_ids or [])
-    characters = sum(len(text) for text in texts if isinstance(text, str))
-    model.bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
     places = [index for index, _ in items.values()]
     frame = _frame(opened(model).template, model.texts.tokenizer)
+    characters = sum(len(text) for text in texts if isinstance(text, str)) + len(texts) * frame.around_item
+    model.bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
     room = model.facts.context - frame.around_query - 1  # for a query of one token
     try:
         stored = frame.store(texts, room)
     except ItemTooLong as error:
         remedy = "Shorten it: a query must fit behind it."
         raise model.facts.too_long(error.tokens, f"items[{places[error.index]}]", remedy=remedy) from None
-    tokens = sum(len(each.ids) for each in stored)
+    tokens = sum(each.tokens for each in stored)
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
     records = Records([(id, packed(each.ids, each.tail)) for id, each in zip(items, stored, strict=True)], tokens)
     return Prepared([], response=msgspec.msgpack.encode(records))

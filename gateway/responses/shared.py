@@ -8,6 +8,7 @@ All names have the hash tag ``{responses}``, so that one script call, in one slo
 ``PREFIX:{responses}:ages:TENANT``     the same for one tenant
 ``PREFIX:{responses}:sizes``           hash: bytes of each ``TENANT:ID``
 ``PREFIX:{responses}:tenants``         sorted set of tenants, scored by their bytes
+``PREFIX:{responses}:counts``          the same, scored by their number of responses
 ``PREFIX:{responses}:bytes``           bytes of all responses
 =====================================  ==========================================================================
 """
@@ -28,17 +29,26 @@ SECONDS = 1.0
 REMOVED_AT_ONCE = 256
 """Most entries that one call removes, which takes Redis about a millisecond."""
 
-# KEYS: ages, sizes, tenants, bytes, ages of the tenant. ARGV: prefix of the names, tenant, id, value ("" removes the response), its
-# size, most entries, most bytes, time to live in milliseconds, most entries to remove. Returns 1 if the response was stored or
-# removed, and 0 if there is no room or none to remove.
+# KEYS: ages, sizes, tenants, bytes, ages of the tenant, counts. ARGV: prefix of the names, tenant, id, value ("" removes the
+# response), its size, most entries, most bytes, time to live in milliseconds, most entries to remove. Returns 1 if the response
+# was stored or removed, and 0 if there is no room or none to remove.
 _CHANGE = Script(
     """
     local prefix, tenant, id = ARGV[1], ARGV[2], ARGV[3]
+    local function count(owner)
+        local entries = redis.call('ZCARD', prefix .. 'ages:' .. owner)
+        if entries > 0 then
+            redis.call('ZADD', KEYS[6], entries, owner)
+        else
+            redis.call('ZREM', KEYS[6], owner)
+        end
+    end
     local function remove(member)
         local owner = string.match(member, '^(.*):[^:]*$')
         local size = tonumber(redis.call('HGET', KEYS[2], member) or 0)
         redis.call('ZREM', KEYS[1], member)
         redis.call('ZREM', prefix .. 'ages:' .. owner, member)
+        count(owner)
         redis.call('HDEL', KEYS[2], member)
         if tonumber(redis.call('ZINCRBY', KEYS[3], -size, owner)) <= 0 then
             redis.call('ZREM', KEYS[3], owner)
@@ -57,11 +67,13 @@ _CHANGE = Script(
     end
     local size, removed = tonumber(ARGV[5]), 0
     local function full()
-        local bytes = tonumber(redis.call('GET', KEYS[4]) or 0)
-        return redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[6]) or bytes + size > tonumber(ARGV[7])
+        if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[6]) then
+            return KEYS[6]
+        end
+        return tonumber(redis.call('GET', KEYS[4]) or 0) + size > tonumber(ARGV[7]) and KEYS[3]
     end
-    while full() do
-        local largest = redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
+    while full() do  -- an earlier version wrote no counts
+        local largest = redis.call('ZREVRANGE', full(), 0, 0)[1] or redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
         local oldest = largest and redis.call('ZRANGE', prefix .. 'ages:' .. largest, 0, 0)[1]
         if not oldest or removed >= tonumber(ARGV[9]) then
             return 0
@@ -72,6 +84,7 @@ _CHANGE = Script(
     redis.call('SET', prefix .. 'at:' .. member, ARGV[4], 'PX', ARGV[8])
     redis.call('ZADD', KEYS[1], now + ARGV[8], member)
     redis.call('ZADD', KEYS[5], now + ARGV[8], member)
+    count(tenant)
     redis.call('HSET', KEYS[2], member, size)
     redis.call('ZINCRBY', KEYS[3], size, tenant)
     redis.call('INCRBY', KEYS[4], size)
@@ -112,7 +125,7 @@ class RedisStore:
         return bool(await self._change(tenant, id, b"", 0))
 
     async def _change(self, tenant: str, id: str, value: bytes, size: int) -> Any:
-        names = [f"{self._prefix}{name}" for name in ("ages", "sizes", "tenants", "bytes", f"ages:{tenant}")]
+        names = [f"{self._prefix}{name}" for name in ("ages", "sizes", "tenants", "bytes", f"ages:{tenant}", "counts")]
         most = (self._bounds.entries, self._bounds.bytes, int(self._bounds.seconds * 1000), REMOVED_AT_ONCE)
         return await self._ask(lambda: _CHANGE(self._link.client, names, [self._prefix, tenant, id, value, size, *most]))
 

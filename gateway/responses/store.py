@@ -1,7 +1,8 @@
 """The store of responses: a protocol, and a store in the memory of one gateway.
 
-Responses belong to tenants, which are API keys. A tenant sees its own responses only. When the store is full, the tenant with most
-bytes loses its oldest responses first, so no tenant can displace the responses of one that stores less.
+Responses belong to tenants, which are API keys. A tenant sees its own responses only. When the bound on entries is reached, the
+tenant with most entries loses its oldest responses first, and when that on bytes is reached, the tenant with most bytes. So no
+tenant can displace the responses of one that stores less.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gateway.configuration.bounds import ResponseBounds
 from gateway.text.prepared import Items
 
 ENTRY_BYTES = 1024
-"""Bytes that an entry takes besides its contents; this also bounds the number of tiny entries."""
+"""Bytes that an entry takes besides its contents."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +93,9 @@ class MemoryStore:
             return False
         now = self._clock()
         self._expire(tenant, now)
-        while self.entries >= self._bounds.entries or self.bytes + size > self._bounds.bytes:
-            largest = max(self._sizes, key=self._sizes.__getitem__)
+        while (many := self.entries >= self._bounds.entries) or self.bytes + size > self._bounds.bytes:
+            used = {name: len(entries) for name, entries in self._tenants.items()} if many else self._sizes
+            largest = max(used, key=lambda name: (used[name], name))
             self._remove(largest, next(iter(self._tenants[largest])))
         self._tenants.setdefault(tenant, OrderedDict())[id] = _Entry(stored, size, now + self._bounds.seconds)
         self._sizes[tenant] = self._sizes.get(tenant, 0) + size

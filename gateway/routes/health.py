@@ -6,12 +6,14 @@ from typing import Any
 
 from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
+from litestar.types import Scope
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from gateway.auth.keyring import KeyRing
+from gateway.auth.require_key import key_of
 from gateway.edge.cycle import Incoming
-from gateway.errors import NotReady
+from gateway.errors import GatewayError, NotReady
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
@@ -20,8 +22,11 @@ from gateway.schemas.version import Version
 from tracing.version import project_version
 
 
-def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
-    """Create the routes, which need no key. ``keys`` is None if no route needs a key."""
+def health_routes(
+    pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle, *, metrics_names: bool
+) -> list[HTTPRouteHandler]:
+    """Create the routes, which need no key. ``keys`` is None if no route needs a key. ``metrics_names``: see
+    :class:`gateway.settings.Settings`."""
 
     number = project_version()
 
@@ -31,6 +36,14 @@ def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecy
         if keys is not None:
             keys.check_usable()
         pool.check_ready()
+
+    def may_see_names(scope: Scope) -> bool:
+        if keys is None or metrics_names:
+            return True
+        try:
+            return key_of(keys, scope).admin
+        except GatewayError:
+            return False
 
     @get("/livez", media_type="text/plain", tags=["operation"])
     async def livez() -> str:
@@ -56,11 +69,12 @@ def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecy
 
     @get("/metrics", media_type="text/plain", tags=["operation"])
     async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
-        """Report the metrics in Prometheus's text format, or as OpenMetrics, which has exemplars, if `Accept` asks for it."""
+        """Report the metrics in Prometheus's text format, or as OpenMetrics, which has exemplars, if `Accept` asks for it. Metrics
+        that name API keys or engines need a key with `admin`, unless a setting shows them to everybody."""
         open_metrics = b"application/openmetrics-text" in Incoming.of(request.scope).headers.get(b"accept", b"")
         time_slice = TimeSlice()
         parts: list[bytes] = []
-        for part in telemetry.exposition(open_metrics=open_metrics):
+        for part in telemetry.exposition(open_metrics=open_metrics, names=may_see_names(request.scope)):
             parts.append(part)
             if time_slice.over:
                 await time_slice.yield_to_loop()

@@ -68,6 +68,8 @@ class Stored:
 
     ids: list[int]
     tail: str
+    tokens: int
+    """Number of tokens of both."""
 
 
 class Frame:
@@ -116,6 +118,11 @@ class Frame:
         """Number of tokens of the template around the query, apart from tokens that the query joins."""
         return len(self._encode(self._query_left)) + len(self._encode(self._query_right)) + len(self._after)
 
+    @property
+    def around_item(self) -> int:
+        """Number of characters that are tokenised with each item."""
+        return len(self._left) + len(self._middle)
+
     def store(self, items: Sequence[str | list[int]], limit: int) -> list[Stored]:
         """Tokenise items. Token ids stand as they are; the template's text next to them is tokenised by itself. Raises
         :class:`ItemTooLong` for an item with more than ``limit`` tokens."""
@@ -125,20 +132,17 @@ class Frame:
             try:
                 if isinstance(item, list):
                     ids = [*self._encode(self._left, limit), *item, *self._encode(self._middle, limit)]
-                    stored.append(Stored([*self._before, *ids, *self._between], ""))
+                    stored.append(self._whole(ids))
                 elif self._joined:
                     stored.append(self._up_to_tail(self._left + item + self._middle, limit, check=not checked))
                     checked = True
                 else:
                     ids = self._encode(self._left + item + self._middle, limit)
-                    stored.append(Stored([*self._before, *ids, *self._between], ""))
+                    stored.append(self._whole(ids))
             except TooManyTokens as error:
                 raise ItemTooLong(index, error) from None
-            tokens, tail = len(stored[-1].ids), stored[-1].tail
-            if tokens + len(tail.encode()) > limit:  # a token has at least a byte
-                tokens += len(self._encode(tail))
-                if tokens > limit:
-                    raise ItemTooLong(index, TooManyTokens(tokens, exact=True))
+            if stored[-1].tokens > limit:
+                raise ItemTooLong(index, TooManyTokens(stored[-1].tokens, exact=True))
         return stored
 
     def seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
@@ -178,9 +182,14 @@ class Frame:
         """Divide an item at its last safe cut. ``check``: compare with the tokens of the whole text."""
         cut = self._tokenizer.cut(text, last=True)
         if cut is None or (check and not self._exact(text, cut, limit)):
-            self._encode(text, limit)  # checks the length
-            return Stored(self._before, text)
-        return Stored([*self._before, *self._encode(text[:cut], limit)], text[cut:])
+            cut = 0
+        ids = [*self._before, *self._encode(text[:cut], limit)]
+        return Stored(ids, text[cut:], len(ids) + len(self._encode(text[cut:], limit)))
+
+    def _whole(self, ids: list[int]) -> Stored:
+        """Return an item whose tokens do not depend on the query. ``ids``: its own, with the text around it."""
+        whole = [*self._before, *ids, *self._between]
+        return Stored(whole, "", len(whole))
 
     def _exact(self, text: str, cut: int, limit: int) -> bool:
         """Whether the parts of ``text`` have the tokens of the whole. Raises :class:`TooManyTokens`."""

@@ -471,6 +471,38 @@ def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     assert metric_of(gateway, route) == counted + 1
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n" + SCORE,
+        b'POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"que\r\n',
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-encoding: gzip\r\ncontent-length: 9\r\n\r\n\x1f\x8b",
+        b"POST /v1/score HTTP/1.1\r\nhost: local",
+    ],
+    ids=["length", "chunks", "gzip", "headers"],
+)
+def test_a_client_that_ends_its_request_too_early_is_told_so(gateway: Program, sent: bytes) -> None:
+    """It closes its side of the connection and waits for the answer."""
+    with connected(gateway) as connection:
+        connection.sendall(sent)
+        time.sleep(0.1)
+        began = time.monotonic()
+        connection.shutdown(socket.SHUT_WR)
+        answer = parse(read_to_end(connection))
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        assert "ended" in answer.error["message"]
+        assert time.monotonic() - began < 0.5 * SECONDS
+
+
+def test_a_client_that_leaves_after_its_request_still_stops_the_engine(gateway: Program, engine: FakeEngine) -> None:
+    """The end of its side of the connection looks like that of a client that waits for the answer; the work ends."""
+    with slow(engine), connected(gateway) as connection:
+        connection.sendall(request("/v1/completions", json.dumps(ENDLESS).encode()))
+        wait_until(lambda: bool(engine.running))
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: not engine.running, 5)
+
+
 @pytest.mark.alone
 @pytest.mark.waits
 def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:

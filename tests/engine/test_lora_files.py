@@ -279,6 +279,21 @@ def test_commands_stay_below_the_root(adapter: Path, registry: AdapterRegistry, 
     assert "--lora-root" in without.message
 
 
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "config.json"])
+def test_files_that_are_links_stay_below_the_root(adapter: Path, registry: AdapterRegistry, tmp_path: Path, file: str) -> None:
+    """As the hub's cache, which links the files of a snapshot, an adapter may have links to files below the root."""
+    manager = LoraManager(registry, lambda _: None, root=adapter.parent)
+    link = adapter / file
+    content = link.read_bytes() if link.exists() else b"{}"
+    for target, loads in ((tmp_path / "outside", False), (adapter.parent / "blob", True)):
+        target.write_bytes(content)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        told = manager.execute(wire.LoadAdapter("x", "one"))
+        assert isinstance(told, wire.Adapter) == loads
+        assert loads or (file in told.message and "not below" in told.message and str(tmp_path) not in told.message)
+
+
 def test_the_directory_is_watched(adapter: Path, registry: AdapterRegistry, base: tuple[Path, PreTrainedModel]) -> None:
     def names() -> list[str]:
         return [each.name for each in registry.description.adapters]

@@ -194,6 +194,7 @@ def test_metrics_count_what_happened(start: Start) -> None:
     client.post("/v1/score", json={})
     client.post("/v1/score", json={"model": "unknown", "query": [1], "items": [[2]], "label_token_ids": [1]})
     client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+    client.post("/v1/completions", json={"prompt": [1, 2, 3], "stream": True})
     client.get("/nowhere/at/all")
     for name, value in {
         'yardstick_requests_total{model="fake",route="/v1/score",status="200"}': 2,
@@ -201,19 +202,83 @@ def test_metrics_count_what_happened(start: Start) -> None:
         'yardstick_requests_total{model="",route="/v1/score",status="404"}': 1,
         'yardstick_requests_total{model="",route="none",status="404"}': 1,
         'yardstick_request_seconds_count{model="fake",route="/v1/score"}': 3,
-        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions"}': 1,
+        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions",stream="false"}': 1,
+        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions",stream="true"}': 1,
         'yardstick_items_total{model="fake",source="cache"}': 2,
         'yardstick_items_total{model="fake",source="engine"}': 2,
-        'yardstick_tokens_total{kind="prompt",model="fake"}': 15,
+        'yardstick_tokens_total{kind="prompt",model="fake"}': 18,
         'yardstick_tokens_total{kind="prompt_cached",model="fake"}': 6,
-        'yardstick_tokens_total{kind="completion",model="fake"}': len(engine.says) + 1,
+        'yardstick_tokens_total{kind="completion",model="fake"}': 2 * (len(engine.says) + 1),
         "yardstick_engines_ready": 1,
-        "yardstick_requests_in_flight": 1,
+        "yardstick_requests_in_flight": 0,
     }.items():
         assert metric(client, name) == value, name
     engine.faults.garbage = True
     client.post("/v1/completions", json={"prompt": [1]})
     assert metric(client, 'yardstick_engine_errors_total{code="engine_lost",model="fake"}') == 1
+
+
+def test_metrics_name_keys_and_engines_only_to_administrators(start: Start, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    write_keys(tmp_path, "team-blue", requests_per_minute=2)
+    write_keys(tmp_path, "boss", admin=True)
+    client = start(engine, api_keys_file=tmp_path / "keys.json", usage_keys=8)
+    body = {"query": [1, 2], "items": [[3], [4]], "label_token_ids": [1]}
+    statuses = [client.post("/v1/score", json=body, headers=bearer("team-blue")).status_code for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    for headers in ({}, bearer("team-blue"), bearer("wrong"), {"authorization": "x" * 2000}):
+        page = client.get("/metrics", headers=headers).raise_for_status().text
+        assert "yardstick_engines_ready 1.0" in page
+        assert "team-blue" not in page
+        assert engine.url not in page
+        assert "key=" not in page
+    page = client.get("/metrics", headers=bearer("boss")).text
+    for line in (
+        'yardstick_limited_total{key="team-blue",limit="requests"} 1.0',
+        'yardstick_key_requests_total{key="team-blue"} 3.0',
+        f'yardstick_engine_requests_in_flight{{engine="{engine.url}",model="fake"}} 0.0',
+    ):
+        assert line in page.splitlines()
+    shown = start(engine, api_keys_file=tmp_path / "keys.json", metrics_names=True)
+    assert engine.url in shown.get("/metrics").text
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def write_keys(directory: Path, name: str, **fields: Any) -> None:
+    """Add a key to the file ``keys.json``; it is its own name."""
+    file = directory / "keys.json"
+    keys = json.loads(file.read_text())["keys"] if file.exists() else []
+    entry = {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} | fields
+    file.write_text(json.dumps({"keys": [*keys, entry]}))
+
+
+def test_usage_is_counted_by_key_up_to_a_number_of_keys(start: Start, tmp_path: Path) -> None:
+    names = ("one", "two", "three", "four")
+    for name in names:
+        write_keys(tmp_path, name)
+    engine = FakeEngine(says=ids("red"))
+    client = start(engine, api_keys_file=tmp_path / "keys.json", usage_keys=2, metrics_names=True)
+    body = {"query": [1, 2], "items": [[3], [4]], "label_token_ids": [1]}
+    for name in names:
+        for _ in range(2):
+            assert client.post("/v1/score", json=body, headers=bearer(name)).status_code == 200
+        with client.stream("POST", "/v1/completions", json={"prompt": [1, 2, 3], "stream": True}, headers=bearer(name)) as answer:
+            answer.read()
+    told = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines())
+    assert set(re.findall('yardstick_key_.*{key="([^"]+)"', "\n".join(told))) == {"one", "two", ":other"}
+    written = len(engine.says) + 1
+    for key, times in (("one", 1), ("two", 1), (":other", 2)):
+        assert float(told[f'yardstick_key_requests_total{{key="{key}"}}']) == 3 * times
+        assert float(told[f'yardstick_key_items_total{{key="{key}"}}']) == 4 * times
+        assert float(told[f'yardstick_key_tokens_total{{key="{key}",kind="prompt"}}']) == 15 * times
+        assert float(told[f'yardstick_key_tokens_total{{key="{key}",kind="prompt_cached"}}']) == 6 * times
+        assert float(told[f'yardstick_key_tokens_total{{key="{key}",kind="completion"}}']) == written * times
+    silent = start(engine, api_keys_file=tmp_path / "keys.json", metrics_names=True)
+    assert silent.post("/v1/score", json=body, headers=bearer("one")).status_code == 200
+    assert 'key="' not in silent.get("/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import wire
 from engine.serving import metrics
+from gateway.metrics.collectors import KeySample
 from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 from tests.parts import need
@@ -130,7 +131,7 @@ def test_refusals_are_a_share_of_each_models_requests(rules: Path, series: list[
     check(rules, "YardstickRefusals", series, refusals(*firing))
 
 
-def counted(metric: str, per_minute: int, model: str, pod: str = "one", **labels: str) -> dict[str, str]:
+def counted(metric: str, per_minute: int, model: str = "a", pod: str = "one", **labels: str) -> dict[str, str]:
     told = ",".join(f'{name}="{value}"' for name, value in {"namespace": "apps", "model": model, "pod": pod, **labels}.items())
     return {"series": f"{metric}{{{told}}}", "values": f"0+{per_minute}x{MINUTES}"}
 
@@ -199,6 +200,122 @@ def test_a_model_without_engines_is_named(rules: Path) -> None:
     ready = {model: counted("yardstick_model_engines_ready", 0, model) for model in ("a", "b")}
     ready["a"]["values"] = f"2x{MINUTES}"
     check(rules, "YardstickNoEngine", list(ready.values()), [alarm("critical", "b", "A gateway has no ready engine{}.")])
+
+
+def times(metric: str, seconds: float, **labels: str) -> list[dict[str, str]]:
+    """A histogram of 60 answers a minute, which all take longer than ``seconds`` and less than its next bound."""
+    bounds = {"0.5": 0.5, "1": 1, "5": 5, "10": 10, "60": 60, "300": 300, "+Inf": 1000}
+    return [counted(f"{metric}_bucket", 60 if bound > seconds else 0, le=le, **labels) for le, bound in bounds.items()]
+
+
+SECONDS, FIRST = "yardstick_request_seconds", "yardstick_first_byte_seconds"
+
+
+@pytest.mark.parametrize(
+    ("alert", "series", "routes"),
+    [
+        pytest.param("YardstickSlow", times(SECONDS, 1, route="/v1/score"), [], id="quick scores"),
+        pytest.param("YardstickSlow", times(SECONDS, 5, route="/v1/score"), ["/v1/score"], id="slow scores"),
+        pytest.param(
+            "YardstickSlow",
+            times(SECONDS, 5, route="/v1/embeddings") + times(SECONDS, 10, route="/tokenize"),
+            ["/tokenize", "/v1/embeddings"],
+            id="slow embeddings, slow texts",
+        ),
+        pytest.param(
+            "YardstickSlow",
+            times(SECONDS, 60, route="/v1/load_lora_adapter") + times(SECONDS, 60, route="/metrics"),
+            [],
+            id="loads and probes",
+        ),
+        pytest.param("YardstickSlow", times(SECONDS, 60, route="/v1/catalogues/{name}/warm"), [], id="warm-ups"),
+        pytest.param("YardstickSlow", times(FIRST, 10, route="/v1/chat/completions", stream="false"), [], id="long chats"),
+        pytest.param(
+            "YardstickSlow", times(FIRST, 60, route="/v1/responses", stream="false"), ["/v1/responses"], id="responses of minutes"
+        ),
+        pytest.param("YardstickSlow", times(SECONDS, 60, route="/v1/responses"), [], id="streams of minutes"),
+        pytest.param(
+            "YardstickStreamsSlow", times(FIRST, 1, route="/v1/responses", stream="true"), [], id="streams that begin soon"
+        ),
+        pytest.param("YardstickStreamsSlow", times(FIRST, 10, route="/v1/responses", stream="false"), [], id="no streams"),
+        *(
+            pytest.param(
+                "YardstickStreamsSlow", times(FIRST, 5, route=route, stream="true"), [route], id=f"late streams of {route}"
+            )
+            for route in ("/v1/responses", "/v1/completions", "/v1/chat/completions")
+        ),
+    ],
+)
+def test_every_endpoint_may_be_slow(rules: Path, alert: str, series: list[dict[str, str]], routes: list[str]) -> None:
+    words = {
+        "YardstickSlow": "One request in a hundred to {} of the model a takes too long.",
+        "YardstickStreamsSlow": "One stream in a hundred of {} of the model a begins after more than 5 s.",
+    }[alert]
+    expected = [
+        {"exp_labels": {"severity": "warning", "model": "a", "route": route}, "exp_annotations": {"summary": words.format(route)}}
+        for route in routes
+    ]
+    check(rules, alert, series, expected)
+
+
+SIGNALS = {
+    "YardstickTextWorkersBusy": "One request in a hundred waits for a text worker for more than 0.5 s.",
+    "YardstickResponsesDropped": "Responses that clients asked to store were not stored.",
+    "YardstickSettlementsLost": (
+        "Ended requests of keys with limits were not settled in Redis, and stay charged their expected cost."
+    ),
+    "YardstickEventLoopBlocked": "A gateway blocks its event loop for more than 50 ms at a time.",
+}
+
+
+@pytest.mark.parametrize(
+    ("alert", "series", "fires"),
+    [
+        ("YardstickTextWorkersBusy", times("yardstick_text_wait_seconds", 0), False),
+        ("YardstickTextWorkersBusy", times("yardstick_text_wait_seconds", 0.5), True),
+        ("YardstickResponsesDropped", [counted("yardstick_stored_responses_total", 5, result="stored")], False),
+        ("YardstickResponsesDropped", [counted("yardstick_stored_responses_total", 1, result="dropped")], True),
+        ("YardstickSettlementsLost", [counted("yardstick_settlements_lost_total", 0)], False),
+        ("YardstickSettlementsLost", [counted("yardstick_settlements_lost_total", 2)], True),
+        ("YardstickEventLoopBlocked", [counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05")], False),
+        (
+            "YardstickEventLoopBlocked",
+            [
+                counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05"),
+                counted("yardstick_event_loop_blocked_seconds_count", 12),
+            ],
+            True,
+        ),
+    ],
+)
+def test_signals_of_a_gateway(rules: Path, alert: str, series: list[dict[str, str]], fires: bool) -> None:
+    told = {"exp_labels": {"severity": "warning"}, "exp_annotations": {"summary": SIGNALS[alert]}}
+    check(rules, alert, series, [told] if fires else [])
+
+
+@pytest.mark.parametrize(("per_minute", "fires"), [(24, False), (36, True)])
+def test_an_engine_that_compiles_grammars_all_the_time(rules: Path, per_minute: int, fires: bool) -> None:
+    series = counted("yardstick_engine_grammar_compile_seconds_total", per_minute, "a", pool="blue")
+    told = {
+        "exp_labels": {"severity": "warning", "model": "a", "namespace": "apps", "pod": "one", "pool": "blue"},
+        "exp_annotations": {"summary": "An engine of the pool blue compiles grammars for more than half of the time."},
+    }
+    check(rules, "YardstickGrammarsSlow", [series], [told] if fires else [])
+
+
+def test_dashboard_and_alerts_read_metrics_that_exist(rules: Path) -> None:
+    telemetry = Telemetry(usage_keys=1)
+    telemetry.watch_log(int)
+    telemetry.watch_traces(int)
+    telemetry.watch_keys(lambda: KeySample(0, 0.0, False))
+    telemetry.watch_replicas(list, list)
+    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
+    pages = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
+    known = set(re.findall(r"^# TYPE (\w+)", pages, re.M))
+    text = (CHART / "dashboards" / "yardstick.json").read_text() + rules.read_text()
+    asked = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"yardstick_\w+", text)}
+    assert len(asked) > 50
+    assert asked <= known
 
 
 NAMED = 'namespace="apps",service="yardstick"'

@@ -56,7 +56,7 @@ def ask(client: httpx.Client, name: str, path: str = "score", **body: Any) -> ht
 
 def test_requests_run_out_and_the_answer_says_when_they_are_back(start: Start, tmp_path: Path) -> None:
     file = write(tmp_path / "keys", entry("a", requests_per_minute=3, tokens_per_minute=1000), entry("b"))
-    client = start(FakeEngine(), api_keys_file=file)
+    client = start(FakeEngine(), api_keys_file=file, metrics_names=True)
     answers = [ask(client, "a") for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0", "0"]

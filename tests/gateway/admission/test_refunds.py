@@ -173,7 +173,7 @@ def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[
     finally:
         over.set()
         thread.join()
-    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     time.sleep(0.2)  # Redis is told in the background
 
 
@@ -228,7 +228,7 @@ def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -
             for _ in range(100):
                 next(lines)
         engine.faults.delay = 0
-    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     time.sleep(0.1)
     found, slack = charged(client), came_back.slack
     assert found.requests == 1

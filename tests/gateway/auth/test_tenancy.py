@@ -18,7 +18,8 @@ from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
 from gateway.keys import PRIORITY_RANGE
-from gateway.pool.fanout import FanOut, affinity_of
+from gateway.pool.fanout import FanOut
+from gateway.pool.placement import affinity_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.waiting import WaitingRoom
 from gateway.scoring.keys import result_keys

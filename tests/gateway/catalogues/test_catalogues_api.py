@@ -100,6 +100,29 @@ def test_scores_are_those_of_the_joined_text(client: httpx.Client, template: Any
         assert got == pytest.approx(expected(prompt)), (text, query)  # Redis keeps float32
 
 
+@pytest.mark.parametrize("template", ["{item}{query}", "Item: {item}\nQuery:{query} ?", ["<|im_start|>{item}", "asked: {query}"]])
+def test_a_registration_is_charged_the_texts_around_items_and_their_tails(client: httpx.Client, template: Any) -> None:
+    name = next(names)
+    create(client, name, template=template).raise_for_status()
+    told = register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
+    if isinstance(template, list):
+        expected = sum(len(ids(text)) + 1 for text in TEXTS)
+    else:
+        expected = sum(len(ids(template.partition("{query}")[0].replace("{item}", text))) for text in TEXTS)
+    assert told["usage"]["prompt_tokens"] == expected
+
+
+def test_texts_around_items_count_towards_the_characters_of_a_registration() -> None:
+    with gateways() as start:
+        client = start(FakeEngine(), max_request_characters=5000)
+        create(client, "long", template="red " * 100 + "{item}{query}").raise_for_status()
+        for item in ({"text": "a"}, {"token_ids": [5]}):
+            body = [{"id": f"i{place}"} | item for place in range(12)]
+            assert client.put("/v1/catalogues/long/items", json=body).status_code == 200
+            refused = client.put("/v1/catalogues/long/items", json=[{"id": f"i{place}"} | item for place in range(13)])
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items")
+
+
 def test_queries_that_differ_where_they_join_an_item_share_no_result(client: httpx.Client, name: str) -> None:
     texts = ["red sho", "blue ta", "over th", "jum"]
     register(client, name, {f"i{place}": text for place, text in enumerate(texts)})

@@ -73,6 +73,9 @@ def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     expect(page.locator("#model")).to_have_value("yardstick-demo")
     page.click("#tab-status")
     expect(page.locator("#status-limits")).to_contain_text("the key has none, or nothing was sent yet")
+    expect(page.locator("#status-engines")).to_have_text(
+        "1 ready (yardstick-demo) This server names its engines to keys with admin only."
+    )
     page.click("#tab-rank")
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")

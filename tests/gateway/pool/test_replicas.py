@@ -10,7 +10,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
-from gateway.pool.client import UNANSWERED, Connections, EngineClient
+from gateway.pool.client import REFUSED, Connections, EngineClient
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.processes import free_port, wait_until
@@ -60,7 +60,7 @@ async def test_what_is_no_engine(connections: Connections, reply: bytes | None, 
 
 
 async def test_a_refused_connection_is_not_ready(connections: Connections, port: int) -> None:
-    assert await engine_at(port, connections).ready() is UNANSWERED
+    assert await engine_at(port, connections).ready() is REFUSED
     with pytest.raises(NotReady) as error:
         await engine_at(port, connections).score(SCORE)
     assert error.value.retryable

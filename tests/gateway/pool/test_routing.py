@@ -207,6 +207,44 @@ def test_queries_keep_to_a_replica(start: Start) -> None:
     assert all(homes)
 
 
+def test_generations_of_one_prefix_keep_to_a_replica(start: Start) -> None:
+    """One after another they all reach the engine that has the prefix; prefixes are spread over the engines."""
+    engines = [FakeEngine() for _ in range(3)]
+    client = start(*engines)
+    for prefix in range(20):
+        for turn in range(4):
+            body = {"prompt": [prefix] * 64 + [turn] * (1 + turn), "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).status_code == 200
+    homes = [{generate.prompt[0] for generate in engine.generates} for engine in engines]
+    assert sum(map(len, homes)) == 20, "no prefix was computed on two replicas"
+    assert all(homes)
+
+
+def test_a_generation_joins_another_only_where_its_prompt_is_long(start: Start) -> None:
+    """Beside an idle engine, one with a stream still gets a prompt that is longer than the load, and no short one."""
+    engines = [FakeEngine() for _ in range(2)]
+    client = start(*engines)
+
+    def ask(length: int, most: int = 2) -> int:
+        return client.post("/v1/completions", json={"prompt": [7] * length, "max_tokens": most}).status_code
+
+    assert ask(70) == 200
+    (home,) = [engine for engine in engines if engine.generates]
+    (other,) = [engine for engine in engines if engine is not home]
+    home.frozen = True
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, 70, 300)]
+        try:
+            wait_until(lambda: len(home.running) == 1)
+            assert ask(71) == 200
+            assert [len(generate.prompt) for generate in other.generates] == [71]
+            asked.append(pool.submit(ask, 600))
+            wait_until(lambda: len(home.running) == 2)
+        finally:
+            home.frozen = False
+        assert [each.result() for each in asked] == [200, 200]
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_fan_out(start: Start, count: int) -> None:
     """500 items keep four engines busy at the same time, each with a quarter of them."""

@@ -71,6 +71,20 @@ def test_requests_in_flight_go_to_another_engine(start: Start) -> None:
     wait_until(lambda: len(silent.left) == 1)
 
 
+async def test_an_engine_whose_process_has_ended_is_not_silent() -> None:
+    """Its port refuses connections, unlike that of a process that is stopped."""
+    source, engine = Told(), FakeEngine()
+    async with pool_of(source, silence_seconds=0.2) as (_, _, telemetry):
+        with served(engine) as url:
+            source.say(url)
+            await until(lambda: engines_ready(telemetry) == 1)
+        await until(lambda: engines_ready(telemetry) == 0)
+        await asyncio.sleep(1)
+        page = b"".join(telemetry.exposition()).decode()
+        assert 'yardstick_engines{model="fake",state="not_ready"} 1.0' in page
+        assert 'yardstick_engine_silences_total{model="fake"} 0.0' in page
+
+
 @pytest.mark.slow
 def test_slow_probes_are_no_silence(start: Start) -> None:
     engine = FakeEngine()

@@ -69,6 +69,26 @@ def test_a_tenant_that_stores_much_loses_its_own_responses() -> None:
     asyncio.run(check())
 
 
+def test_many_tiny_responses_of_one_key_displace_none_of_another(server: RedisServer) -> None:
+    """The bound that is reached decides who loses: of entries the key with most of them, of bytes the key with most bytes."""
+
+    async def check() -> None:
+        few = ResponseBounds(20, 1 << 20, 60.0)
+        large = [("large", number, 40_000) for number in range(5)]
+        tiny = [("tiny", number, 0) for number in range(10, 60)]
+        huge = [("huge", number, 200_000) for number in range(100, 106)]
+        async with redis_store(server.url, few, "tiny") as shared:
+            for store in (MemoryStore(few), shared):
+                assert all(await puts(store, [*large, *tiny]))
+                assert await left(store, large) == {0, 1, 2, 3, 4}
+                assert await left(store, tiny) == set(range(45, 60)), "the oldest went"
+                assert all(await puts(store, huge))
+                assert await left(store, large) == {0, 1, 2, 3, 4}
+                assert await left(store, huge) == {102, 103, 104, 105}
+
+    asyncio.run(check())
+
+
 def test_responses_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         clock = Clock()

@@ -124,7 +124,8 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        for request in self._scheduler.expire():
+        compiling = () if self._structured is None else self._structured.expire(self._clock())
+        for request in (*self._scheduler.expire(), *compiling):
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
@@ -148,10 +149,16 @@ class Loop:
     def _settle_structured(self) -> list[wire.Reply]:
         replies: list[wire.Reply] = []
         settled = () if self._structured is None else self._structured.queue_settled(self._scheduler, self._step_seconds)
-        for request, problem in settled:
-            self._note("failed", request, code="invalid")
-            replies.append(wire.Failed(request.id, "invalid", problem))
+        for request, code, problem in settled:
+            self._note("failed", request, code=code)
+            busy = code == "overloaded"
+            replies.append(wire.Failed(request.id, code, problem, retryable=busy, retry_after=1.0 if busy else None))
         return replies
+
+    def start(self) -> None:
+        """Start what requests would otherwise wait for."""
+        if self._structured is not None:
+            self._structured.start()
 
     def close(self) -> None:
         """End the loop's threads."""
@@ -214,7 +221,11 @@ class Loop:
 
     def _displace(self, caller: wire.Caller) -> bool:
         """Make a place in the full queue for ``caller``, at the cost of the tenant with most requests in it."""
-        displaced = self._scheduler.displace(caller)
+        compiling, number = (None, 0.0) if self._structured is None else self._structured.displaceable(caller)
+        displaced = self._scheduler.displace(caller, above=number)
+        if displaced is None and compiling is not None and self._structured is not None:
+            self._structured.remove(compiling)
+            displaced = compiling
         if displaced is None:
             return False
         self._counters.refused.displaced += 1

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLTokenizer
-
+from engine import wire
 from engine.requests.core import Branch, Request
 from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Scheduler
-from engine.structured.compiler import Compiler
+from engine.structured.compiler import Compiler, NoRoomError
 from engine.structured.constraint import Constraint, GrammarError
 from engine.structured.masks import MaskThreads
+from engine.structured.vocabulary import Vocabulary
+
+NO_ROOM = "The grammars in use take all the memory that the engine has for them; try again later."
 
 
 @dataclass(slots=True)
@@ -23,14 +26,15 @@ class Settled:
 
     compiled: list[GenerateRequest] = field(default_factory=list)
     """Requests that can be queued now."""
-    failed: list[tuple[GenerateRequest, str]] = field(default_factory=list)
-    """Requests that cannot begin or go on, with the reason as a sentence. Those that were queued are still in the queue."""
+    failed: list[tuple[GenerateRequest, wire.ErrorCode, str]] = field(default_factory=list)
+    """Requests that cannot begin or go on, with the reason as a code and a sentence. Those that were queued are still in the
+    queue."""
 
 
 class StructuredRequests:
     """Prepares the constraints of branches. One thread, the loop's, calls it."""
 
-    def __init__(self, vocabulary: LLTokenizer) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._compiler = Compiler(vocabulary)
         self._threads = MaskThreads()
         self._compiling: dict[str, tuple[GenerateRequest, Future[list[Constraint]]]] = {}
@@ -53,17 +57,24 @@ class StructuredRequests:
         return {
             "structured_requests": self._begun,
             "compiled_grammars": self._compiler.compiled,
+            "refused_grammars": self._compiler.refused,
             "compile_seconds": self._compiler.seconds,
+            "compiling": len(self._compiling),
+            "grammar_bytes": self._compiler.heap,
             "masks": self._masks,
             "mask_seconds": self._mask_seconds,
         }
+
+    def start(self) -> None:
+        """Start what the first grammar would otherwise wait for."""
+        self._compiler.start()
 
     def begin(self, request: GenerateRequest) -> None:
         """Compile the grammar of a new request."""
         self._begun += 1
         message = request.message
         output = message.prompt[len(message.prompt) - message.resume_offset :]
-        self._compiling[request.id] = request, self._compiler.begin(message.grammar, message.sampling.n, output)
+        self._compiling[request.id] = request, self._compiler.begin(request.caller, message.grammar, message.sampling.n, output)
 
     def get(self, request_id: str) -> GenerateRequest | None:
         """The request with this id whose grammar is not compiled yet."""
@@ -74,6 +85,27 @@ class StructuredRequests:
         """Forget a request whose grammar is not compiled yet."""
         self._compiling.pop(request.id)[1].cancel()
 
+    def expire(self, now: float) -> list[GenerateRequest]:
+        """Remove the requests whose deadline passed before their grammar was compiled; returns them."""
+        late = [request for request, _ in self._compiling.values() if request.expires is not None and request.expires <= now]
+        for request in late:
+            self.remove(request)
+        return late
+
+    def displaceable(self, caller: wire.Caller) -> tuple[GenerateRequest | None, float]:
+        """Return the newest request of the tenant with most requests whose grammar is not compiled, for its weight, and their
+        number for the weight.
+
+        None and 0 if ``caller`` would have as many with one more.
+        """
+        newest = {request.caller.tenant: request for request, _ in self._compiling.values()}
+        numbers = Counter(request.caller.tenant for request, _ in self._compiling.values())
+        tenant, most = caller.tenant, (numbers[caller.tenant] + 1) / caller.weight
+        for each, request in newest.items():
+            if numbers[each] / request.caller.weight > most:
+                tenant, most = each, numbers[each] / request.caller.weight
+        return (None, 0.0) if tenant == caller.tenant else (newest[tenant], most)
+
     def advance(self, branch: Branch, token: int) -> None:
         """Take a token that ``branch`` drew and that did not end the sequence."""
         if branch.constraint is not None:
@@ -83,7 +115,7 @@ class StructuredRequests:
     def start_masks(self) -> None:
         """Start the masks of the branches that advanced."""
         if self._advanced:
-            self._threads.start([branch.constraint for branch in self._advanced if branch.constraint is not None])
+            self._threads.start([(each.request.caller, each.constraint) for each in self._advanced if each.constraint is not None])
             self._waiting += self._advanced
             self._advanced = []
 
@@ -96,20 +128,20 @@ class StructuredRequests:
             self._settle_compiled(request, compiling, settled)
         return settled
 
-    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, str]]:
+    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, wire.ErrorCode, str]]:
         """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs.
 
-        Yields these, with the reason as a sentence. ``step_seconds``: time of the last step.
+        Yields these, with the reason as a code and a sentence. ``step_seconds``: time of the last step.
         """
         settled = self.settle(step_seconds)
         for request in settled.compiled:
             scheduler.add(request)
-        for request, problem in settled.failed:
+        for request, code, problem in settled.failed:
             queued = scheduler.get(request.id) is request
             if queued:
                 scheduler.remove(request)
             if queued or request.first_computed is None:
-                yield request, problem
+                yield request, code, problem
 
     def close(self) -> None:
         """End the threads."""
@@ -128,13 +160,16 @@ class StructuredRequests:
             self._masks += 1
             self._mask_seconds += constraint.last_seconds
             if constraint.problem is not None and not branch.done:
-                settled.failed.append((branch.request, constraint.problem))
+                settled.failed.append((branch.request, "invalid", constraint.problem))
 
     def _settle_compiled(self, request: GenerateRequest, compiling: Future[list[Constraint]], settled: Settled) -> None:
         try:
             constraints = compiling.result()
         except GrammarError as error:
-            settled.failed.append((request, str(error)))
+            settled.failed.append((request, "invalid", str(error)))
+            return
+        except NoRoomError:
+            settled.failed.append((request, "overloaded", NO_ROOM))
             return
         for branch, constraint in zip(request.branches, constraints, strict=True):
             branch.constraint = constraint

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -24,7 +25,15 @@ class VocabularyError(ValueError):
     """The tokeniser cannot be used for grammars."""
 
 
-def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary, and the arguments of :func:`load_vocabulary`, with which another process loads it."""
+
+    tokenizer: LLTokenizer
+    source: tuple[bytes, int, tuple[int, ...]]
+
+
+def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
     """Read the vocabulary of a model with ``vocab_size`` rows in its head; rows without a token (padding) are never allowed.
 
     eos_token_ids: at least one. Raises :class:`VocabularyError`.
@@ -38,7 +47,8 @@ def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Seque
         tokens += [b""] * (vocab_size - size)
         known = [id for id in controls if id < vocab_size]
         vocabulary = GrammarVocabulary(tokens, known, eos_token_ids[0], plain.tokenize_bytes)
-        return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
+        tokenizer = LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
+        return Vocabulary(tokenizer, (tokenizer_json, vocab_size, tuple(eos_token_ids)))
     except BaseException as error:  # the library raises ValueError, and its panics are no Exception
         raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error
 

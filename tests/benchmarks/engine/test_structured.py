@@ -22,7 +22,7 @@ def test_it_measures_masks_and_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_vocabulary_spells_texts_and_keeps_its_control_tokens() -> None:
-    vocabulary = load_vocabulary(tokenizer_json(3000), 3100, [3002])
+    vocabulary = load_vocabulary(tokenizer_json(3000), 3100, [3002]).tokenizer
     text = '{"name": "the end <|im_end|>"}'
     tokens = vocabulary.tokenize_str(text)
     assert vocabulary.decode_str(tokens) == text

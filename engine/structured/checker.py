@@ -58,7 +58,7 @@ class Checker:
     def start(self) -> None:
         """Start the process, if it does not run. It loads the vocabulary while the caller goes on."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None:
                 self._start()
 
     def check(self, grammar: str) -> Checked:
@@ -78,11 +78,14 @@ class Checker:
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            if self._process is not None and self._control is not None:
-                self._control.close()
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = self._control = None
 
     def _send(self, connection: socket.socket) -> None:
         """Give the process a connection, on which a child answers."""
@@ -94,7 +97,7 @@ class Checker:
                 try:
                     socket.send_fds(self._control, [b"c"], [connection.fileno()])
                 except OSError:  # the process ended, for example for lack of memory
-                    self._control = None
+                    self._stop()
                 else:
                     return
 

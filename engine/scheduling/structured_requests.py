@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +27,15 @@ class Settled:
 
     compiled: list[GenerateRequest] = field(default_factory=list)
     """Requests that can be queued now."""
-    failed: list[tuple[GenerateRequest, wire.ErrorCode, str]] = field(default_factory=list)
-    """Requests that cannot begin or go on, with the reason as a code and a sentence. Those that were queued are still in the
-    queue."""
+    failed: list[tuple[GenerateRequest, wire.Failed]] = field(default_factory=list)
+    """Requests that cannot begin or go on, with the reply. Those that were queued are still in the queue."""
 
 
 class StructuredRequests:
     """Prepares the constraints of branches. One thread, the loop's, calls it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._compiler = Compiler(vocabulary)
         self._threads = MaskThreads()
         self._compiling: dict[str, tuple[GenerateRequest, Future[list[Constraint]]]] = {}
@@ -85,26 +86,20 @@ class StructuredRequests:
         """Forget a request whose grammar is not compiled yet."""
         self._compiling.pop(request.id)[1].cancel()
 
-    def expire(self, now: float) -> list[GenerateRequest]:
-        """Remove the requests whose deadline passed before their grammar was compiled; returns them."""
-        late = [request for request, _ in self._compiling.values() if request.expires is not None and request.expires <= now]
-        for request in late:
-            self.remove(request)
-        return late
-
-    def displaceable(self, caller: wire.Caller) -> tuple[GenerateRequest | None, float]:
-        """Return the newest request of the tenant with most requests whose grammar is not compiled, for its weight, and their
-        number for the weight.
-
-        None and 0 if ``caller`` would have as many with one more.
-        """
+    def displace(self, caller: wire.Caller, scheduler: Scheduler) -> Request | None:
+        """Remove and return a request that waits for its grammar, or in the queue of ``scheduler``, so that one of ``caller`` can
+        take its place: of these two, of the tenant with most for its weight (:meth:`Scheduler.displace`)."""
         newest = {request.caller.tenant: request for request, _ in self._compiling.values()}
         numbers = Counter(request.caller.tenant for request, _ in self._compiling.values())
-        tenant, most = caller.tenant, (numbers[caller.tenant] + 1) / caller.weight
-        for each, request in newest.items():
-            if numbers[each] / request.caller.weight > most:
-                tenant, most = each, numbers[each] / request.caller.weight
-        return (None, 0.0) if tenant == caller.tenant else (newest[tenant], most)
+        longest, most = None, (numbers[caller.tenant] + 1) / caller.weight
+        for tenant, request in newest.items():
+            if numbers[tenant] / request.caller.weight > most:
+                longest, most = request, numbers[tenant] / request.caller.weight
+        displaced = scheduler.displace(caller, above=0.0 if longest is None else most)
+        if displaced is None and longest is not None:
+            self.remove(longest)
+            return longest
+        return displaced
 
     def advance(self, branch: Branch, token: int) -> None:
         """Take a token that ``branch`` drew and that did not end the sequence."""
@@ -128,20 +123,24 @@ class StructuredRequests:
             self._settle_compiled(request, compiling, settled)
         return settled
 
-    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, wire.ErrorCode, str]]:
-        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs.
+    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, wire.Failed]]:
+        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs, or whose deadline passed first.
 
-        Yields these, with the reason as a code and a sentence. ``step_seconds``: time of the last step.
+        Yields these, with the reply. ``step_seconds``: time of the last step.
         """
         settled = self.settle(step_seconds)
         for request in settled.compiled:
             scheduler.add(request)
-        for request, code, problem in settled.failed:
+        for request, reply in settled.failed:
             queued = scheduler.get(request.id) is request
             if queued:
                 scheduler.remove(request)
             if queued or request.first_computed is None:
-                yield request, code, problem
+                yield request, reply
+        for request, _ in list(self._compiling.values()):
+            if request.expires is not None and request.expires <= self._clock():
+                self.remove(request)
+                yield request, wire.Failed(request.id, "deadline", "The deadline passed before its grammar was compiled.")
 
     def close(self) -> None:
         """End the threads."""
@@ -160,16 +159,18 @@ class StructuredRequests:
             self._masks += 1
             self._mask_seconds += constraint.last_seconds
             if constraint.problem is not None and not branch.done:
-                settled.failed.append((branch.request, "invalid", constraint.problem))
+                failed = wire.Failed(branch.request.id, "invalid", constraint.problem)
+                settled.failed.append((branch.request, failed))
 
     def _settle_compiled(self, request: GenerateRequest, compiling: Future[list[Constraint]], settled: Settled) -> None:
         try:
             constraints = compiling.result()
         except GrammarError as error:
-            settled.failed.append((request, "invalid", str(error)))
+            settled.failed.append((request, wire.Failed(request.id, "invalid", str(error))))
             return
         except NoRoomError:
-            settled.failed.append((request, "overloaded", NO_ROOM))
+            busy = wire.Failed(request.id, "overloaded", NO_ROOM, retryable=True, retry_after=1.0)
+            settled.failed.append((request, busy))
             return
         for branch, constraint in zip(request.branches, constraints, strict=True):
             branch.constraint = constraint

@@ -8,6 +8,7 @@ and the heap of an engine keeps freed memory (:mod:`engine.serving.environment`)
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.structured.vocabulary import Vocabulary, load_vocabulary
-from engine.wire import GRAMMAR_LIMITS, MAX_GRAMMAR_HEAP, MAX_GRAMMAR_SECONDS
+from engine.structured.vocabulary import Vocabulary, without_texts
+from engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS
 
 LIMITS = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
 STACK_BYTES = 2 << 20
@@ -31,7 +32,7 @@ LEAST_BYTES = 64 << 10
 """Memory of the smallest grammar, in addition to its text."""
 NICE = 5
 """Children leave the processors to the steps of the engine."""
-_ADDRESSES = 4 * MAX_GRAMMAR_HEAP
+_ADDRESSES = 4 * GRAMMAR_BOUNDS.heap
 """Address space that a child may add. The heap grows in large parts."""
 _STATM = Path("/proc/self/statm")
 _UNBOUNDED = "The grammar is not valid: compiling it takes too much time or memory; send a simpler one."
@@ -50,7 +51,7 @@ class Checker:
     """The engine's side. Threads may share it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._source = vocabulary.source
+        self._source = vocabulary.tokens, vocabulary.controls, list(vocabulary.eos_token_ids)
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -125,7 +126,7 @@ class Checker:
         threading.Thread(target=write, daemon=True).start()
 
 
-def _serve(control: socket.socket, vocabulary: Vocabulary) -> None:
+def _serve(control: socket.socket, vocabulary: LLTokenizer) -> None:
     """Fork a child for each connection until the engine closes ``control``."""
     while True:
         data, files, _flags, _address = socket.recv_fds(control, 1, 1)
@@ -140,22 +141,22 @@ def _serve(control: socket.socket, vocabulary: Vocabulary) -> None:
         os.close(files[0])
 
 
-def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
+def _answer(connection: socket.socket, vocabulary: LLTokenizer) -> None:
     os.nice(NICE)
-    signal.setitimer(signal.ITIMER_PROF, MAX_GRAMMAR_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_BOUNDS.seconds)
     _bound(resource.RLIMIT_STACK, STACK_BYTES)
     if _STATM.exists():
         _bound(resource.RLIMIT_AS, int(_STATM.read_text().split()[0]) * resource.getpagesize() + _ADDRESSES)
     with connection.makefile("rb") as file:
         grammar = file.read().decode()
     before = _allocated()
-    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     checked = Checked("", LEAST_BYTES + len(grammar) + _allocated() - before)
     if matcher.is_error():
         checked = Checked(f"The grammar is not valid: {reason_of(matcher)}.")
-    elif checked.heap > MAX_GRAMMAR_HEAP:
+    elif checked.heap > GRAMMAR_BOUNDS.heap:
         checked = Checked(_UNBOUNDED)
     connection.sendall(msgspec.msgpack.encode(checked))
 
@@ -193,9 +194,13 @@ def main() -> None:
     """Load the vocabulary from standard input and serve the socket whose file descriptor is the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
-    source = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[bytes, int, tuple[int, ...]])
-    vocabulary = load_vocabulary(*source)
+    source = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[list[bytes], list[int], list[int]])
+    vocabulary = without_texts(*source)
     del source
+    gc.collect()
+    gc.freeze()  # prevents collections in children from copying these pages
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         _serve(control, vocabulary)
 

@@ -70,7 +70,7 @@ class KeptGrammars:
     :mod:`engine.scheduling.admission`), so others find room. Tenants share no grammar: it would be one's to evict.
     """
 
-    def __init__(self, room: int = GRAMMAR_ROOM, most: int = wire.KEPT_GRAMMARS) -> None:
+    def __init__(self, room: int = GRAMMAR_ROOM, most: int = wire.GRAMMAR_BOUNDS.kept) -> None:
         self.heap = 0
         """Bytes of all grammars."""
         self._used = 0

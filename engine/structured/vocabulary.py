@@ -27,10 +27,12 @@ class VocabularyError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary, and the arguments of :func:`load_vocabulary`, with which another process loads it."""
+    """A vocabulary, and what another process needs to compile grammars for it (:func:`without_texts`)."""
 
     tokenizer: LLTokenizer
-    source: tuple[bytes, int, tuple[int, ...]]
+    tokens: list[bytes]
+    controls: list[int]
+    eos_token_ids: Sequence[int]
 
 
 def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
@@ -48,9 +50,16 @@ def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Seque
         known = [id for id in controls if id < vocab_size]
         vocabulary = GrammarVocabulary(tokens, known, eos_token_ids[0], plain.tokenize_bytes)
         tokenizer = LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
-        return Vocabulary(tokenizer, (tokenizer_json, vocab_size, tuple(eos_token_ids)))
+        return Vocabulary(tokenizer, tokens, known, eos_token_ids)
     except BaseException as error:  # the library raises ValueError, and its panics are no Exception
         raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error
+
+
+def without_texts(tokens: list[bytes], controls: list[int], eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return a vocabulary that compiles grammars and tokenises no text: it has the tokens alone. A process
+    with 151,643 tokens takes 78 MiB, and 187 MiB with the tokeniser."""
+    vocabulary = GrammarVocabulary(tokens, controls, eos_token_ids[0], lambda _: [])
+    return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
 
 
 def _is_control(token: dict[str, Any]) -> bool:

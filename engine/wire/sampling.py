@@ -9,13 +9,6 @@ import msgspec
 
 MAX_GRAMMAR_BYTES = 1 << 18
 """Most UTF-8 bytes of ``Generate.grammar``."""
-MAX_GRAMMAR_SECONDS = 1.0
-"""CPU time after which an engine refuses to compile a grammar. A gateway refuses what takes half of it. The slowest of 713 schemas
-of JSONSchemaBench took 0.08 s."""
-MAX_GRAMMAR_HEAP = 32 << 20
-"""Most memory of a compiled grammar in bytes. The largest of these schemas took 2.7 MiB."""
-KEPT_GRAMMARS = 1024
-"""Most grammars that an engine keeps compiled, and that a gateway's worker remembers as checked."""
 MAX_BAD_TOKENS = 4096
 """Most tokens of all of ``Sampling.bad_words``."""
 
@@ -32,7 +25,19 @@ class GrammarLimits(NamedTuple):
     """Symbols of the grammar."""
 
 
+class GrammarBounds(NamedTuple):
+    """Bounds of compiled grammars. JSONSchemaBench's slowest of 713 schemas took 0.08 s, and its largest 2.7 MiB."""
+
+    seconds: float = 1.0
+    """CPU time after which an engine refuses to compile a grammar. A gateway refuses what takes half of it."""
+    heap: int = 32 << 20
+    """Most memory of one grammar in bytes."""
+    kept: int = 1024
+    """Most grammars that an engine keeps compiled, and that a gateway's worker remembers as checked."""
+
+
 GRAMMAR_LIMITS = GrammarLimits()
+GRAMMAR_BOUNDS = GrammarBounds()
 CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 """Spelling of the added tokens that only a name in a grammar matches, besides those that ``tokenizer.json`` marks as special."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.wire import MAX_GRAMMAR_SECONDS
+from engine.wire import GRAMMAR_BOUNDS
 from gateway.errors import InvalidRequest
 from gateway.process.deadline import TimeIsUp, at_most
 from gateway.reading.endpoint import Model
@@ -28,10 +28,10 @@ def read_grammar(request: StructuredRequest, model: Model) -> str:
 def compiled(constraint: OutputConstraint, model: Model) -> str:
     """Return the grammar of ``constraint``, which compiles. Raises :class:`InvalidRequest`."""
     try:
-        with at_most(MAX_GRAMMAR_SECONDS):
+        with at_most(GRAMMAR_BOUNDS.seconds):
             grammar = grammar_of(constraint, model.texts.tokenizer.grammar_token_of)
     except TimeIsUp:
-        message = f"`{constraint.param}`: reading it takes longer than {MAX_GRAMMAR_SECONDS:g} s; simplify it."
+        message = f"`{constraint.param}`: reading it takes longer than {GRAMMAR_BOUNDS.seconds:g} s; simplify it."
         raise InvalidRequest(message, param=constraint.param) from None
     if model.texts.grammars is not None:
         model.texts.grammars.check(grammar, constraint.param)

@@ -21,11 +21,11 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.wire import GRAMMAR_LIMITS, KEPT_GRAMMARS, MAX_GRAMMAR_SECONDS, GrammarVocabulary
+from engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
 from gateway.process.parent import ending_with
 
-COMPILE_SECONDS = MAX_GRAMMAR_SECONDS / 2
+COMPILE_SECONDS = GRAMMAR_BOUNDS.seconds / 2
 """Most CPU time that one grammar takes. Engines allow twice as much, so that they refuse none that passed."""
 NICE = 5
 """Compiling processes leave the processors to other requests."""
@@ -81,7 +81,7 @@ class GrammarCompiler:
         if problem is None:
             problem = self._problem_of(grammar)
             self._problems[digest] = problem
-            if len(self._problems) > KEPT_GRAMMARS:
+            if len(self._problems) > GRAMMAR_BOUNDS.kept:
                 self._problems.popitem(last=False)
         self._problems.move_to_end(digest)
         if problem:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.structured.vocabulary import Vocabulary, without_texts
+from engine.structured.vocabulary import Vocabulary, without_tokenizer
 from engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS
 
 LIMITS = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
@@ -105,10 +105,12 @@ class Checker:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         path = os.pathsep.join(place for place in sys.path if place)
+        # The heap of this process returns memory, and has small pages, of which children copy few.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - runs at start and after a crash
                 [sys.executable, "-m", "engine.structured.checker", str(theirs.fileno())],
-                env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
+                env=inherited | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -195,7 +197,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
     source = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[list[bytes], list[int], list[int]])
-    vocabulary = without_texts(*source)
+    vocabulary = without_tokenizer(*source)
     del source
     gc.collect()
     gc.freeze()  # prevents collections in children from copying these pages

@@ -121,13 +121,16 @@ class KeptGrammars:
         with self._lock:
             self.heap -= heap
 
-    def keep(self, tenant: str, grammar: str, start: Constraint, heap: int) -> None:
-        """Keep a compiled grammar, for which room is reserved."""
+    def keep(self, tenant: str, grammar: str, start: Constraint, heap: int, count: int) -> list[Constraint]:
+        """Keep a compiled grammar, for which room is reserved, and return ``count`` constraints."""
         with self._lock:
             share = self._shares.setdefault(tenant, _Share())
             share.kept[grammar] = _Kept(tenant, start, heap)
             share.heap += heap
             self._count += 1
+            constraints = self.fork(tenant, grammar, count)  # at once, as unused ones may be evicted
+            assert constraints is not None
+            return constraints
 
     def _evict(self, measure: Callable[[_Share], int]) -> bool:
         """Evict the oldest unused grammar of the tenant with most by ``measure``, and return whether there is one."""
@@ -192,29 +195,30 @@ class Compiler:
         if constraints is None:
             began = time.perf_counter()
             try:
-                self._compile(tenant, grammar)
+                constraints = self._compile(tenant, grammar, sequences)
+                self.compiled += 1
             except GrammarError:
                 self.refused += 1
                 raise
             finally:
                 self.seconds += time.perf_counter() - began
-            constraints = self._kept.fork(tenant, grammar, sequences)
-            assert constraints is not None
         return _replayed(constraints, output)
 
-    def _compile(self, tenant: str, grammar: str) -> None:
+    def _compile(self, tenant: str, grammar: str, sequences: int) -> list[Constraint]:
         problem, heap = self._checker.check(grammar)
         if problem:
             raise GrammarError(problem)
         self._kept.reserve(tenant, heap)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
-        start = Constraint(matcher, self._vocabulary.vocab_size)
-        start.compute_mask()
-        if start.problem is not None:
+        try:
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+            start = Constraint(matcher, self._vocabulary.vocab_size)
+            start.compute_mask()
+            if start.problem is not None:
+                raise GrammarError(start.problem)
+        except BaseException:
             self._kept.give_back(heap)
-            raise GrammarError(start.problem)
-        self._kept.keep(tenant, grammar, start, heap)
-        self.compiled += 1
+            raise
+        return self._kept.keep(tenant, grammar, start, heap, sequences)
 
 
 def _replayed(constraints: list[Constraint], output: Sequence[int]) -> list[Constraint]:

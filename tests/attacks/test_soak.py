@@ -216,7 +216,8 @@ class Incidents:
 
 
 def p99(samples: list[Sample], kind: str) -> float:
-    return statistics.quantiles([sample.seconds for sample in samples if sample.kind == kind], n=100)[-1]
+    seconds = [sample.seconds for sample in samples if sample.kind == kind]
+    return statistics.quantiles(seconds, n=100)[-1] if len(seconds) > 1 else max(seconds, default=0.0)
 
 
 def test_soak(deployment: Deployment) -> None:

@@ -187,7 +187,7 @@ def kept(room: int = 100, most: int = 100) -> tuple[KeptGrammars, Callable[[str,
 
     def add(tenant: str, grammar: str, heap: int) -> None:
         grammars.reserve(tenant, heap)
-        grammars.keep(tenant, grammar, Start(), heap)
+        grammars.keep(tenant, grammar, Start(), heap, 1)
 
     return grammars, add
 

@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
-from llguidance import LLTokenizer
 
 from engine import wire
 from engine.attention.base import AttentionBackend
@@ -52,7 +51,7 @@ from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKE
 from engine.startup.capacity import default_running_requests, default_slots, slot_bytes, step_bytes
 from engine.startup.description import describe
 from engine.startup.warm_up import warm_up
-from engine.structured.vocabulary import VocabularyError, load_vocabulary
+from engine.structured.vocabulary import Vocabulary, VocabularyError, load_vocabulary
 from engine.vision.build import assemble_vision, check_vision_settings
 from engine.vision.steps import StepImages
 from kernels.quantize import FP8
@@ -95,7 +94,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     return assemble(decoder, settings, digest, paired, vocabulary, threads)
 
 
-def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:
+def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary | None:
     """Load what grammars need of a model; None where it does not write text, or where its tokeniser or end of text is unknown."""
     path = directory / "tokenizer.json"
     if not (config.lm_head and config.eos_token_ids and path.is_file()):
@@ -134,7 +133,7 @@ def assemble(
     settings: EngineSettings,
     digest: str,
     paired: PairedLenVM | None = None,
-    vocabulary: LLTokenizer | None = None,
+    vocabulary: Vocabulary | None = None,
     threads: StepThreads | None = None,
 ) -> Loop:
     """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars. ``threads``: see

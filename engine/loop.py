@@ -76,7 +76,7 @@ class Loop:
         self._overlap = overlap
         self._mean_pooling = mean_pooling
         self._pad = pad_token_id
-        self._structured = structured
+        self.structured = structured
         self._compilations = compilations
         self._images = images
         self._pending_step: PendingStep | None = None
@@ -117,7 +117,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute, to wait for or to reply."""
-        compiling = self._structured is not None and self._structured.compiling
+        compiling = self.structured is not None and self.structured.compiling
         return self._scheduler.idle and self._pending_step is None and not self._ended and not compiling
 
     def step(self) -> list[wire.Reply]:
@@ -147,21 +147,21 @@ class Loop:
 
     def _settle_structured(self) -> list[wire.Reply]:
         replies: list[wire.Reply] = []
-        settled = () if self._structured is None else self._structured.queue_settled(self._scheduler, self._step_seconds)
-        for request, problem in settled:
-            self._note("failed", request, code="invalid")
-            replies.append(wire.Failed(request.id, "invalid", problem))
+        settled = () if self.structured is None else self.structured.queue_settled(self._scheduler, self._step_seconds)
+        for request, reply in settled:
+            self._note("expired" if reply.code == "deadline" else "failed", request, code=reply.code)
+            replies.append(reply)
         return replies
 
     def close(self) -> None:
         """End the loop's threads."""
-        if self._structured is not None:
-            self._structured.close()
+        if self.structured is not None:
+            self.structured.close()
 
     @property
     def stats(self) -> wire.Stats:
         """A snapshot."""
-        parts = self._scheduler, self._runner, self._structured, self._compilations, self.adapters
+        parts = self._scheduler, self._runner, self.structured, self._compilations, self.adapters
         return self._counters.snapshot(self.info, *parts)
 
     def _submit_score(self, message: wire.Score | wire.ScoreItems, received: float, adapter: LoadedAdapter | None) -> None:
@@ -182,8 +182,8 @@ class Loop:
     def _add(self, request: Request, message: Message) -> None:
         if self._images is not None and message.images:
             self._images.attach(request, message)
-        if isinstance(request, GenerateRequest) and self._structured is not None and request.message.grammar:
-            self._structured.begin(request)
+        if isinstance(request, GenerateRequest) and self.structured is not None and request.message.grammar:
+            self.structured.begin(request)
         else:
             self._scheduler.add(request)
 
@@ -201,7 +201,7 @@ class Loop:
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
             return self._refusals.overloaded(message, "wait", wait)
-        compiling = 0 if self._structured is None else self._structured.compiling
+        compiling = 0 if self.structured is None else self.structured.compiling
         full = self._images is not None and self._images.full(message)
         if full or (self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller)):
             return self._refusals.overloaded(message, "queue_full", wait)
@@ -209,12 +209,12 @@ class Loop:
 
     def _request(self, request_id: str) -> Request | None:
         """The request with this id, or None if it has ended."""
-        compiling = None if self._structured is None else self._structured.get(request_id)
+        compiling = None if self.structured is None else self.structured.get(request_id)
         return compiling or self._scheduler.get(request_id)
 
     def _displace(self, caller: wire.Caller) -> bool:
         """Make a place in the full queue for ``caller``, at the cost of the tenant with most requests in it."""
-        displaced = self._scheduler.displace(caller)
+        displaced = self.structured.displace(caller, self._scheduler) if self.structured else self._scheduler.displace(caller)
         if displaced is None:
             return False
         self._counters.refused.displaced += 1
@@ -236,8 +236,8 @@ class Loop:
             self._ended.append(wire.Failed(request_id, "aborted", "The caller ended the request."))
         if self._scheduler.get(request_id) is None:
             assert isinstance(request, GenerateRequest)
-            assert self._structured is not None
-            self._structured.remove(request)
+            assert self.structured is not None
+            self.structured.remove(request)
         else:
             self._scheduler.remove(request)
         self._note("aborted", request)
@@ -288,8 +288,8 @@ class Loop:
                 replies += self._deltas.take(drawn)
                 if not drawn.branch.request.branches:
                     self._note("finished", drawn.branch.request)
-        if self._structured is not None:
-            self._structured.start_masks()
+        if self.structured is not None:
+            self.structured.start_masks()
         self._counters.add(result.lenvm)
         return replies
 

@@ -142,15 +142,15 @@ class FairQueue:
             flow.reserved = 0
             self._make_ready(flow)
 
-    def displaceable(self, caller: wire.Caller) -> Request | None:
+    def displaceable(self, caller: wire.Caller, above: float = 0.0) -> Request | None:
         """Return the newest waiting request of the tenant with most waiting requests for its weight.
 
-        None if ``caller`` would have as many with one more.
+        None if ``caller`` would have as many with one more, or if the tenant has no more than ``above``.
         """
         longest = max(self.flows.values(), key=lambda flow: len(flow.waiting) / flow.weight, default=None)
         own = self.flows.get(caller.tenant)
         waiting = 0 if own is None else len(own.waiting)
-        if longest is None or (waiting + 1) / caller.weight >= len(longest.waiting) / longest.weight:
+        if longest is None or max((waiting + 1) / caller.weight, above) >= len(longest.waiting) / longest.weight:
             return None
         return longest.newest_waiting
 

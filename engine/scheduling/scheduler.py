@@ -158,12 +158,12 @@ class Scheduler:
         """Expected wait at priority 0 of the tenant for which it is longest."""
         return self._wait_estimator.longest()
 
-    def displace(self, caller: wire.Caller) -> Request | None:
+    def displace(self, caller: wire.Caller, above: float = 0.0) -> Request | None:
         """Remove and return a waiting request, so that a request of ``caller`` can take its place in a full queue.
 
         See :meth:`~engine.scheduling.fair_queue.FairQueue.displaceable`. None if there is none.
         """
-        displaced = self._queue.displaceable(caller)
+        displaced = self._queue.displaceable(caller, above)
         if displaced is not None:
             self.remove(displaced)
         return displaced

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLTokenizer
-
+from engine import wire
 from engine.requests.core import Branch, Request
 from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Scheduler
-from engine.structured.compiler import Compiler
+from engine.structured.compiler import Compiler, NoRoomError
 from engine.structured.constraint import Constraint, GrammarError
 from engine.structured.masks import MaskThreads
+from engine.structured.vocabulary import Vocabulary
+
+NO_ROOM = "The grammars in use take all the memory that the engine has for them; try again later."
 
 
 @dataclass(slots=True)
@@ -23,14 +27,15 @@ class Settled:
 
     compiled: list[GenerateRequest] = field(default_factory=list)
     """Requests that can be queued now."""
-    failed: list[tuple[GenerateRequest, str]] = field(default_factory=list)
-    """Requests that cannot begin or go on, with the reason as a sentence. Those that were queued are still in the queue."""
+    failed: list[tuple[GenerateRequest, wire.Failed]] = field(default_factory=list)
+    """Requests that cannot begin or go on, with the reply. Those that were queued are still in the queue."""
 
 
 class StructuredRequests:
     """Prepares the constraints of branches. One thread, the loop's, calls it."""
 
-    def __init__(self, vocabulary: LLTokenizer) -> None:
+    def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._compiler = Compiler(vocabulary)
         self._threads = MaskThreads()
         self._compiling: dict[str, tuple[GenerateRequest, Future[list[Constraint]]]] = {}
@@ -53,17 +58,24 @@ class StructuredRequests:
         return {
             "structured_requests": self._begun,
             "compiled_grammars": self._compiler.compiled,
+            "refused_grammars": self._compiler.refused,
             "compile_seconds": self._compiler.seconds,
+            "compiling": len(self._compiling),
+            "grammar_bytes": self._compiler.heap,
             "masks": self._masks,
             "mask_seconds": self._mask_seconds,
         }
+
+    def start(self) -> None:
+        """Start what the first grammar would otherwise wait for."""
+        self._compiler.start()
 
     def begin(self, request: GenerateRequest) -> None:
         """Compile the grammar of a new request."""
         self._begun += 1
         message = request.message
         output = message.prompt[len(message.prompt) - message.resume_offset :]
-        self._compiling[request.id] = request, self._compiler.begin(message.grammar, message.sampling.n, output)
+        self._compiling[request.id] = request, self._compiler.begin(request.caller, message.grammar, message.sampling.n, output)
 
     def get(self, request_id: str) -> GenerateRequest | None:
         """The request with this id whose grammar is not compiled yet."""
@@ -74,6 +86,21 @@ class StructuredRequests:
         """Forget a request whose grammar is not compiled yet."""
         self._compiling.pop(request.id)[1].cancel()
 
+    def displace(self, caller: wire.Caller, scheduler: Scheduler) -> Request | None:
+        """Remove and return a request that waits for its grammar, or in the queue of ``scheduler``, so that one of ``caller`` can
+        take its place: of these two, of the tenant with most for its weight (:meth:`Scheduler.displace`)."""
+        newest = {request.caller.tenant: request for request, _ in self._compiling.values()}
+        numbers = Counter(request.caller.tenant for request, _ in self._compiling.values())
+        longest, most = None, (numbers[caller.tenant] + 1) / caller.weight
+        for tenant, request in newest.items():
+            if numbers[tenant] / request.caller.weight > most:
+                longest, most = request, numbers[tenant] / request.caller.weight
+        displaced = scheduler.displace(caller, above=0.0 if longest is None else most)
+        if displaced is None and longest is not None:
+            self.remove(longest)
+            return longest
+        return displaced
+
     def advance(self, branch: Branch, token: int) -> None:
         """Take a token that ``branch`` drew and that did not end the sequence."""
         if branch.constraint is not None:
@@ -83,7 +110,7 @@ class StructuredRequests:
     def start_masks(self) -> None:
         """Start the masks of the branches that advanced."""
         if self._advanced:
-            self._threads.start([branch.constraint for branch in self._advanced if branch.constraint is not None])
+            self._threads.start([(each.request.caller, each.constraint) for each in self._advanced if each.constraint is not None])
             self._waiting += self._advanced
             self._advanced = []
 
@@ -96,20 +123,24 @@ class StructuredRequests:
             self._settle_compiled(request, compiling, settled)
         return settled
 
-    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, str]]:
-        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs.
+    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, wire.Failed]]:
+        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs, or whose deadline passed first.
 
-        Yields these, with the reason as a sentence. ``step_seconds``: time of the last step.
+        Yields these, with the reply. ``step_seconds``: time of the last step.
         """
         settled = self.settle(step_seconds)
         for request in settled.compiled:
             scheduler.add(request)
-        for request, problem in settled.failed:
+        for request, reply in settled.failed:
             queued = scheduler.get(request.id) is request
             if queued:
                 scheduler.remove(request)
             if queued or request.first_computed is None:
-                yield request, problem
+                yield request, reply
+        for request, _ in list(self._compiling.values()):
+            if request.expires is not None and request.expires <= self._clock():
+                self.remove(request)
+                yield request, wire.Failed(request.id, "deadline", "The deadline passed before its grammar was compiled.")
 
     def close(self) -> None:
         """End the threads."""
@@ -128,13 +159,18 @@ class StructuredRequests:
             self._masks += 1
             self._mask_seconds += constraint.last_seconds
             if constraint.problem is not None and not branch.done:
-                settled.failed.append((branch.request, constraint.problem))
+                failed = wire.Failed(branch.request.id, "invalid", constraint.problem)
+                settled.failed.append((branch.request, failed))
 
     def _settle_compiled(self, request: GenerateRequest, compiling: Future[list[Constraint]], settled: Settled) -> None:
         try:
             constraints = compiling.result()
         except GrammarError as error:
-            settled.failed.append((request, str(error)))
+            settled.failed.append((request, wire.Failed(request.id, "invalid", str(error))))
+            return
+        except NoRoomError:
+            busy = wire.Failed(request.id, "overloaded", NO_ROOM, retryable=True, retry_after=1.0)
+            settled.failed.append((request, busy))
             return
         for branch, constraint in zip(request.branches, constraints, strict=True):
             branch.constraint = constraint

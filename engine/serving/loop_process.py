@@ -45,6 +45,8 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
         try:
             settings = located(settings)
             loop = build_loop(settings)
+            if loop.structured is not None:
+                loop.structured.start()
             files = tokenizer_files(Path(settings.model))
             adapters = start_adapters(loop.adapters, settings, context, events_address)
             ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)

@@ -25,6 +25,8 @@ GAUGES = {
     "yardstick_engine_slots_reserved": ("Slots that items leave to generations and queries.", "slots_reserved"),
     "yardstick_engine_adapters": ("LoRA adapters that requests may name.", "adapters"),
     "yardstick_engine_adapter_bytes": ("Host memory of LoRA adapters, of unloaded ones in use as well.", "adapter_bytes"),
+    "yardstick_engine_requests_compiling": ("Requests that wait until their grammar is compiled.", "compiling"),
+    "yardstick_engine_grammar_bytes": ("Memory of compiled grammars, kept ones and those in use.", "grammar_bytes"),
     "yardstick_engine_image_bytes": ("Embeddings of images on the device.", "image_bytes"),
 }
 COUNTERS = {
@@ -52,7 +54,11 @@ COUNTERS = {
     ),
     "yardstick_engine_structured_requests": ("Generations whose output follows a grammar.", "structured_requests"),
     "yardstick_engine_compiled_grammars": ("Grammars compiled.", "compiled_grammars"),
-    "yardstick_engine_grammar_compile_seconds": ("Time spent in compiling grammars.", "compile_seconds"),
+    "yardstick_engine_refused_grammars": ("Grammars that are not valid or too complex.", "refused_grammars"),
+    "yardstick_engine_grammar_compile_seconds": (
+        "Time spent in checking and compiling grammars, of refused ones as well.",
+        "compile_seconds",
+    ),
     "yardstick_engine_grammar_masks": ("Sets of allowed tokens computed from grammars.", "masks"),
     "yardstick_engine_adapter_loads": ("LoRA adapters loaded.", "adapter_loads"),
     "yardstick_engine_adapter_load_failures": ("LoRA adapters that could not be loaded.", "adapter_load_failures"),

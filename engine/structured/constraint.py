@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.structured.bits import Bits, words_of
+from engine.structured.checker import reason_of
 
 MAX_MASK_SECONDS = 1.0
 """Most CPU time of one mask. llguidance bounds its work (:data:`engine.wire.GRAMMAR_LIMITS`), but not tightly."""
@@ -28,6 +29,7 @@ class Constraint:
         self._matcher = matcher
         self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
         self._words = words_of(vocab_size)
+        self._use: object = None
         self.ready = False
         """Whether :attr:`mask` is that of the next token."""
         self.problem: str | None = None
@@ -37,9 +39,10 @@ class Constraint:
         self.last_seconds = 0.0
         """CPU time of the last mask."""
 
-    def fork(self) -> Constraint:
-        """Return a copy for another sequence. Its mask is ready if this one's is."""
+    def fork(self, use: object = None) -> Constraint:
+        """Return a copy for another sequence, which refers to ``use``. Its mask is ready if this one's is."""
         copy = Constraint(self._matcher.deep_copy(), 32 * self._mask.shape[1])
+        copy._use = use
         copy._words = self._words
         copy._mask[:] = self._mask
         copy.ready, copy.problem = self.ready, self.problem
@@ -81,8 +84,3 @@ class Constraint:
         elif seconds > MAX_MASK_SECONDS:
             self.problem = f"The grammar is too complex to follow: one token took more than {MAX_MASK_SECONDS:g} s."
         self.ready = True
-
-
-def reason_of(matcher: LLMatcher) -> str:
-    """The first line of a matcher's error."""
-    return matcher.get_error().partition("\n")[0].strip().rstrip(".")[:500]

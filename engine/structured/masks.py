@@ -1,16 +1,19 @@
 """Computes masks in threads while the loop goes on.
 
-A sequence whose mask is not ready waits for a later step, so a grammar with slow masks delays no other sequence: its masks are
-computed by a thread that only slow ones share, and the loop waits a bounded time for the others.
+A sequence whose mask is not ready waits for a later step, so a grammar with slow masks delays no other tenant: its masks are
+computed by threads that only slow ones share, in a fair order between tenants, and the loop waits a bounded time for the others.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 
+from engine import wire
 from engine.structured.constraint import Constraint
+from engine.structured.fair_threads import FairThreads
 
 QUICK_SECONDS = 0.005
 """Longest time that a step waits for masks, unless steps are long."""
@@ -19,29 +22,36 @@ QUICK_SHARE = 0.1
 SLOW_MASK_SECONDS = 0.001
 """A sequence with a mask that took longer than this is slow from then on."""
 _MOST_THREADS = 8
+_SLOW_THREADS = 2
 
 
 class MaskThreads:
     """The threads that compute masks. Used by one thread only."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads``: None for one on each processor, at most 8."""
-        self._count = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-        self._quick = ThreadPoolExecutor(self._count, "grammar-masks")
-        self._slow = ThreadPoolExecutor(1, "grammar-slow-masks")
+        """``threads``: None for one on each processor, at least 2 and at most 8."""
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        count = threads or min(_MOST_THREADS, max(2, processors))
+        self._parts = max(1, count - 1)  # one thread stays free of a tenant whose masks become slow
+        self._quick = FairThreads(count, "grammar-masks", self._parts)
+        self._slow = FairThreads(_SLOW_THREADS, "grammar-slow-masks")
         self._waited: list[Future[None]] = []
         """Quick masks that the next step waits for."""
 
-    def start(self, constraints: Sequence[Constraint]) -> None:
+    def start(self, constraints: Sequence[tuple[wire.Caller, Constraint]]) -> None:
         """Compute the masks of ``constraints``, which have just advanced."""
-        quick: list[Constraint] = []
-        slow: list[Constraint] = []
-        for constraint in constraints:  # divided before any thread begins, which may make one slow
-            (slow if constraint.seconds > SLOW_MASK_SECONDS else quick).append(constraint)
-        parts = [part for place in range(self._count) if (part := quick[place :: self._count])]
-        self._waited += [self._quick.submit(_compute, part) for part in parts]
-        for constraint in slow:
-            self._slow.submit(constraint.compute_mask)
+        quick: dict[str, tuple[wire.Caller, list[Constraint]]] = {}
+        slow: list[tuple[wire.Caller, Constraint]] = []
+        for caller, constraint in constraints:  # divided before any thread begins, which may make one slow
+            if constraint.seconds > SLOW_MASK_SECONDS:
+                slow.append((caller, constraint))
+            else:
+                quick.setdefault(caller.tenant, (caller, []))[1].append(constraint)
+        for caller, each in quick.values():
+            parts = [part for place in range(self._parts) if (part := each[place :: self._parts])]
+            self._waited += [self._quick.submit(caller, partial(_compute, part)) for part in parts]
+        for caller, constraint in slow:
+            self._slow.submit(caller, constraint.compute_mask)
 
     def wait(self, step_seconds: float) -> None:
         """Wait for the quick masks that were started since the last call, as long as :data:`QUICK_SECONDS` and
@@ -52,8 +62,8 @@ class MaskThreads:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self._quick, self._slow):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._quick, self._slow):
+            threads.close()
 
 
 def _compute(constraints: Sequence[Constraint]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -24,7 +25,17 @@ class VocabularyError(ValueError):
     """The tokeniser cannot be used for grammars."""
 
 
-def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary, and what another process needs to compile grammars for it (:func:`without_tokenizer`)."""
+
+    tokenizer: LLTokenizer
+    tokens: list[bytes]
+    controls: list[int]
+    eos_token_ids: Sequence[int]
+
+
+def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
     """Read the vocabulary of a model with ``vocab_size`` rows in its head; rows without a token (padding) are never allowed.
 
     eos_token_ids: at least one. Raises :class:`VocabularyError`.
@@ -38,9 +49,23 @@ def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Seque
         tokens += [b""] * (vocab_size - size)
         known = [id for id in controls if id < vocab_size]
         vocabulary = GrammarVocabulary(tokens, known, eos_token_ids[0], plain.tokenize_bytes)
-        return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
+        tokenizer = LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
+        return Vocabulary(tokenizer, tokens, known, eos_token_ids)
     except BaseException as error:  # the library raises ValueError, and its panics are no Exception
         raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error
+
+
+def without_tokenizer(tokens: list[bytes], controls: list[int], eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return a vocabulary that compiles grammars, and takes the longest token first instead of tokenising as the model does. A
+    process with 151,643 tokens takes 78 MiB, and 187 MiB with the tokeniser."""
+    made: list[LLTokenizer] = []
+
+    def encode(text: bytes) -> list[int]:
+        return made[0].greedy_tokenize(text.decode(errors="replace")) if made else []
+
+    wrapper = llguidance.TokenizerWrapper(GrammarVocabulary(tokens, controls, eos_token_ids[0], encode))
+    made.append(LLTokenizer(wrapper, eos_token=list(eos_token_ids)))
+    return made[0]
 
 
 def _is_control(token: dict[str, Any]) -> bool:

@@ -46,6 +46,7 @@ from engine.wire.ids import pack_ids
 from engine.wire.images import IMAGE_TOKENS, MAX_IMAGES, Image, VisionInfo, image_digest
 from engine.wire.sampling import (
     CONTROL_TOKEN,
+    GRAMMAR_BOUNDS,
     GRAMMAR_LIMITS,
     MAX_BAD_TOKENS,
     MAX_GRAMMAR_BYTES,
@@ -78,6 +79,7 @@ __all__ = [
     "ADAPTERS_HEADER",
     "ADAPTER_NAME",
     "CONTROL_TOKEN",
+    "GRAMMAR_BOUNDS",
     "GRAMMAR_LIMITS",
     "IMAGE_TOKENS",
     "MAX_BAD_TOKENS",

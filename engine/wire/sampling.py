@@ -25,7 +25,19 @@ class GrammarLimits(NamedTuple):
     """Symbols of the grammar."""
 
 
+class GrammarBounds(NamedTuple):
+    """Bounds of compiled grammars. JSONSchemaBench's slowest of 713 schemas took 0.08 s, and its largest 2.7 MiB."""
+
+    seconds: float = 1.0
+    """CPU time after which an engine refuses to compile a grammar. A gateway refuses what takes half of it."""
+    heap: int = 32 << 20
+    """Most memory of one grammar in bytes."""
+    kept: int = 1024
+    """Most grammars that an engine keeps compiled, and that a gateway's worker remembers as checked."""
+
+
 GRAMMAR_LIMITS = GrammarLimits()
+GRAMMAR_BOUNDS = GrammarBounds()
 CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 """Spelling of the added tokens that only a name in a grammar matches, besides those that ``tokenizer.json`` marks as special."""
 

@@ -143,8 +143,14 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Generations with a grammar."""
     compiled_grammars: int = 0
     """Grammars compiled; one that is in use or was used lately is compiled once."""
+    refused_grammars: int = 0
+    """Grammars that are not valid, or take too much time or memory."""
     compile_seconds: float = 0.0
-    """Time spent in compiling them."""
+    """Time spent in checking and compiling grammars, of refused ones as well."""
+    compiling: int = 0
+    """Requests that wait until their grammar is compiled."""
+    grammar_bytes: int = 0
+    """Memory of compiled grammars."""
     masks: int = 0
     """Sets of tokens that grammars allowed, one for each token drawn."""
     mask_seconds: float = 0.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from engine.wire import GRAMMAR_BOUNDS
 from gateway.errors import InvalidRequest
 from gateway.process.deadline import TimeIsUp, at_most
 from gateway.reading.endpoint import Model
 from gateway.schemas.structure import StructuredRequest
-from gateway.structure.compile import COMPILE_SECONDS
 from gateway.structure.request import OutputConstraint, constraint_of, grammar_of
 
 MAX_WORD_TOKENS = 4096
@@ -28,10 +28,10 @@ def read_grammar(request: StructuredRequest, model: Model) -> str:
 def compiled(constraint: OutputConstraint, model: Model) -> str:
     """Return the grammar of ``constraint``, which compiles. Raises :class:`InvalidRequest`."""
     try:
-        with at_most(COMPILE_SECONDS):
+        with at_most(GRAMMAR_BOUNDS.seconds):
             grammar = grammar_of(constraint)
     except TimeIsUp:
-        message = f"`{constraint.param}`: reading it takes longer than {COMPILE_SECONDS:g} s; simplify it."
+        message = f"`{constraint.param}`: reading it takes longer than {GRAMMAR_BOUNDS.seconds:g} s; simplify it."
         raise InvalidRequest(message, param=constraint.param) from None
     if model.texts.grammars is not None:
         model.texts.grammars.check(grammar, constraint.param)

@@ -7,6 +7,7 @@ a child process: the kernel ends it at twice that time, and the worker lives on 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import resource
@@ -20,14 +21,14 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.wire import GRAMMAR_LIMITS, GrammarVocabulary
+from engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
 from gateway.process.parent import ending_with
 
-COMPILE_SECONDS = 1.0
-"""Most CPU time that one grammar takes."""
-KEPT_GRAMMARS = 1024
-"""Grammars whose result a worker remembers."""
+COMPILE_SECONDS = GRAMMAR_BOUNDS.seconds / 2
+"""Most CPU time that one grammar takes. Engines allow twice as much, so that they refuse none that passed."""
+NICE = 5
+"""Compiling processes leave the processors to other requests."""
 
 STACK_BYTES = 1 << 20
 """Stack of the compiling process. Threads of engines have more."""
@@ -70,18 +71,19 @@ class GrammarCompiler:
         except BaseException as error:  # the library's panics are no Exception
             raise ValueError(str(error)) from error
         self._limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
-        self._problems: OrderedDict[str, str] = OrderedDict()
-        """The problem of each grammar, empty if there is none."""
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
+        """The problem of each grammar, empty if there is none, by the digest of the grammar."""
 
     def check(self, grammar: str, param: str) -> None:
         """Raise :class:`InvalidRequest` if engines cannot follow ``grammar``. ``param``: the field that it was made from."""
-        problem = self._problems.get(grammar)
+        digest = hashlib.sha256(grammar.encode()).digest()
+        problem = self._problems.get(digest)
         if problem is None:
             problem = self._problem_of(grammar)
-            self._problems[grammar] = problem
-            if len(self._problems) > KEPT_GRAMMARS:
+            self._problems[digest] = problem
+            if len(self._problems) > GRAMMAR_BOUNDS.kept:
                 self._problems.popitem(last=False)
-        self._problems.move_to_end(grammar)
+        self._problems.move_to_end(digest)
         if problem:
             raise _refusal(problem, grammar, param)
 
@@ -95,6 +97,7 @@ class GrammarCompiler:
             try:
                 if arm is not None:
                     arm()
+                os.nice(NICE)
                 signal.setitimer(signal.ITIMER_PROF, 2 * COMPILE_SECONDS)
                 resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
                 os.write(theirs, self._compiled(grammar).encode()[:MAX_PROBLEM_BYTES])

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 FLOOD_CONNECTIONS = 24
+GRAMMAR_CONNECTIONS = 4
 MIB = 1024 * 1024
 Behaviour = Callable[[], Awaitable[None]]
 
@@ -55,6 +56,7 @@ class Hostile:
                 self.huge,
                 self.header_bomb,
                 self.mix,
+                *[self.new_grammars] * GRAMMAR_CONNECTIONS,
             )
             runs += [self._repeat(behaviour, seconds, pause=0.5) for behaviour in others]
             runs += [self._repeat(self.upload_slowly, seconds, pause=0.5) for _ in range(4)]
@@ -123,6 +125,14 @@ class Hostile:
                 await writer.drain()
         finally:
             writer.close()
+
+    async def new_grammars(self) -> None:
+        """Ask for outputs that follow schemas which nobody sent before: ones that compile in tens of milliseconds, and one that
+        compiles for minutes."""
+        numbers = [self._random.randrange(3001, 60_001, 2) for _ in range(10)]
+        for number in (*numbers, self._random.randrange(10**8 + 7, 10**9)):
+            schema = {"type": "array", "items": {"type": "integer", "multipleOf": number}}
+            await self._post("new_grammars", "completions", {"prompt": [5, 6, 7], "max_tokens": 1, "guided_json": schema})
 
     async def mix(self) -> None:
         """Ask for a model that does not exist, with a wrong key, and at a wrong path."""

@@ -53,6 +53,10 @@ pytestmark = [
 
 BODY = {"query": [9] * 30, "items": [[item, 7, 8, 9, 10, 11] for item in range(3, 13)], "label_token_ids": [3, 4]}
 TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
+JSON = {key: value for key, value in TEXT.items() if key != "ignore_eos"} | {
+    "guided_json": {"type": "object", "properties": {"size": {"type": "integer", "minimum": 20}}, "required": ["size"]}
+}
+KINDS = ("score", "stream", "json")
 
 
 def entry(name: str, **fields: Any) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class Clients:
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}, timeout=timeout) as session:
             while time.monotonic() < end:
-                for kind, ask in (("score", self._score), ("stream", self._stream)):
+                for kind, ask in zip(KINDS, (self._score, self._stream, self._json), strict=True):
                     began = time.monotonic()
                     failure = None
                     try:
@@ -158,9 +162,12 @@ class Clients:
             assert answer.status == 200, f"{answer.status} {await answer.text()}"
             return [value for row in (await answer.json())["scores"] for value in row]
 
-    async def _stream(self, session: aiohttp.ClientSession) -> list[float]:
+    async def _json(self, session: aiohttp.ClientSession) -> list[float]:
+        return await self._stream(session, JSON)
+
+    async def _stream(self, session: aiohttp.ClientSession, body: dict[str, Any] = TEXT) -> list[float]:
         logprobs: list[float] = []
-        async with session.post(f"{self.url}/v1/completions", json=TEXT) as answer:
+        async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             assert answer.status == 200, f"{answer.status} {await answer.text()}"
             done = False
             async for line in answer.content:
@@ -209,7 +216,8 @@ class Incidents:
 
 
 def p99(samples: list[Sample], kind: str) -> float:
-    return statistics.quantiles([sample.seconds for sample in samples if sample.kind == kind], n=100)[-1]
+    seconds = [sample.seconds for sample in samples if sample.kind == kind]
+    return statistics.quantiles(seconds, n=100)[-1] if len(seconds) > 1 else max(seconds, default=0.0)
 
 
 def test_soak(deployment: Deployment) -> None:
@@ -233,7 +241,7 @@ def test_soak(deployment: Deployment) -> None:
         "peak MiB": round(watch.peak_mib - idle),
         "slowest livez": round(watch.slowest_livez, 3),
     }
-    for kind in ("score", "stream"):
+    for kind in KINDS:
         calm = [sample for sample in loud.samples if not incidents.during(sample)]
         report |= {
             f"{kind} P99 quiet": round(p99(quiet.samples, kind), 4),
@@ -244,7 +252,7 @@ def test_soak(deployment: Deployment) -> None:
     failures = [sample for sample in (*quiet.samples, *loud.samples) if sample.failure]
     assert not failures, failures[:5]
     assert not summary["faults"]
-    for kind in ("score", "stream"):
+    for kind in KINDS:
         if SECONDS >= LATENCY_SECONDS:
             assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS
         assert report[f"{kind} longest with incidents"] <= 10

@@ -1,0 +1,276 @@
+"""Grammars of several tenants: whose are compiled next, what they may cost, and which are kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop
+from engine.serving.heap import resident_bytes
+from engine.settings import EngineSettings
+from engine.structured.checker import Checker
+from engine.structured.compiler import KeptGrammars, NoRoomError
+from engine.structured.constraint import Constraint
+from engine.structured.fair_threads import FairThreads
+from engine.structured.vocabulary import load_vocabulary
+from gateway.structure.grammar import of_choice, of_json_schema, of_regex
+from tests.checkpoints import make_checkpoint
+
+MIB = 1 << 20
+GOOD, HOSTILE = wire.Caller(tenant="good"), wire.Caller(tenant="hostile")
+EASY = of_choice(["yes", "no"])
+ENDLESS = of_json_schema({"type": "integer", "multipleOf": 400_000_007})
+
+
+def costly(number: int) -> str:
+    """A new grammar that takes tens of milliseconds."""
+    return of_json_schema({"type": "array", "items": {"type": "integer", "multipleOf": 9001 + 2 * number}})
+
+
+def asked(name: str, caller: wire.Caller, grammar: str, **fields: Any) -> wire.Generate:
+    return wire.Generate(name, [5, 6, 7], sampling=wire.Sampling(max_tokens=2), grammar=grammar, caller=caller, **fields)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.fixture
+def build(checkpoint: Path) -> Iterator[Callable[..., Loop]]:
+    made: list[Loop] = []
+
+    def build(**settings: Any) -> Loop:
+        made.append(build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=4096, threads=1, **settings)))
+        return made[-1]
+
+    yield build
+    for loop in made:
+        loop.close()
+
+
+def ends(loop: Loop, until: str = "") -> dict[str, wire.Reply]:
+    """The terminal replies until the loop is idle, or the request ``until`` has ended, in their order."""
+    found: dict[str, wire.Reply] = {}
+    began = time.monotonic()
+    while not loop.idle and until not in found:
+        assert time.monotonic() - began < 120
+        for reply in loop.step():
+            if isinstance(reply, wire.Failed) or (isinstance(reply, wire.Delta) and reply.finish is not None):
+                found[reply.id] = reply
+    return found
+
+
+def test_a_kept_grammar_waits_for_no_compilation(build: Callable[..., Loop]) -> None:
+    loop = build()
+    loop.submit(asked("first", GOOD, EASY))
+    ends(loop)
+    for number in range(12):
+        loop.submit(asked(f"h{number}", HOSTILE, costly(number)))
+    loop.submit(asked("known", GOOD, EASY))
+    before = ends(loop, until="known")
+    assert len(before) <= 2
+    assert loop.stats.compiling >= 10
+    assert all(isinstance(reply, wire.Delta) for reply in ends(loop).values())
+
+
+def test_new_grammars_take_turns_by_tenant(build: Callable[..., Loop]) -> None:
+    loop = build()
+    for number in range(12):
+        loop.submit(asked(f"h{number}", HOSTILE, costly(number)))
+    loop.submit(asked("new", GOOD, costly(100)))
+    assert len(ends(loop, until="new")) <= 4
+    loop.submit(wire.Abort("h11"))
+    ends(loop)
+    stats = loop.stats
+    assert stats.compiling == 0
+    assert stats.compiled_grammars in (12, 13)
+    assert stats.grammar_bytes > 12 * 64 * 1024
+    assert stats.compile_seconds > 0
+
+
+def test_a_refused_grammar_costs_bounded_time_and_no_memory(build: Callable[..., Loop]) -> None:
+    loop = build()
+    loop.submit(asked("first", GOOD, EASY))
+    ends(loop)
+    before = resident_bytes()
+    loop.submit(asked("endless", HOSTILE, ENDLESS))
+    loop.submit(asked("large", HOSTILE, of_json_schema({"type": "integer", "multipleOf": 180_007})))
+    loop.submit(asked("good", GOOD, costly(200)))
+    replies = ends(loop)
+    assert isinstance(replies.pop("good"), wire.Delta)
+    for reply in replies.values():
+        assert isinstance(reply, wire.Failed)
+        assert reply.code == "invalid"
+        assert "too much time or memory" in reply.message
+    assert resident_bytes() - before < 16 * MIB
+    assert loop.stats.refused_grammars == 2
+    assert loop.stats.grammar_bytes < 8 * MIB
+
+
+def test_a_deadline_holds_while_a_grammar_waits(build: Callable[..., Loop]) -> None:
+    loop = build()
+    loop.submit(asked("busy", HOSTILE, ENDLESS))
+    loop.submit(asked("late", HOSTILE, EASY, deadline=0.05))
+    reply = ends(loop, until="late")["late"]
+    assert isinstance(reply, wire.Failed)
+    assert reply.code == "deadline"
+    assert loop.stats.compiling == 1
+
+
+def test_requests_whose_grammar_waits_fill_the_queue_for_nobody_else(build: Callable[..., Loop]) -> None:
+    loop = build(max_waiting=4)
+    for number in range(6):
+        loop.submit(asked(f"h{number}", HOSTILE, costly(number)))
+    loop.submit(asked("other", GOOD, EASY))
+    loop.submit(asked("plain", GOOD, ""))
+    replies = ends(loop)
+    assert [name for name, reply in replies.items() if isinstance(reply, wire.Failed) and reply.code == "overloaded"] == [
+        "h4",
+        "h5",
+        "h3",
+        "h2",
+    ]
+    assert isinstance(replies["other"], wire.Delta)
+    assert isinstance(replies["plain"], wire.Delta)
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_slow_masks_of_one_tenant_delay_no_other(
+    build: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, expected: bool
+) -> None:
+    """Neither masks of which nobody knew that they are slow, nor those in the threads for slow ones."""
+    loop = build()
+    words = of_regex("[a-z]{9}")
+    compute = Constraint.compute_mask
+
+    def compute_slowly(self: Constraint) -> None:
+        if self._use is not None and self._use._kept.tenant == "hostile":
+            time.sleep(0.3)
+        compute(self)
+        if expected and self._use is not None:
+            self.seconds = 0.5
+
+    monkeypatch.setattr(Constraint, "compute_mask", compute_slowly)
+    for name, caller in (("warm", GOOD), ("cold", HOSTILE)):
+        loop.submit(asked(name, caller, words))
+    ends(loop)
+    for number in range(8):
+        loop.submit(asked(f"h{number}", HOSTILE, words))
+    while loop.stats.running < 8:
+        loop.step()
+    loop.submit(asked("good", GOOD, words))
+    began = time.monotonic()
+    assert len(ends(loop, until="good")) <= 3
+    assert time.monotonic() - began < 0.6
+
+
+class Start:
+    """A state at the start of an output, without a grammar."""
+
+    def fork(self, use: object) -> SimpleNamespace:
+        return SimpleNamespace(use=use)
+
+
+def kept(room: int = 100, most: int = 100) -> tuple[KeptGrammars, Callable[[str, str, int], None]]:
+    grammars = KeptGrammars(room, most)
+
+    def add(tenant: str, grammar: str, heap: int) -> None:
+        grammars.reserve(tenant, heap)
+        grammars.keep(tenant, grammar, Start(), heap, 1)
+
+    return grammars, add
+
+
+def test_a_tenant_with_many_grammars_evicts_its_own() -> None:
+    for grammars, add in (kept(room=100), kept(most=10)):
+        add("good", "a", 10)
+        add("good", "b", 5)
+        for number in range(300):
+            add("hostile", f"h{number}", 8)
+        assert grammars.heap <= 100
+        assert grammars.fork("good", "a", 1)
+        assert grammars.fork("good", "b", 1)
+        assert grammars.fork("hostile", "h299", 1)
+        assert not grammars.fork("hostile", "h0", 1)
+        assert not grammars.fork("hostile", "a", 1)  # tenants share nothing
+
+
+def test_a_bound_of_number_does_not_evict_by_bytes() -> None:
+    grammars, add = kept(most=10)
+    add("good", "large", 90)
+    for number in range(30):
+        add("hostile", f"h{number}", 1)
+    assert grammars.fork("good", "large", 1)
+
+
+def test_grammars_in_use_stay_and_leave_room_for_others() -> None:
+    grammars, add = kept(room=100)
+    used = []
+    with pytest.raises(NoRoomError):  # noqa: PT012
+        for number in range(10):
+            add("hostile", f"h{number}", 10)
+            used.append(grammars.fork("hostile", f"h{number}", 2))
+    assert len(used) == 5
+    add("good", "a", 10)
+    assert grammars.fork("good", "a", 1)
+    assert grammars.fork("hostile", "h0", 1)
+    used.clear()  # the requests have ended
+    for number in range(20):
+        add("hostile", f"n{number}", 10)
+    assert grammars.heap == 100
+    assert not grammars.fork("hostile", "h0", 1)
+
+
+def test_jobs_of_tenants_take_turns_by_weight() -> None:
+    threads = FairThreads(1, "test")
+    order: list[str] = []
+    gate = threading.Event()
+    first = threads.submit(wire.Caller(tenant="first"), gate.wait)
+    jobs = [
+        threads.submit(wire.Caller(tenant=tenant, weight=weight), lambda tenant=tenant: (time.sleep(0.01), order.append(tenant)))
+        for tenant, weight in (("light", 1.0), ("heavy", 3.0))
+        for _ in range(12)
+    ]
+    gate.set()
+    for job in (first, *jobs):
+        job.result(timeout=30)
+    assert 7 <= order[:12].count("heavy") <= 10
+    threads.close()
+
+
+def test_one_tenant_holds_not_all_threads() -> None:
+    threads = FairThreads(2, "test", most=1)
+    gate = threading.Event()
+    stuck = [threads.submit(HOSTILE, gate.wait) for _ in range(5)]
+    assert threads.submit(GOOD, lambda: 7).result(timeout=10) == 7
+    assert not any(each.done() for each in stuck)
+    assert stuck[4].cancel()
+    gate.set()
+    assert [each.result(timeout=10) for each in stuck[:4]] == [True] * 4
+    failing = threads.submit(GOOD, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(timeout=10)
+    threads.close()
+
+
+def test_a_checker_that_was_killed_is_replaced(checkpoint: Path) -> None:
+    checker = Checker(load_vocabulary((checkpoint / "tokenizer.json").read_bytes(), 320, [2]))
+    found = checker.check(EASY)
+    assert found.problem == ""
+    assert 64 * 1024 < found.heap < MIB
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGKILL)
+    checker._process.wait()
+    assert checker.check(EASY).problem == ""
+    checker.close()

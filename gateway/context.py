@@ -42,8 +42,8 @@ class RequestContext(RequestRecord):
     """Headers to add to the response, whatever its status."""
     key: ApiKey | None = None
     """The client's key, on a server with keys."""
-    reserved: Lease | None = None
-    """The lease that was taken of the key's limits before the request was read."""
+    lease: Lease | None = None
+    """What the request has taken of the key's limits."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""

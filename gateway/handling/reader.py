@@ -54,8 +54,9 @@ PART_BYTES = 1 << 16
 """Bytes of a stored conversation that are sent to a worker at a time."""
 LARGE_ANSWER = 1 << 18
 """Size of a worker's answer, in bytes, above which the event loop serves others before and after unpacking it."""
-QUICK_SECONDS = 0.25
-"""Time of a job in a worker below which its fields count as quick."""
+QUICK_SECONDS, SLOW_SECONDS = 0.25, 1.0
+"""Time of a job in a worker below which its fields count as quick, and longest time of a job that is not bulk: it begins again as
+one. A busy machine makes quick jobs a few times slower."""
 KEPT_FIELDS, KEPT_TENANTS = 256, 1024
 """Most quick fields that are remembered of one tenant, those of one request being one, and most tenants."""
 
@@ -172,21 +173,27 @@ class Reader:
     async def in_worker(
         self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None = None
     ) -> Prepared | Wanted:
-        """Read in a worker. If it ends unexpectedly, another one tries once."""
+        """Read in a worker. If it ends unexpectedly, another one tries once, among those for bulk jobs."""
         try:
-            async with self.worker(request, size, bulk=self.is_bulk(size, fields)) as channel:
-                return await self.prepared(channel, job, body, fields)
-        except NotReady:
-            async with self.worker(request, size, bulk=self.is_bulk(size, fields)) as channel:
-                return await self.prepared(channel, job, body, fields)
+            return await self.read_once(request, body, size, job, fields, bulk=self.is_bulk(size, fields))
+        except (NotReady, _TooSlow):
+            return await self.read_once(request, body, size, job, fields, bulk=True)
+
+    async def read_once(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None, *, bulk: bool
+    ) -> Prepared | Wanted:
+        """Read in one worker. Raises what :meth:`prepared` raises."""
+        async with self.worker(request, size, bulk=bulk) as channel:
+            return await self.prepared(channel, job, body, fields, bulk=bulk)
 
     async def prepared(
-        self, channel: Channel, job: Job, body: Sequence[bytes] = (), fields: Fields | None = None
+        self, channel: Channel, job: Job, body: Sequence[bytes], fields: Fields | None, *, bulk: bool
     ) -> Prepared | Wanted:
-        """Have a worker read the prompts, unpack them, and remember whether ``fields`` are quick. Raises :class:`GatewayError`."""
+        """Have a worker read the prompts, unpack them, and remember whether ``fields`` are quick. Raises :class:`GatewayError`;
+        :class:`_TooSlow` for a job that takes too long for one that is not ``bulk``."""
         began, seconds = time.perf_counter(), math.inf
         try:
-            packed = await self.ask(channel, job, body)
+            packed = await self.ask(channel, job, body, bulk=bulk)
             seconds = time.perf_counter() - began
         finally:
             if fields is not None:
@@ -218,12 +225,17 @@ class Reader:
         tenant, weight = _tenant(request)
         return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=bulk)
 
-    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> msgspec.Struct:
-        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed."""
+    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = (), *, bulk: bool = True) -> msgspec.Struct:
+        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed, and
+        :class:`_TooSlow`."""
         began = time.perf_counter()
+        seconds = self.text_seconds if bulk else min(self.text_seconds, SLOW_SECONDS)
         try:
-            answer = await channel.ask(job, body, seconds=self.text_seconds)
+            answer = await channel.ask(job, body, seconds=seconds)
         except WorkerLostError as error:
+            if error.loss == "slow" and seconds < self.text_seconds:
+                self.telemetry.text.worker_ended("moved")
+                raise _TooSlow from None
             self.telemetry.text.worker_ended(error.loss)
             raise self._lost(error.loss) from None
         finally:
@@ -340,14 +352,16 @@ class _Long(Reading[T]):
         fields = self.reader.fields(self.request, served.text, self.decoded.unbounded)
         characters = self.decoded.characters_cut if served.tokenizer.table.cuttable else self.decoded.characters
         with stage("gateway.read"):
-            if len(self.body.content) <= BULK and self.reader.is_bulk(max(size, characters), fields):
+            bulk = len(self.body.content) > BULK
+            if not bulk and self.reader.is_bulk(max(size, characters), fields):
                 await self.held.aclose()  # this worker is not one of those for such requests
                 read = await self.reader.in_worker(self.request, body, max(size, characters), whole, fields)
             else:
                 try:
-                    read = await self.reader.prepared(self.channel, order, body[1:], fields)
-                except NotReady:
-                    read = await self.reader.prepared(await self._new_worker(), whole, body, fields)
+                    read = await self.reader.prepared(self.channel, order, body[1:], fields, bulk=bulk)
+                except (NotReady, _TooSlow):
+                    await self.held.aclose()
+                    read = await self.reader.read_once(self.request, body, size, whole, fields, bulk=True)
             if isinstance(read, Prepared):
                 return self.reader.held(self.request, read)
             await self.held.aclose()
@@ -359,6 +373,10 @@ class _Long(Reading[T]):
         size = len(self.body.content)
         self.channel = await self.held.enter_async_context(self.reader.worker(self.request, size, bulk=size > BULK))
         return self.channel
+
+
+class _TooSlow(Exception):
+    """A job that is not bulk took :data:`SLOW_SECONDS`."""
 
 
 class Fields(NamedTuple):
@@ -382,9 +400,11 @@ class QuickFields:
     def note(self, fields: Fields, seconds: float) -> None:
         """Record the time that a worker took; infinite if it gave no result."""
         known = self._tenants.setdefault(fields.tenant, OrderedDict())
-        known.pop(fields, None)
-        if seconds < QUICK_SECONDS:
+        if seconds < QUICK_SECONDS or (seconds < SLOW_SECONDS and fields in known):
             known[fields] = None
+            known.move_to_end(fields)
+        else:
+            known.pop(fields, None)
         self._tenants.move_to_end(fields.tenant)
         for kept, most in ((known, KEPT_FIELDS), (self._tenants, KEPT_TENANTS)):
             if len(kept) > most:

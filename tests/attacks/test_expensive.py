@@ -21,7 +21,7 @@ import pytest
 from tests.attacks.hostile import HELLO, SLOW_MULTIPLE, chat_with_image, jpeg_of_scans
 from tests.attacks.watch import metric_of
 from tests.fakes import LIMITS, served, with_vision
-from tests.pictures import data_url, picture
+from tests.pictures import VISION_TEMPLATE, data_url, picture
 from tests.processes import Program, wait_until
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("as_in_production")]
@@ -37,6 +37,7 @@ QUIET = {
 }
 """Requests of a well-behaved client, each of which a text worker reads."""
 MOST_SECONDS = 0.5
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def _schema(number: int, padding: str = "") -> dict[str, Any]:
@@ -64,12 +65,12 @@ def entry(name: str, **limits: int) -> dict[str, Any]:
 
 
 @contextmanager
-def gateway_process(folder: Path, *keys: dict[str, Any]) -> Iterator[Program]:
+def gateway_process(folder: Path, *keys: dict[str, Any], template: str = VISION_TEMPLATE) -> Iterator[Program]:
     """A gateway before an engine that reads images, and the keys ``good`` and ``hostile`` without limits besides ``keys``."""
     file = folder / "keys.json"
     file.write_text(json.dumps({"keys": [entry("good"), entry("hostile"), *keys]}))
     limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT)
-    with served(with_vision(max_context=CONTEXT, limits=limits)) as url:
+    with served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url:
         program = Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off")
         threading.Thread(target=program.process.stderr.read, daemon=True).start()
         try:
@@ -128,6 +129,15 @@ def test_texts_and_known_schemas_do_not_wait_for_new_schemas(gateway: Program, p
         longest = {kind: max(times) for kind, times in latencies(gateway, 1).items()}
         assert not all(flood.done() for flood in floods)
         assert max(longest.values()) < 2 * MOST_SECONDS, longest
+
+
+def test_a_request_that_takes_unexpectedly_long_moves_to_the_workers_for_such_requests(tmp_path: Path) -> None:
+    moved = 'yardstick_text_workers_ended_total{reason="moved"}'
+    with gateway_process(tmp_path, template=ENDLESS) as gateway, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(post, gateway, "hostile", "chat/completions", {"messages": HELLO})
+        wait_until(lambda: metric_of(gateway, moved) == 1)
+        assert not answer.done(), "it begins again, with all its time"
+        assert "The chat template took longer than 2 s" in answer.result().json()["error"]["message"]
 
 
 def latencies(gateway: Program, seconds: float) -> dict[str, list[float]]:

@@ -99,10 +99,11 @@ def create_app(
         exporter=exporter,
         telemetry=telemetry,
     )
+    quotas = Quotas(stores.limiter, telemetry)
     v1 = Router(
         path="",
-        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters),
-        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry)],
+        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, quotas),
+        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas)],
         security=KEY if keys else NO_KEY,
     )
     return Gateway(
@@ -135,9 +136,10 @@ def _v1(
     stores: Stores,
     fleet: Fleet,
     adapters: AdapterManager,
+    quotas: Quotas,
 ) -> list[HTTPRouteHandler]:
     """Create the endpoints that need an API key, on a server with keys."""
-    pool, quotas = fleet.pool, Quotas(stores.limiter, telemetry)
+    pool = fleet.pool
     reader = Reader(
         workers,
         text_bounds(settings),

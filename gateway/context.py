@@ -44,8 +44,8 @@ class RequestContext(RequestRecord):
     """The client's key, on a server with keys."""
     streams: bool = False
     """Whether the response is a stream of events."""
-    reserved: Lease | None = None
-    """The lease that was taken of the key's limits before the request was read."""
+    lease: Lease | None = None
+    """What the request has taken of the key's limits."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
 from gateway.edge.middleware import HttpMiddleware
-from gateway.errors import Overloaded
+from gateway.errors import GatewayError, Overloaded
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import FairRoom
 from gateway.settings import Settings
@@ -23,7 +24,8 @@ class InFlightLimit(HttpMiddleware):
     shares each kind of room between keys, so this middleware stands behind :class:`~gateway.auth.require_key.RequireKey`.
     """
 
-    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(self, settings: Settings, telemetry: Telemetry, quotas: Quotas) -> None:
+        self._quotas = quotas
         self._requests = FairRoom(settings.max_in_flight)
         self._bodies = BodyReader(settings, telemetry)
         self._telemetry = telemetry
@@ -33,8 +35,10 @@ class InFlightLimit(HttpMiddleware):
         return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
-        tenant, weight = RequestContext.in_scope(scope).tenant
+        """Count the request until its answer is sent, and charge a refusal. Raises what :meth:`BodyReader.read` raises,
+        :class:`Overloaded`, and :class:`RateLimited`."""
+        context = RequestContext.in_scope(scope)
+        tenant, weight = context.tenant
         hold = self._bodies.hold(tenant, weight)
         try:
             if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]
@@ -48,6 +52,9 @@ class InFlightLimit(HttpMiddleware):
                 await next_app(scope, receive, send)
             finally:
                 self._requests.give(tenant)
+        except GatewayError as error:
+            await self._quotas.charge_refusal(context, error)
+            raise
         finally:
             hold.end()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from litestar.connection import ASGIConnection
 
 from gateway.context import RequestContext
-from gateway.errors import RateLimited
+from gateway.errors import ClientGone, GatewayError, Overloaded, RateLimited, RequestTimeout
 from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
 from gateway.metrics.telemetry import Telemetry
@@ -17,6 +17,10 @@ from gateway.tracing import stage
 
 if TYPE_CHECKING:
     from gateway.keys import ApiKey
+
+
+_FREE = (RequestTimeout.status, Overloaded.status, ClientGone.status)
+"""Statuses of refusals that cost nothing."""
 
 
 class Quotas:
@@ -32,55 +36,68 @@ class Quotas:
         The lease is settled when the request ends (:func:`gateway.limits.base.used`). The caller records in it the messages to
         engines and the used tokens. Returns None if the key has no limits. Raises :class:`RateLimited`.
         """
-        context = RequestContext.of(connection)
+        return await self._charge(RequestContext.of(connection), Cost(1, tokens, items))
+
+    async def reserve(
+        self,
+        connection: ASGIConnection,  # type: ignore[type-arg]
+        *,
+        tokens: int = 0,
+        items: int = 0,
+        fetches: bool = False,
+    ) -> None:
+        """Take one request before a text worker reads it, and before images are fetched for it, with the least that it may cost.
+        :meth:`charge` takes the rest, from the same lease. Raises :class:`RateLimited`."""
+        lease = await self.charge(connection, tokens=tokens, items=items)
+        if lease is not None:
+            lease.read = True
+            lease.fetched |= fetches
+
+    async def charge_refusal(self, context: RequestContext, error: GatewayError) -> None:
+        """Take one request for a refusal, unless the request has taken it before. Overloads, requests that did not arrive and
+        faults of the server cost nothing. Raises :class:`RateLimited`, which replaces ``error``."""
+        if context.lease is None and 400 <= error.status < 500 and error.status not in _FREE:
+            await self._charge(context, Cost(1, 0, 0))
+
+    async def _charge(self, context: RequestContext, cost: Cost) -> Lease | None:
+        """Take ``cost``, or what it has more than the request has taken before. Raises :class:`RateLimited`."""
         key = context.key
         if key is None or not key.limits.any:
             return None
-        cost = Cost(1, tokens, items)
-        if context.reserved is not None:
-            return await self._extend(context, key, context.reserved, cost)
+        if context.lease is not None:
+            return await self._extend(context, key, context.lease, cost)
         lease = Lease(key.id, new_id(), key.limits, cost)
-        context.headers += _headers(await self._take(key, lease, cost, context))
+        await self._take(key, lease, cost, context)
         context.at_end.append(partial(self._end, context, lease))
+        context.lease = lease
         return lease
-
-    async def reserve(self, connection: ASGIConnection, *, tokens: int, items: int) -> None:  # type: ignore[type-arg]
-        """Take one request before images are fetched for it, with the least that it may cost. :meth:`charge` takes the rest, from
-        the same lease. Raises :class:`RateLimited`."""
-        context = RequestContext.of(connection)
-        key = context.key
-        if key is None or not key.limits.any:
-            return
-        lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items), fetched=True)
-        await self._take(key, lease, lease.cost, context)
-        context.at_end.append(partial(self._end, context, lease))
-        context.reserved = lease
 
     async def _extend(self, context: RequestContext, key: ApiKey, lease: Lease, cost: Cost) -> Lease:
         """Raise ``lease`` to ``cost``. Raises :class:`RateLimited`."""
         rest = Cost(*(max(0, whole - taken) for whole, taken in zip(cost, lease.cost, strict=True)))
-        # what never fits is denied as a whole, because the rest alone may fit
-        more = Lease(key.id, new_id(), lease.limits._replace(concurrency=None), cost if too_much(lease.limits, cost) else rest)
-        context.headers += _headers(await self._take(key, more, cost, context))
+        if any(amount and limit is not None for amount, limit in zip(rest, lease.limits.rates, strict=True)):
+            # what never fits is denied as a whole, because the rest alone may fit
+            more = Lease(key.id, new_id(), lease.limits._replace(concurrency=None), cost if too_much(lease.limits, cost) else rest)
+            await self._take(key, more, cost, context)
+            more.charged = more.cost  # it is settled as a part of the lease
+            self._limiter.end(more)
         lease.cost = Cost(*(taken + left for taken, left in zip(lease.cost, rest, strict=True)))
-        more.charged = more.cost  # it is settled as a part of the lease
-        self._limiter.end(more)
         return lease
 
-    async def _take(self, key: ApiKey, lease: Lease, cost: Cost, context: RequestContext) -> Verdict:
-        """Take ``lease``, which is a part of ``cost``. Raises :class:`RateLimited`."""
+    async def _take(self, key: ApiKey, lease: Lease, cost: Cost, context: RequestContext) -> None:
+        """Take ``lease``, which is a part of ``cost``, and report the limits to the client. Raises :class:`RateLimited`."""
         with stage("gateway.quota"):
             verdict = await self._limiter.take(lease)
+        earlier = [header for header in context.headers if not header[0].startswith(b"x-ratelimit-")]
+        context.headers[:] = earlier + _headers(verdict)
         if verdict.denied is not None:
-            context.headers += _headers(verdict)
             self._telemetry.limited(key.name, verdict.denied)
             raise RateLimited(_complaint(key, cost, verdict), retry_after=verdict.wait)
-        return verdict
 
     def _end(self, context: RequestContext, lease: Lease) -> None:
         """Settle ``lease``, exactly once."""
         if lease.charged is None:
-            lease.charged = used(lease, context.status)
+            lease.charged = used(lease, context.status, overloaded=context.error == Overloaded.code)
             self._limiter.end(lease)
 
 

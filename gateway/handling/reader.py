@@ -8,13 +8,15 @@ whose work is bounded (``gateway/text/small.py``). Worker processes read all oth
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from litestar import Request
@@ -31,6 +33,7 @@ from gateway.metrics.telemetry import Telemetry
 from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model, TextSide
 from gateway.reading.endpoints import ENDPOINTS, NAMES
+from gateway.reading.images import IMAGE_CHARACTERS
 from gateway.schemas.parameters import Parameters
 from gateway.text.bounds import Bounds, NeedsWorker
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
@@ -51,6 +54,11 @@ PART_BYTES = 1 << 16
 """Bytes of a stored conversation that are sent to a worker at a time."""
 LARGE_ANSWER = 1 << 18
 """Size of a worker's answer, in bytes, above which the event loop serves others before and after unpacking it."""
+QUICK_SECONDS, SLOW_SECONDS = 0.25, 1.0
+"""Time of a job in a worker below which its fields count as quick, and longest time of a job that is not bulk: it begins again as
+one. A busy machine makes quick jobs a few times slower."""
+KEPT_FIELDS, KEPT_TENANTS = 256, 1024
+"""Most quick fields that are remembered of one tenant, those of one request being one, and most tenants."""
 
 T = TypeVar("T", bound=Parameters)
 
@@ -83,6 +91,8 @@ class Reader:
     quotas: Quotas
     formats: Mapping[str, Formats] = field(default_factory=dict)
     """Formats of answers that the settings choose, by model."""
+    quick: QuickFields = field(default_factory=lambda: QuickFields())
+    """Fields whose jobs are not bulk, although their cost is not bounded by their size."""
 
     def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
         """Decode the request in ``body``. The block may hold a worker; leave it once the prompts are read.
@@ -115,13 +125,26 @@ class Reader:
             finally:
                 del long.channel  # the worker belongs to other requests from here on
 
-    async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
-        """Decode and read in a worker, and fetch the images that the request names. Raises :class:`GatewayError`."""
+    async def read_whole(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, unbounded: bytes
+    ) -> Prepared:
+        """Charge a request, decode and read it in a worker, and fetch the images that it names. ``unbounded``: as
+        :meth:`Endpoint.unbounded` returns it. Raises :class:`GatewayError`."""
         async with while_connected(request.scope):
-            read = await self._in_worker(request, body, size, job)
+            await self.quotas.reserve(request)
+            fields = self.fields(request, job.read.text, unbounded)
+            read = await self.in_worker(request, body, size, job, fields)
             if isinstance(read, Wanted):
                 return await self.read_fetched(request, body, size, job, read)
             return self.held(request, read)
+
+    def fields(self, request: Request[Any, Any, Any], text: str, unbounded: bytes) -> Fields | None:
+        """Return the key of a request's fields in :attr:`quick`; None if the cost of all is bounded by their size."""
+        return Fields(RequestContext.of(request).tenant.id, text, unbounded) if unbounded else None
+
+    def is_bulk(self, size: int, fields: Fields | None) -> bool:
+        """Whether a job is large, or has fields whose cost is not bounded by their size and not known to be small."""
+        return size > BULK or (fields is not None and fields not in self.quick)
 
     def held(self, request: Request[Any, Any, Any], prepared: Prepared) -> Prepared:
         """Return ``prepared`` with room for its images until the end of the request. Raises :class:`Overloaded`."""
@@ -135,30 +158,46 @@ class Reader:
         tenant = RequestContext.of(request).tenant
         self.fetcher.check(wanted.urls)
         # the least that the request may cost: each image has a token
-        await self.quotas.reserve(request, tokens=len(wanted.urls), items=ENDPOINTS[job.endpoint].least_items)
+        await self.quotas.reserve(request, tokens=len(wanted.urls), items=ENDPOINTS[job.endpoint].least_items, fetches=True)
         with self.image_room.receiving(tenant) as take:
             with stage("gateway.fetch"):
                 contents = await self.fetcher.fetch_all(wanted.urls, tenant, take)
             fetched = [Fetched(url, len(content)) for url, content in contents.items()]
             whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
             parts = [part for content in contents.values() for part in _sliced(content)]
-            read = await self._in_worker(request, [*body, *parts], size + sum(map(len, parts)), whole)
+            read = await self.in_worker(request, [*body, *parts], max(size, IMAGE_CHARACTERS) + sum(map(len, parts)), whole)
             del contents, parts
         assert isinstance(read, Prepared)
         return self.held(request, read)
 
-    async def _in_worker(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared | Wanted:
-        """Read in a worker. If it ends unexpectedly, another one tries once."""
+    async def in_worker(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None = None
+    ) -> Prepared | Wanted:
+        """Read in a worker. If it ends unexpectedly, another one tries once, among those for bulk jobs."""
         try:
-            async with self.worker(request, size) as channel:
-                return await self.prepared(channel, job, body)
-        except NotReady:
-            async with self.worker(request, size) as channel:
-                return await self.prepared(channel, job, body)
+            return await self.read_once(request, body, size, job, fields, bulk=self.is_bulk(size, fields))
+        except (NotReady, _TooSlow):
+            return await self.read_once(request, body, size, job, fields, bulk=True)
 
-    async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared | Wanted:
-        """Have a worker read the prompts, and unpack them. Raises :class:`GatewayError`."""
-        packed = await self.ask(channel, job, body)
+    async def read_once(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None, *, bulk: bool
+    ) -> Prepared | Wanted:
+        """Read in one worker. Raises what :meth:`prepared` raises."""
+        async with self.worker(request, size, bulk=bulk) as channel:
+            return await self.prepared(channel, job, body, fields, bulk=bulk)
+
+    async def prepared(
+        self, channel: Channel, job: Job, body: Sequence[bytes], fields: Fields | None, *, bulk: bool
+    ) -> Prepared | Wanted:
+        """Have a worker read the prompts, unpack them, and remember whether ``fields`` are quick. Raises :class:`GatewayError`;
+        :class:`_TooSlow` for a job that takes too long for one that is not ``bulk``."""
+        began, seconds = time.perf_counter(), math.inf
+        try:
+            packed = await self.ask(channel, job, body, bulk=bulk)
+            seconds = time.perf_counter() - began
+        finally:
+            if fields is not None:
+                self.quick.note(fields, seconds)
         if isinstance(packed, Wanted):
             return packed
         assert isinstance(packed, Packed)
@@ -181,20 +220,26 @@ class Reader:
     def _small_bounds(self) -> Bounds:
         return msgspec.structs.replace(self.bounds, max_request_tokens=min(self.bounds.max_request_tokens, SMALL_TOKENS))
 
-    def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
+    def worker(self, request: Request[Any, Any, Any], size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
         tenant, weight = _tenant(request)
-        return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=size > BULK)
+        return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=bulk)
 
-    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> msgspec.Struct:
-        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed."""
+    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = (), *, bulk: bool = True) -> msgspec.Struct:
+        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed, and
+        :class:`_TooSlow`."""
         began = time.perf_counter()
+        seconds = self.text_seconds if bulk else min(self.text_seconds, SLOW_SECONDS)
         try:
-            answer = await channel.ask(job, body, seconds=self.text_seconds)
+            answer = await channel.ask(job, body, seconds=seconds)
         except WorkerLostError as error:
+            if error.loss == "slow" and seconds < self.text_seconds:
+                self.telemetry.text.worker_ended("moved")
+                raise _TooSlow from None
             self.telemetry.text.worker_ended(error.loss)
             raise self._lost(error.loss) from None
-        self.telemetry.text.read(time.perf_counter() - began)
+        finally:
+            self.telemetry.text.read(time.perf_counter() - began)
         if isinstance(answer, Refused):
             if answer.image_reason is not None:
                 self.telemetry.images.refused(answer.image_reason)
@@ -249,7 +294,8 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
             characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
             job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
             size = max(len(self.body), characters) + len(earlier)
-            return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job)
+            unbounded = self.endpoint.unbounded(self.fields)
+            return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job, unbounded)
 
     def _read_small(self, served: ServedModel) -> Prepared | None:
         """Read a short text; None if a worker has to, which also decides what is wrong with a request."""
@@ -281,15 +327,18 @@ class _Long(Reading[T]):
     """Exit stack that holds the worker."""
     channel: Channel = field(init=False)
     fields: T = field(init=False)
+    decoded: Decoded = field(init=False)
 
     async def decode(self) -> None:
-        """Decode the body in a worker and set ``fields``. Raises :class:`GatewayError`."""
+        """Charge the request, decode its body in a worker, and set ``fields``. Raises :class:`GatewayError`."""
+        await self.reader.quotas.reserve(self.request)
         job = Decode(self.name)
         try:
             decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         except NotReady:
             decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         assert isinstance(decoded, Decoded)
+        self.decoded = decoded
         context = RequestContext.of(self.request)
         context.name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
@@ -299,21 +348,67 @@ class _Long(Reading[T]):
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         order = self.reader.order(served, earlier)
         body, whole = [self.body.content, *_sliced(earlier)], Whole(self.name, order)
+        size = len(self.body.content) + len(earlier)
+        fields = self.reader.fields(self.request, served.text, self.decoded.unbounded)
+        characters = self.decoded.characters_cut if served.tokenizer.table.cuttable else self.decoded.characters
         with stage("gateway.read"):
-            try:
-                read = await self.reader.prepared(self.channel, order, body[1:])
-            except NotReady:
-                read = await self.reader.prepared(await self._new_worker(), whole, body)
+            bulk = len(self.body.content) > BULK
+            if not bulk and self.reader.is_bulk(max(size, characters), fields):
+                await self.held.aclose()  # this worker is not one of those for such requests
+                read = await self.reader.in_worker(self.request, body, max(size, characters), whole, fields)
+            else:
+                try:
+                    read = await self.reader.prepared(self.channel, order, body[1:], fields, bulk=bulk)
+                except (NotReady, _TooSlow):
+                    await self.held.aclose()
+                    read = await self.reader.read_once(self.request, body, size, whole, fields, bulk=True)
             if isinstance(read, Prepared):
                 return self.reader.held(self.request, read)
             await self.held.aclose()
-            return await self.reader.read_fetched(self.request, body, len(self.body.content) + len(earlier), whole, read)
+            return await self.reader.read_fetched(self.request, body, size, whole, read)
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""
         await self.held.aclose()
-        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, len(self.body.content)))
+        size = len(self.body.content)
+        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, size, bulk=size > BULK))
         return self.channel
+
+
+class _TooSlow(Exception):
+    """A job that is not bulk took :data:`SLOW_SECONDS`."""
+
+
+class Fields(NamedTuple):
+    """Fields of a request whose cost is not bounded by their size, such as schemas."""
+
+    tenant: str | None
+    text: str
+    """Key of the model's tokeniser and template."""
+    digest: bytes
+
+
+class QuickFields:
+    """The fields that a worker last read quickly. Each tenant has its own, so that none learns or displaces those of others."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str | None, OrderedDict[Fields, None]] = OrderedDict()
+
+    def __contains__(self, fields: Fields) -> bool:
+        return fields in self._tenants.get(fields.tenant, ())
+
+    def note(self, fields: Fields, seconds: float) -> None:
+        """Record the time that a worker took; infinite if it gave no result."""
+        known = self._tenants.setdefault(fields.tenant, OrderedDict())
+        if seconds < QUICK_SECONDS or (seconds < SLOW_SECONDS and fields in known):
+            known[fields] = None
+            known.move_to_end(fields)
+        else:
+            known.pop(fields, None)
+        self._tenants.move_to_end(fields.tenant)
+        for kept, most in ((known, KEPT_FIELDS), (self._tenants, KEPT_TENANTS)):
+            if len(kept) > most:
+                kept.popitem(last=False)
 
 
 def _sliced(data: bytes) -> list[bytes]:

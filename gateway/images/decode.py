@@ -7,6 +7,7 @@ same file: the orientation of the EXIF data is applied (``transformers.image_uti
 
 from __future__ import annotations
 
+import math
 import struct
 import warnings
 import zlib
@@ -22,6 +23,9 @@ MAX_SIDE = 1 << 16
 """Largest width and height in the header of a file, in pixels."""
 MAX_RATIO = 200
 """Largest ratio of the sides, that of transformers' ``smart_resize``."""
+
+_START_OF_SCAN = b"\xff\xda"
+"""Begins each scan of a JPEG file. Coded data do not contain it; the other images of a file, such as thumbnails, have their own."""
 
 _ERRORS = (
     OSError,
@@ -39,10 +43,10 @@ _ERRORS = (
 """Exceptions that Pillow's parsers raise for corrupt files. A :class:`MemoryError` is the worker's."""
 
 
-def decode(content: bytes, *, max_pixels: int) -> Pillow.Image:
+def decode(content: bytes, *, max_pixels: int, max_scanned: float = math.inf) -> Pillow.Image:
     """Return the image in ``content`` as RGB; of an animation, the first frame. Raises :class:`ImageError`.
 
-    ``max_pixels``: most pixels of the image in the file, checked in its header.
+    ``max_pixels``: most pixels of the image in the file, checked in its header. ``max_scanned``: most pixels of all scans.
     """
     if not content:
         raise ImageError("corrupt", "is an empty file")
@@ -51,11 +55,19 @@ def decode(content: bytes, *, max_pixels: int) -> Pillow.Image:
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata
         image = _opened(content)
         _check_size(image, max_pixels)
+        if scanned_pixels(image.width * image.height, content) > max_scanned:
+            raise ImageError("scans", f"has too many scans for {image.width} x {image.height} pixels; store it with fewer")
         try:
             image.load()
             return _rgb(_oriented(image))
         except _ERRORS as error:
             raise ImageError("corrupt", f"is not a valid {image.format} file: {_short(error)}") from None
+
+
+def scanned_pixels(pixels: int, content: bytes) -> int:
+    """Return the number of pixels that a decoder passes over. Each scan of a JPEG file takes it as long as a tenth to a third of
+    the image, even if the scan has 50 bytes."""
+    return pixels * (max(1, content.count(_START_OF_SCAN)) if content.startswith(b"\xff\xd8") else 1)
 
 
 def _opened(content: bytes) -> Pillow.Image:

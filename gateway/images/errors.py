@@ -10,6 +10,7 @@ Reason = Literal[
     "data_url",  # the URL is not of a known form, or its base64 is not valid
     "format",  # the file is of no known format
     "pixels",  # too many pixels
+    "scans",  # too many scans of a JPEG file
     "shape",  # extreme proportions, or sides that are too long
     "corrupt",  # the file is not valid
     "host",  # the URL's host is not allowed

@@ -11,9 +11,9 @@ algorithm instead of windows:
 
 In the worst minute, which begins after a rest, twice the limit passes; over longer times the average approaches the limit.
 
-A request takes its expected cost when it begins and is settled once, when it ends: :func:`used` computes the final charge, and the
-difference from the expected cost is given back, or taken if more was used. Over any time since the start, the final charges sum to
-at most the limit times the minutes, plus one limit.
+A request takes its expected cost when it begins, in two steps if a text worker reads it, and is settled once, when it ends:
+:func:`used` computes the final charge, and the difference from the expected cost is given back, or taken if more was used. Over any
+time since the start, the final charges sum to at most the limit times the minutes, plus one limit.
 
 Concurrency is a set of leases, one for each request in progress. A lease ends with its request; the leases of a gateway that died
 expire.
@@ -96,6 +96,8 @@ class Lease(msgspec.Struct, eq=False):
     """Cost of the messages that were sent to engines so far."""
     charged: Cost | None = None
     """Final cost; None until the request has ended."""
+    read: bool = False
+    """Whether it was taken before a text worker read the request."""
     fetched: bool = False
     """Whether images were fetched for the request."""
     shared: bool = False
@@ -117,21 +119,26 @@ class Lease(msgspec.Struct, eq=False):
             self.begun = Cost(1, self.begun.tokens + tokens, self.begun.items + items)
 
 
-def used(lease: Lease, status: int) -> Cost:
+def used(lease: Lease, status: int, *, overloaded: bool = False) -> Cost:
     """Return the final charge of a request that ended with ``status``.
 
     ===========================  ==============================================================
     an answer or a stream began  the request; tokens as used, also where the stream broke later
     the client left before that  what had been sent to engines by then
-    anything else                nothing: a refusal, an overload or a fault of the server
+    a refusal                    one request
+    an overload, or a fault of   nothing
+    the server
     ===========================  ==============================================================
 
-    A request that images were fetched for counts as one request in any case, so a key cannot have images fetched without end.
+    A request that images were fetched for counts as one request in any case, so a key cannot have images fetched without end; so
+    does one that a text worker read and whose client left. ``overloaded``: the status 429 is not that of a limit of the key.
     """
     if status < 400:
         return lease.cost if lease.used_tokens is None else lease.cost._replace(tokens=lease.used_tokens)
-    begun = lease.begun if status == CLIENT_GONE else NOTHING
-    return begun._replace(requests=1) if lease.fetched else begun
+    begun, counts = NOTHING, 400 <= status < 500 and not overloaded
+    if status == CLIENT_GONE:
+        begun, counts = lease.begun, lease.read
+    return begun._replace(requests=1) if counts or lease.fetched else begun
 
 
 class Limiter(Protocol):

@@ -32,7 +32,8 @@ class TextMetrics(Metrics):
         self._text_small.inc()
 
     def worker_ended(self, reason: str) -> None:
-        """Count a lost text worker: ``slow``, ``template``, ``memory``, ``left`` by its client, or ``crash``."""
+        """Count a lost text worker: ``slow``, ``moved`` to the workers for bulk jobs, ``template``, ``memory``, ``left`` by its
+        client, or ``crash``."""
         self._text_ends.labels(reason).inc()
 
     def watch_queue(self, read: Callable[[], int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ import msgspec
 from gateway.errors import InvalidRequest
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
+from gateway.schemas.structure import BULK as CONSTRAINTS
 from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
@@ -24,6 +26,9 @@ from gateway.tools.formats import Formats
 
 T = TypeVar("T", bound=Parameters)
 
+UNBOUNDED = (*CONSTRAINTS, "text", "tools", "tool_choice", "chat_template_kwargs")
+"""Fields whose cost is not bounded by their size: grammars are compiled of them, and chat templates do with them what they like.
+The field ``text`` of ``/v1/responses`` has a schema."""
 MAX_FIELDS_BYTES = 1 << 18
 """Most bytes of the fields of a request other than its bulk, unless it may name items of a catalogue."""
 
@@ -95,6 +100,11 @@ class Endpoint(Generic[T]):
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """Return the request and the names of ignored fields. Raises :class:`InvalidRequest`."""
         return self._decoder.decode(body)
+
+    def unbounded(self, request: T) -> bytes:
+        """Return a digest of the :data:`UNBOUNDED` fields in the request; empty if it has none."""
+        given = {name: value for name in UNBOUNDED if (value := getattr(request, name, None))}
+        return hashlib.blake2b(msgspec.json.encode(given), digest_size=16).digest() if given else b""
 
     def without_bulk(self, request: T) -> T:
         """Return the request with stand-ins for its bulk fields."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from engine.wire import IMAGE_TOKENS, Image, VisionInfo
 from gateway.errors import ContextExceeded
 from gateway.images.data_url import is_data_url, read_data_url
-from gateway.images.decode import decode
+from gateway.images.decode import decode, scanned_pixels
 from gateway.images.errors import ImageError, InvalidImage
 from gateway.images.patches import prepare
 from gateway.schemas.content import ImagePart, TextPart
@@ -18,6 +18,8 @@ from gateway.text.facts import Facts
 
 IMAGE_CHARACTERS = 1 << 17
 """Characters that count for the images of a request, which is then a bulk job."""
+SCANS = 12
+"""Scans that a JPEG file of the most pixels may have; progressive files have about ten. A smaller one may have more."""
 LOW_TOKENS = 256
 """Most tokens of an image whose ``detail`` is ``low``."""
 
@@ -31,6 +33,7 @@ class ImageDecoder:
         self._facts = facts
         self._fetched = fetched
         self._pixels_left = bounds.max_image_pixels
+        self._scanned_left = SCANS * bounds.max_image_pixels
         self._tokens_left = bounds.max_image_tokens
         self._most_tokens = bounds.max_image_tokens
         self._known: dict[tuple[bytes, bool], int] = {}  # by the digest of the file
@@ -49,8 +52,10 @@ class ImageDecoder:
         key = hashlib.blake2b(content, digest_size=16).digest(), part.low
         if (known := self._known.get(key)) is not None:
             return known
-        picture = decode(content, max_pixels=self._pixels_left)
-        self._pixels_left -= picture.width * picture.height
+        picture = decode(content, max_pixels=self._pixels_left, max_scanned=self._scanned_left)
+        pixels = picture.width * picture.height
+        self._pixels_left -= pixels
+        self._scanned_left -= scanned_pixels(pixels, content)
         low = LOW_TOKENS * (vision.patch_size * vision.merge_size) ** 2 if part.low else None
         image = prepare(picture, vision, max_pixels=low)
         if image.digest not in self._places:

@@ -119,7 +119,13 @@ class Worker:
             self._endpoint = ENDPOINTS[job.endpoint]
             self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders accept bytearray; a copy would be large
             if isinstance(job, Decode):
-                return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
+                return Decoded(
+                    self._endpoint.pack_fields(self._request),
+                    ignored[:MAX_IGNORED],
+                    self._endpoint.characters(self._request, False),
+                    self._endpoint.characters(self._request, True),
+                    self._endpoint.unbounded(self._request),
+                )
             return self._read(job.read, extra)
         except InvalidRequest as error:
             reason = error.reason if isinstance(error, InvalidImage) else None

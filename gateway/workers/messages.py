@@ -65,6 +65,12 @@ class Decoded(msgspec.Struct, tag="decoded", frozen=True):
 
     fields: bytes
     ignored: list[str]
+    characters: int
+    """:attr:`gateway.reading.endpoint.Endpoint.characters` for a tokeniser without safe cuts."""
+    characters_cut: int
+    """For one with safe cuts."""
+    unbounded: bytes
+    """As :meth:`gateway.reading.endpoint.Endpoint.unbounded` returns it."""
 
 
 class Wanted(msgspec.Struct, tag="wanted", frozen=True):

@@ -1,9 +1,9 @@
 """The worker processes that read requests: scheduling of jobs, time limits, and replacement of workers that end.
 
-Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs use at most half of the workers, so that a short
-chat never waits behind a body of many megabytes, and the memory of bulk jobs is bounded. The block of :meth:`Workers.job` holds a
-worker. If the block is left while the worker is busy, because the client left, the worker gets a short grace period to finish and
-is killed after it.
+Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs, which are large or whose time is not bounded by
+their size, use at most half of the workers, so that a short chat never waits behind a body of many megabytes or a hostile schema,
+and the memory of bulk jobs is bounded. The block of :meth:`Workers.job` holds a worker. If the block is left while the worker is
+busy, because the client left, the worker gets a short grace period to finish and is killed after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
 from gateway.workers.channel import Channel, WorkerLostError, connect
 from gateway.workers.forks import Forks, ForksLostError
-from gateway.workers.job_queue import Capacity, JobQueue, Waiter
+from gateway.workers.job_queue import Capacity, JobQueue, QueuedJob
 
 logger = logging.getLogger(__name__)
 
@@ -114,60 +114,63 @@ class Workers:
     def job(self, *, tenant: str, size: int, bulk: bool, weight: float = 1.0) -> Held:
         """Hold a worker for one job whose body has ``size`` bytes. ``weight`` scales the tenant's share. Raises
         :class:`Overloaded`."""
-        return Held(self, tenant, size, bulk=bulk and self._capacity.workers > 1, weight=weight)
+        return Held(self, QueuedJob(tenant, size, bulk and self._capacity.workers > 1, weight))
 
-    async def acquire(self, size: int, tenant: str, weight: float, *, bulk: bool) -> Channel:
+    async def acquire(self, job: QueuedJob) -> Channel:
         """Return a worker, which the caller releases. Raises :class:`Overloaded`."""
-        if self._idle and self._queue.passes(size, tenant, weight, bulk=bulk):
+        if self._idle and self._queue.passes(job):
             self._telemetry.text.waited(0.0)
             return self._idle.pop()
         began = time.perf_counter()
-        channel = await self._wait(Waiter(size, bulk), tenant, weight)
+        channel = await self._wait(job)
         self._telemetry.text.waited(time.perf_counter() - began)
         return channel
 
-    async def _wait(self, waiter: Waiter, tenant: str, weight: float) -> Channel:
-        self._queue.push(waiter, tenant, weight)
+    async def _wait(self, job: QueuedJob) -> Channel:
+        ready: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        job.ready = ready
+        self._queue.push(job)
         self._dispatch()
-        if waiter.ready.done():
-            return waiter.ready.result()
+        if ready.done():
+            return ready.result()
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                return await waiter.ready
+                return await ready
         except (TimeoutError, asyncio.CancelledError) as error:
-            if waiter.ready.done() and not waiter.ready.cancelled():
-                self.release(waiter.ready.result(), bulk=waiter.bulk)
+            if ready.done() and not ready.cancelled():
+                self.release(ready.result(), job)
             else:
-                self._queue.discard(waiter)
+                self._queue.discard(job)
             if isinstance(error, TimeoutError):
                 raise Overloaded("The request waited too long to be tokenised; try again later.", retry_after=5) from None
             raise
 
     def _dispatch(self) -> None:
         """Assign idle workers to waiting jobs."""
-        while self._idle and (waiter := self._queue.pop()):
-            waiter.ready.set_result(self._idle.pop())
+        while self._idle and (job := self._queue.pop()):
+            assert job.ready is not None
+            job.ready.set_result(self._idle.pop())
 
-    def release(self, channel: Channel, *, bulk: bool) -> None:
+    def release(self, channel: Channel, job: QueuedJob) -> None:
         """Release a worker whose job ended or was abandoned."""
         if channel.busy or channel.keeps_request:
-            self._spawn(self._clear(channel, bulk))
+            self._spawn(self._clear(channel, job))
             return
-        self._queue.ended(bulk=bulk)
+        self._queue.ended(job)
         if channel.retiring or channel.generation != self._generation:
             channel.close()
         else:
             self._idle.append(channel)
         self._dispatch()
 
-    async def _clear(self, channel: Channel, bulk: bool) -> None:
+    async def _clear(self, channel: Channel, job: QueuedJob) -> None:
         """Make a worker with an abandoned job ready for the next one, or kill it."""
         try:
             await channel.clear()
         except (TimeoutError, WorkerLostError):
             self._telemetry.text.worker_ended("left")
             channel.kill()
-        self.release(channel, bulk=bulk)
+        self.release(channel, job)
 
     def _renew(self) -> None:
         """Replace the workers by ones that have all tokenisers: idle ones now, the others after their jobs."""
@@ -272,21 +275,18 @@ class Workers:
 class Held:
     """An async context manager that holds a worker. It is no generator, because every chat enters it."""
 
-    __slots__ = ("_bulk", "_channel", "_size", "_tenant", "_weight", "_workers")
+    __slots__ = ("_channel", "_workers", "job")
 
-    def __init__(self, workers: Workers, tenant: str, size: int, *, bulk: bool, weight: float) -> None:
+    def __init__(self, workers: Workers, job: QueuedJob) -> None:
         self._workers = workers
-        self._tenant = tenant
-        self._size = size
-        self._bulk = bulk
-        self._weight = weight
+        self.job = job
 
     async def __aenter__(self) -> Channel:
-        self._channel = await self._workers.acquire(self._size, self._tenant, self._weight, bulk=self._bulk)
+        self._channel = await self._workers.acquire(self.job)
         return self._channel
 
     async def __aexit__(self, *_: object) -> None:
-        self._workers.release(self._channel, bulk=self._bulk)
+        self._workers.release(self._channel, self.job)
 
 
 def default_workers() -> int:

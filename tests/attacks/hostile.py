@@ -1,6 +1,7 @@
-"""Hostile and careless clients, as a program: ``python -m tests.attacks.hostile URL KEY SECONDS PAUSE [SEED]``.
+"""Hostile and careless clients, as a program: ``python -m tests.attacks.hostile URL KEY SECONDS PAUSE [SEED [KIND]]``.
 
-All behaviours run at once until SECONDS are over; each connection of the flood pauses for PAUSE seconds between two requests.
+All behaviours run at once until SECONDS are over; each connection of the flood pauses for PAUSE seconds between two requests. With
+the KIND ``schemas`` or ``images``, sixteen connections send only requests that cost much to refuse.
 The last line of the output is JSON: the number of answers by behaviour and status, and every 5xx that is not a 503 with
 ``Retry-After``.
 """
@@ -17,11 +18,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
 
 import aiohttp
+from PIL import Image as Pillow
+
+from tests.pictures import data_url
 
 FLOOD_CONNECTIONS = 24
 GRAMMAR_CONNECTIONS = 4
+EXPENSIVE_CONNECTIONS = 16
+SLOW_MULTIPLE = 180_001
+"""Least ``multipleOf`` of a schema whose compiling takes a second."""
 MIB = 1024 * 1024
 Behaviour = Callable[[], Awaitable[None]]
 
@@ -43,10 +52,15 @@ class Hostile:
         self._host, _, port = self.url.removeprefix("http://").partition(":")
         self._port = int(port)
 
-    async def run(self, seconds: float) -> None:
-        """Run every behaviour again and again for ``seconds``."""
+    async def run(self, seconds: float, kind: str = "") -> None:
+        """Run every behaviour, or those of ``kind``, again and again for ``seconds``."""
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {self.key}"}, timeout=timeout) as self._session:
+            if kind:
+                behaviour = {"schemas": self.schemas, "images": self.images}[kind]
+                runs = [self._repeat(behaviour, seconds, pause=self.pause) for _ in range(EXPENSIVE_CONNECTIONS)]
+                await asyncio.gather(*runs)
+                return
             runs = [self._repeat(self.flood, seconds, pause=self.pause) for _ in range(FLOOD_CONNECTIONS)]
             others = (
                 self.leave_a_stream,
@@ -57,6 +71,8 @@ class Hostile:
                 self.header_bomb,
                 self.mix,
                 *[self.new_grammars] * GRAMMAR_CONNECTIONS,
+                self.schemas,
+                self.images,
             )
             runs += [self._repeat(behaviour, seconds, pause=0.5) for behaviour in others]
             runs += [self._repeat(self.upload_slowly, seconds, pause=0.5) for _ in range(4)]
@@ -142,6 +158,17 @@ class Hostile:
         async with self._session.get(f"{self.url}/nothing") as answer:
             self._count("mix", answer)
 
+    async def schemas(self) -> None:
+        """Ask for JSON of a schema that is new and takes long to compile."""
+        multiple = SLOW_MULTIPLE + 2 * self._random.randrange(1 << 19)
+        schema = {"type": "array", "items": {"type": "integer", "multipleOf": multiple}}
+        await self._post("schemas", "chat/completions", {"messages": HELLO, "max_tokens": 1, "guided_json": schema})
+
+    async def images(self) -> None:
+        """Send a small file of many pixels and scans."""
+        url = data_url(jpeg_of_scans(1190), "jpeg")
+        await self._post("images", "chat/completions", chat_with_image(url))
+
     async def _post(self, name: str, path: str, body: object) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", "cache-control": "no-store"}
@@ -166,12 +193,30 @@ class Hostile:
             writer.close()
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat_with_image(url: str) -> dict[str, object]:
+    """A chat about one image."""
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "max_tokens": 1}
+
+
+@cache
+def jpeg_of_scans(scans: int, side: int = 5792) -> bytes:
+    """A progressive grey JPEG of ``side`` x ``side`` pixels with so many scans more; each has 53 bytes if ``side`` is 5792."""
+    file = BytesIO()
+    Pillow.new("L", (side, side), 128).save(file, "JPEG", progressive=True)
+    whole = file.getvalue()
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + last * scans + whole[-2:]
+
+
 def main() -> None:
     """Attack, then print the summary."""
     os.nice(19)  # hostile clients bring their own processors, so this one must take none from the servers
-    url, key, seconds, pause, *seed = sys.argv[1:]
-    hostile = Hostile(url, key, float(pause), int(seed[0]) if seed else 0)
-    asyncio.run(hostile.run(float(seconds)))
+    url, key, seconds, pause, seed, kind, *_ = [*sys.argv[1:], "0", ""] if len(sys.argv) < 6 else [*sys.argv[1:], ""]
+    hostile = Hostile(url, key, float(pause), int(seed))
+    asyncio.run(hostile.run(float(seconds), kind))
     print(json.dumps({"answers": hostile.answers, "faults": hostile.faults}))
 
 

@@ -52,11 +52,15 @@ pytestmark = [
 ]
 
 BODY = {"query": [9] * 30, "items": [[item, 7, 8, 9, 10, 11] for item in range(3, 13)], "label_token_ids": [3, 4]}
-TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
-JSON = {key: value for key, value in TEXT.items() if key != "ignore_eos"} | {
+WORDS = {"prompt": "red shoes and blue shirts, " * 300}
+JSON = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "seed": 3, "logprobs": 0} | {
     "guided_json": {"type": "object", "properties": {"size": {"type": "integer", "minimum": 20}}, "required": ["size"]}
 }
-KINDS = ("score", "stream", "json")
+KINDS = ("score", "stream", "tokenize", "json")
+"""Requests of the well-behaved clients. Text workers read the last two."""
+LIMITED = 20
+"""Requests a minute of one of the keys that send schemas which are expensive to refuse."""
+TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
 
 
 def entry(name: str, **fields: Any) -> dict[str, Any]:
@@ -69,7 +73,8 @@ class Deployment:
     def __init__(self, directory: Path) -> None:
         self._model = make_checkpoint(directory / "model", "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
         keys = directory / "keys.json"
-        keys.write_text(json.dumps({"keys": [entry("good-1"), entry("good-2"), entry("hostile")]}))
+        entries = [entry("good-1"), entry("good-2"), entry("hostile"), entry("limited", requests_per_minute=LIMITED)]
+        keys.write_text(json.dumps({"keys": entries}))
         self.pods = [self._pod() for _ in range(2)]
         for pod in self.pods:
             pod.wait_ready()
@@ -145,7 +150,7 @@ class Clients:
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}, timeout=timeout) as session:
             while time.monotonic() < end:
-                for kind, ask in zip(KINDS, (self._score, self._stream, self._json), strict=True):
+                for kind, ask in zip(KINDS, (self._score, self._stream, self._tokenize, self._json), strict=True):
                     began = time.monotonic()
                     failure = None
                     try:
@@ -162,12 +167,9 @@ class Clients:
             assert answer.status == 200, f"{answer.status} {await answer.text()}"
             return [value for row in (await answer.json())["scores"] for value in row]
 
-    async def _json(self, session: aiohttp.ClientSession) -> list[float]:
-        return await self._stream(session, JSON)
-
-    async def _stream(self, session: aiohttp.ClientSession, body: dict[str, Any] = TEXT) -> list[float]:
+    async def _stream(self, session: aiohttp.ClientSession) -> list[float]:
         logprobs: list[float] = []
-        async with session.post(f"{self.url}/v1/completions", json=body) as answer:
+        async with session.post(f"{self.url}/v1/completions", json=TEXT) as answer:
             assert answer.status == 200, f"{answer.status} {await answer.text()}"
             done = False
             async for line in answer.content:
@@ -178,6 +180,17 @@ class Clients:
                 done = done or line.startswith(b"data: [DONE]")
             assert done, "the stream broke off"
         return logprobs
+
+    async def _tokenize(self, session: aiohttp.ClientSession) -> list[float]:
+        return (await self._answer(session, "tokenize", WORDS))["tokens"]
+
+    async def _json(self, session: aiohttp.ClientSession) -> list[float]:
+        return (await self._answer(session, "completions", JSON))["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def _answer(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Any:
+        async with session.post(f"{self.url}/v1/{path}", json=body) as answer:
+            assert answer.status == 200, f"{answer.status} {await answer.text()}"
+            return await answer.json()
 
 
 class Incidents:
@@ -226,16 +239,17 @@ def test_soak(deployment: Deployment) -> None:
     asyncio.run(quiet.run(QUIET_SECONDS))
     idle = tree_mib(gateway.process.pid)
     loud = Clients(gateway.url, expected=quiet.expected)
-    command = [sys.executable, "-m", "tests.attacks.hostile", gateway.url, "hostile", str(SECONDS), str(FLOOD_PAUSE)]
-    hostile = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.attacks.hostile", gateway.url]
+    attacks = [["hostile", str(SECONDS), str(FLOOD_PAUSE)], ["limited", str(SECONDS), "0.1", "0", "schemas"]]
+    attackers = [subprocess.Popen([*command, *attack], stdout=subprocess.PIPE, text=True) for attack in attacks]
     incidents = Incidents(deployment, time.monotonic() + SECONDS)
     with Watch(gateway) as watch:
         asyncio.run(loud.run(SECONDS))
-    output, _ = hostile.communicate(timeout=120)
+    hostile, limited = [json.loads(attacker.communicate(timeout=120)[0].splitlines()[-1]) for attacker in attackers]
     incidents.join()
-    summary = json.loads(output.splitlines()[-1])
     report = {
-        "hostile": summary["answers"],
+        "hostile": hostile["answers"],
+        "limited": limited["answers"],
         "samples": len(loud.samples),
         "incidents": len(incidents.times),
         "peak MiB": round(watch.peak_mib - idle),
@@ -251,7 +265,9 @@ def test_soak(deployment: Deployment) -> None:
     print(json.dumps(report, indent=2))
     failures = [sample for sample in (*quiet.samples, *loud.samples) if sample.failure]
     assert not failures, failures[:5]
-    assert not summary["faults"]
+    assert not hostile["faults"]
+    assert not limited["faults"]
+    assert sum(count for answer, count in limited["answers"].items() if not answer.endswith(" 429")) <= LIMITED * (2 + SECONDS / 60)
     for kind in KINDS:
         if SECONDS >= LATENCY_SECONDS:
             assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS

@@ -1,5 +1,5 @@
-"""The final charge of a request: nothing for refusals and failures, what was used for an answer, what was begun where the client
-left."""
+"""The final charge of a request: one request for a refusal, nothing for a failure, what was used for an answer, what was begun
+where the client left."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from engine import wire
 from gateway.error_sources import from_engine
+from gateway.errors import Overloaded
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine
@@ -112,7 +113,7 @@ BODIES = {
 }
 
 
-def test_what_an_engine_refuses_costs_nothing(begin: Begin) -> None:
+def test_what_an_engine_cannot_answer_costs_nothing_and_what_it_refuses_a_request(begin: Begin) -> None:
     engine = FakeEngine()
     client, expected = begin(engine), About(0, 0, 0)
     codes: dict[wire.ErrorCode, int] = {"overloaded": 429, "internal": 500, "out_of_memory": 503, "deadline": 504, "invalid": 400}
@@ -124,6 +125,8 @@ def test_what_an_engine_refuses_costs_nothing(begin: Begin) -> None:
                 assert send_refunded(client, path, body | {"stream": True}).status_code == status
         engine.faults.fail = None
         time.sleep(0.05)  # Redis is told in the background
+        if code == "invalid":
+            expected.cost = (expected.cost[0] + 6, *expected.cost[1:])
         assert charged(client) == expected, code
         expected = About(*(before + probe for before, probe in zip(expected.cost, (1, 2, 1), strict=True)), began=expected.began)
 
@@ -178,9 +181,9 @@ def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_client_that_leaves_before_an_engine_has_its_request_pays_nothing(begin: Begin, path: str) -> None:
+def test_a_client_that_leaves_before_an_engine_has_its_request_pays_for_reading_only(begin: Begin, path: str) -> None:
     engine = FakeEngine()
-    client, expected = begin(engine, wait_seconds=20), About(0, 0, 0)
+    client, expected = begin(engine, wait_seconds=20), About(int(path == "chat/completions"), 0, 0)
     engine.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     leave(client, path, BODIES[path], lambda: metric(client, "yardstick_requests_waiting") == 1)
@@ -245,17 +248,21 @@ def test_a_message_that_is_sent_twice_counts_once() -> None:
         taken.begin(message, tokens=20, items=2)
     assert used(taken, 499) == Cost(1, 40, 4)
     assert used(taken, 200) == taken.cost
-    for status in (400, 404, 429, 500, 502, 503, 504):
+    for status in (400, 404, 413, 429):
+        assert used(taken, status) == Cost(1, 0, 0)
+    assert used(taken, 429, overloaded=True) == NOTHING
+    for status in (500, 502, 503, 504):
         assert used(taken, status) == NOTHING
     taken.used_tokens = 30
     assert used(taken, 200) == Cost(1, 30, 10)
 
 
-def test_every_error_of_an_engine_is_refunded() -> None:
+def test_every_error_of_an_engine_is_refunded_but_a_refusal() -> None:
     taken = lease("1", Limits(), Cost(1, 100, 10))
     for code in wire.STATUS_OF_CODE:
         error = from_engine(wire.Failed("", code, ""))  # type: ignore[arg-type]
-        assert used(taken, error.status) == NOTHING, code
+        refused = code in ("invalid", "unknown_adapter")
+        assert used(taken, error.status, overloaded=isinstance(error, Overloaded)) == Cost(int(refused), 0, 0), code
 
 
 ENDINGS = st.tuples(st.sampled_from([200, 429, 499, 503]), st.floats(0, 1), st.booleans())
@@ -329,7 +336,7 @@ async def test_the_allowance_is_whole_when_everything_is_refunded(steps: list[tu
                     open_.append(taken)
             elif open_:
                 taken = open_.pop(0 if step else -1)
-                settle(taken, (429, 1.0, step))
+                settle(taken, (503, 1.0, step))
                 local.end(taken)
         assert not open_
         assert (await local.take(lease("all", RATES, Cost(50, 1000, 40)))).denied is None

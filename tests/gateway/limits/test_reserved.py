@@ -1,4 +1,4 @@
-"""A request that is charged in two steps, before and after images are fetched, is charged as in one."""
+"""A request that is charged in two steps, before and after a text worker reads it, is charged as in one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
-from gateway.errors import RateLimited
+from gateway.errors import Overloaded, RateLimited
 from gateway.ids import new_id
 from gateway.keys import ApiKey
 from gateway.limits.local import LocalLimiter
@@ -88,22 +88,32 @@ async def settled(quotas: Quotas, *expected: int) -> None:
 async def test_an_answer_costs_what_it_costs_in_one_step(quotas: Quotas) -> None:
     asking = Asking()
     await quotas.reserve(asking.connection, tokens=3, items=1)
-    assert asking.context.headers == []
+    assert near(asking.left, (9, 997, 99))
     lease = await quotas.charge(asking.connection, tokens=400, items=20)
     assert lease is not None
     assert tuple(lease.cost) == (1, 400, 20)
     assert near(asking.left, (9, 600, 80))
+    assert len(asking.context.headers) == 9, "the newer state replaces the older one"
     lease.used_tokens = 300
     asking.end(200)
     await settled(quotas, 9, 700, 80)
 
 
-@pytest.mark.parametrize(("status", "requests"), [(400, 9), (503, 9), (499, 9)])
-async def test_a_fetch_without_an_answer_is_one_request(quotas: Quotas, status: int, requests: int) -> None:
+@pytest.mark.parametrize(("status", "requests"), [(400, 9), (404, 9), (429, 9), (499, 9), (500, 10), (503, 10)])
+@pytest.mark.parametrize("fetches", [False, True])
+async def test_a_refusal_is_one_request(quotas: Quotas, status: int, requests: int, fetches: bool) -> None:
     asking = Asking()
-    await quotas.reserve(asking.connection, tokens=3, items=1)
+    await quotas.reserve(asking.connection, tokens=3, items=1, fetches=fetches)
     asking.end(status)
-    await settled(quotas, requests, 1000, 100)
+    await settled(quotas, 9 if fetches else requests, 1000, 100)
+
+
+async def test_an_overload_after_reading_costs_nothing(quotas: Quotas) -> None:
+    asking = Asking()
+    await quotas.reserve(asking.connection)
+    asking.context.failed(Overloaded("full", retry_after=1))
+    asking.end(429)
+    await settled(quotas, 10, 1000, 100)
 
 
 async def test_what_does_not_fit_later_takes_nothing_more(quotas: Quotas) -> None:

@@ -193,7 +193,7 @@ def test_stored_responses_are_retrieved_listed_and_deleted(client: httpx.Client,
 
 def keys(folder: Path) -> Path:
     entries = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("one", "two")]
-    entries[1]["requests_per_minute"] = 2
+    entries[1]["requests_per_minute"] = 4
     (folder / "keys.json").write_text(json.dumps({"keys": entries}))
     return folder / "keys.json"
 

@@ -35,7 +35,7 @@ from gateway.workers import channel as channel_module
 from gateway.workers.channel import WorkerLostError
 from gateway.workers.fair import FairJobQueue
 from gateway.workers.forks import Forks
-from gateway.workers.job_queue import Capacity, JobQueue, Waiter
+from gateway.workers.job_queue import Capacity, JobQueue, QueuedJob
 from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.workers.workers import BULK, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
@@ -444,19 +444,48 @@ def test_a_job_that_finds_the_queue_empty_counts_like_one_that_waits() -> None:
     assert orders[0][0] == "b0"
 
 
+def test_a_tenant_is_charged_the_time_that_its_jobs_took() -> None:
+    queue: FairJobQueue[str] = FairJobQueue()
+    for tenant in ("slow", "quick"):
+        for _ in range(40):
+            queue.push(tenant, tenant=tenant, cost=1)
+    taken = []
+    for _ in range(33):
+        tenant = queue.pop(bulk=True)
+        assert tenant is not None
+        taken.append(tenant)
+        queue.corrected(tenant=tenant, more=9 if tenant == "slow" else 0)
+    assert taken.count("slow") == pytest.approx(3, abs=1)
+
+
+def test_a_debt_outlives_the_jobs_and_idleness_saves_nothing() -> None:
+    queue: FairJobQueue[str] = FairJobQueue()
+    queue.passed(tenant="slow", cost=1)
+    queue.corrected(tenant="slow", more=9)
+    for _ in range(20):
+        queue.passed(tenant="busy", cost=0.1)
+    for number in range(10):
+        for tenant in ("slow", "busy", "new"):
+            queue.push(f"{tenant} {number}", tenant=tenant, cost=1)
+    taken = [str(queue.pop(bulk=True)) for _ in range(12)]
+    assert sum(job.startswith("slow") for job in taken) == 0
+    assert sum(job.startswith("busy") for job in taken) == pytest.approx(6, abs=1)
+
+
 @pytest.mark.parametrize("bulk", [False, True])
 def test_bulk_jobs_pass_only_to_their_share_of_the_workers(bulk: bool) -> None:
     queue = JobQueue(Capacity(2, 64, 10, 1000))
-    assert queue.passes(1, "a", 1.0, bulk=bulk)
-    assert queue.passes(1, "a", 1.0, bulk=bulk) != bulk
-    queue.ended(bulk=bulk)
-    assert queue.passes(1, "b", 1.0, bulk=bulk)
+    first = QueuedJob("a", 1, bulk)
+    assert queue.passes(first)
+    assert queue.passes(QueuedJob("a", 1, bulk)) != bulk
+    queue.ended(first)
+    assert queue.passes(QueuedJob("b", 1, bulk))
 
 
 async def test_no_job_passes_one_that_waits() -> None:
     queue = JobQueue(Capacity(2, 64, 10, 1000))
-    queue.push(Waiter(1, bulk=False), "a", 1.0)
-    assert not queue.passes(1, "b", 1.0, bulk=False)
+    queue.push(QueuedJob("a", 1))
+    assert not queue.passes(QueuedJob("b", 1))
 
 
 def test_discarded_jobs_are_not_given() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from engine.structured.fair_threads import FairThreads
 from engine.structured.vocabulary import load_vocabulary
 from gateway.structure.grammar import of_choice, of_json_schema, of_regex
 from tests.checkpoints import make_checkpoint
+from tests.processes import Pod
 
 MIB = 1 << 20
 GOOD, HOSTILE = wire.Caller(tenant="good"), wire.Caller(tenant="hostile")
@@ -274,3 +277,44 @@ def test_a_checker_that_was_killed_is_replaced(checkpoint: Path) -> None:
     checker._process.wait()
     assert checker.check(EASY).problem == ""
     checker.close()
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_a_flood_of_new_grammars_delays_no_kept_one(tmp_path: Path) -> None:
+    """A tenant asks for JSON of a schema that is kept, beside one that sends new schemas on eight connections."""
+    model = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
+    pod = Pod(model, "--name", "tiny", "--threads", "1").wait_ready()
+    schema = of_json_schema({"type": "object", "properties": {"size": {"type": "integer", "minimum": 20}}, "required": ["size"]})
+    sampling = wire.Sampling(max_tokens=24, seed=1)
+    numbers = itertools.count()
+    ended = threading.Event()
+
+    def ask() -> float:
+        began = time.monotonic()
+        message = wire.Generate(f"g{next(numbers)}", [5, 6, 7], sampling=sampling, grammar=schema, caller=GOOD)
+        assert all(isinstance(reply, wire.Delta) for reply in pod.stream(message))
+        return time.monotonic() - began
+
+    def flood() -> None:
+        while not ended.is_set():
+            number = next(numbers)
+            pod.stream(asked(f"h{number}", HOSTILE, costly(number)))
+
+    for _ in range(20):
+        ask()
+    quiet = [ask() for _ in range(150)]
+    threads = [threading.Thread(target=flood) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    loud = [ask() for _ in range(150)]
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert pod.read("/stats", wire.Stats).compiled_grammars > 20
+    pod.close()
+    for part in (50, 95):  # the soak test checks P99 over minutes
+        before, beside = (statistics.quantiles(seconds, n=100)[part - 1] for seconds in (quiet, loud))
+        print(f"P{part}: {1000 * before:.0f} ms alone, {1000 * beside:.0f} ms beside the flood")
+        assert beside <= 2 * before + 0.05

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,11 +56,13 @@ class Checker:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Checker] | None = None
+        """Ends the process, at the latest when nothing refers to this object any more."""
 
     def start(self) -> None:
         """Start the process, if it does not run. It loads the vocabulary while the caller goes on."""
         with self._lock:
-            if self._process is None:
+            if self._control is None:
                 self._start()
 
     def check(self, grammar: str) -> Checked:
@@ -82,11 +85,9 @@ class Checker:
             self._stop()
 
     def _stop(self) -> None:
-        if self._process is not None and self._control is not None:
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = self._control = None
+        if self._end is not None:
+            self._end()
+            self._control = self._process = self._end = None
 
     def _send(self, connection: socket.socket) -> None:
         """Give the process a connection, on which a child answers."""
@@ -115,6 +116,7 @@ class Checker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
             )
+        self._end = weakref.finalize(self, _end, self._process, self._control)
         source, pipe = msgspec.msgpack.encode(self._source), self._process.stdin
         assert pipe is not None
 
@@ -126,6 +128,12 @@ class Checker:
                 pass
 
         threading.Thread(target=write, daemon=True).start()
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
 
 
 def _serve(control: socket.socket, vocabulary: LLTokenizer) -> None:

@@ -72,6 +72,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def workers(pid: int) -> list[int]:
+    """The children that compute, and not the one that checks grammars."""
+    return [child for child in children(pid) if b"checker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def scored(settings: EngineSettings) -> wire.Scored:
     """Return the scores of one process."""
     loop = build_loop(settings)
@@ -123,7 +128,7 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
         generated = pod.stream(GENERATE)
         assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
         torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
-    (worker,) = children(pod.loop_pid)
+    (worker,) = workers(pod.loop_pid)
     assert alive(worker)
 
 
@@ -200,7 +205,7 @@ def test_two_processes_classify_as_one(tmp_path: Path, start):
 @pytest.mark.slow
 def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
     pod = start(qwen3)
-    (worker,) = children(pod.loop_pid)
+    (worker,) = workers(pod.loop_pid)
     os.kill(pod.loop_pid, signal.SIGKILL)
     wait_until(lambda: not alive(worker))
     assert pod.process.wait(40) == 1
@@ -209,7 +214,7 @@ def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
 @pytest.mark.slow
 def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
     pod = start(qwen3)
-    (worker,) = children(pod.loop_pid)
+    (worker,) = workers(pod.loop_pid)
     reader, replies = wire.FrameReader(), []
     message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=1000, ignore_eos=True))
     with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
@@ -225,7 +230,7 @@ def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
 @pytest.mark.slow
 def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
     pod = start(qwen3)
-    (worker,) = children(pod.loop_pid)
+    (worker,) = workers(pod.loop_pid)
     os.kill(worker, signal.SIGKILL)
     assert pod.process.wait(40) == 1
     lines = pod.process.stderr.read().splitlines()

@@ -85,7 +85,7 @@ def access_lines(file: Path) -> list[dict[str, Any]]:
 
 def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gateway], tmp_path: Path) -> None:
     file, keys = tmp_path / "log", tmp_path / "keys.json"
-    entry = {"name": "ci team", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "requests_per_minute": 8}
+    entry = {"name": "ci team", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "requests_per_minute": 10}
     keys.write_text(json.dumps({"keys": [entry]}))
     with file.open("wb") as stderr:
         gateway = start(stderr, "--api-keys-file", str(keys), access_log="json")

@@ -45,7 +45,7 @@ class RequestContext(RequestRecord):
     streams: bool = False
     """Whether the response is a stream of events."""
     lease: Lease | None = None
-    """What the request has taken of the key's limits."""
+    """The requests, tokens and items of the key's limits that the request has taken so far; None if it has taken none."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""

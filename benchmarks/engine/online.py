@@ -35,8 +35,11 @@ class Online:
         self._workload, self._items = workload, workload.items
 
     def measure(self, rates: Sequence[float], seconds: float, burst: int = 16, alone: int = 10) -> dict[str, Any]:
-        """Measure the capacity, with ``burst`` requests at once, ``alone`` single requests, and the rates, each with arrivals for
-        so many seconds. ``rates``: items a second; empty: :data:`FRACTIONS` of the capacity. Raises :class:`ServerError`."""
+        """Measure the capacity with ``burst`` requests at once, then ``alone`` single requests, then each of ``rates``.
+
+        ``rates``: items a second; if empty, :data:`FRACTIONS` of the capacity. ``seconds``: how long requests arrive at each rate.
+        Raises :class:`ServerError`.
+        """
         warm_up = self._run("warm-up", [0.0] * 4)
         if warm_up["failures"]:
             raise ServerError(f"requests to {self._url} failed: {warm_up['failures']}")

@@ -31,7 +31,7 @@ CONNECTIONS = 8
 KEY = "bench"
 LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**10, "items_per_minute": 10**8, "concurrency": 10**4}
 VARIANTS = {"memory": (), "memory, key with limits": ("keys",), "Redis": ("redis",), "Redis, key with limits": ("keys", "redis")}
-"""What a gateway has beside the cache in memory."""
+"""Parts that the gateway of each variant has. The cache in memory is in all of them."""
 FLOOR = "floor"
 HIT, MISS = "hit", "miss"
 

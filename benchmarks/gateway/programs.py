@@ -1,4 +1,4 @@
-"""What the benchmarks of the gateway share: processes, their CPU time, rounds in turn, and the report."""
+"""Code that several benchmarks of the gateway use: starts processes, measures their CPU time in alternating rounds, reports."""
 
 from __future__ import annotations
 

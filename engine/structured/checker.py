@@ -40,7 +40,7 @@ _UNBOUNDED = "The grammar is not valid: compiling it takes too much time or memo
 
 
 class Checked(NamedTuple):
-    """What a child found."""
+    """The answer of a child about one grammar."""
 
     problem: str
     """Why the grammar cannot be followed, as a sentence; empty if it can."""
@@ -49,7 +49,7 @@ class Checked(NamedTuple):
 
 
 class Checker:
-    """The engine's side. Threads may share it."""
+    """Starts the process for an engine and asks it. Threads may share it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._source = vocabulary.tokens, vocabulary.controls, list(vocabulary.eos_token_ids)

@@ -19,7 +19,7 @@ from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.paths import paths_of, unless_fallback
+from gateway.pool.paths import check_fallback, paths_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
@@ -166,7 +166,7 @@ def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -
     :class:`InvalidRequest` that says what the model can do."""
     fitted = model.tokenizer.table.fitted
     if fitted is not None and fitted.serves(task):
-        unless_fallback(fitted, model, task)
+        check_fallback(fitted, model, task)
         if model.preset_is_fallback:
             RequestContext.of(request).headers.append((b"x-yardstick-preset-fallback", fitted.preset.name.encode()))
         return fitted

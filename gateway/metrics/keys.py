@@ -16,7 +16,7 @@ OTHER_KEYS = ":other"
 
 
 class KeyMetrics(Metrics):
-    """What API keys use. The numbers are those of the access log."""
+    """Counts the requests, items and tokens of API keys, with the numbers of the access log."""
 
     def __init__(self, registry: CollectorRegistry, most: int) -> None:
         """``most``: keys with series of their own; 0: nothing is counted."""

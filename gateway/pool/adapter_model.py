@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,18 +78,10 @@ class AdapterModel(ServedModel):
             self.replicas.append(replica)
             self.announce()
 
-    def choose(
-        self,
-        tokens: int,
-        affinity: bytes | None = None,
-        tried: Collection[Replica] = (),
-        preferred: Replica | None = None,
-        saves: int | None = None,
-    ) -> Replica:
-        """See :meth:`ServedModel.choose`. Raises :class:`AdapterNotFound` for an adapter that is unloaded."""
+    def check_served(self) -> None:
+        """Raise :class:`AdapterNotFound`, or :class:`NotReady`, for an adapter that is unloaded."""
         if self.gone:
             raise self._absent()
-        return super().choose(tokens, affinity, tried, preferred, saves)
 
     async def wait_ready(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a ready replica, or until the adapter is unloaded. Returns whether there is a ready one."""

@@ -26,13 +26,12 @@ def paths_of(model: ServedModel) -> str:
     return ", ".join([*by_preset, *able])
 
 
-def unless_fallback(fitted: Fitted, model: ServedModel, task: Task) -> Fitted:
-    """Return ``fitted``, the preset of ``model``. Raises :class:`InvalidRequest` if it is a fallback for a reranker, guard or
-    reward model, or for an adapter that is one or changes one, whose own prompt is unknown."""
+def check_fallback(fitted: Fitted, model: ServedModel, task: Task) -> None:
+    """Raise :class:`InvalidRequest` if ``fitted``, the preset of ``model``, is a fallback for a reranker, guard or reward model, or
+    for an adapter that is one or changes one, because the prompt of its training is unknown."""
     if model.preset_is_fallback and task != "embed" and (names_a_task(model.name) or names_a_task(model.base.name)):
         raise InvalidRequest(
             f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
             f"one with the setting `presets`; {model.name}={fitted.preset.name} keeps the fallback.",
             param="model",
         )
-    return fitted

@@ -200,6 +200,9 @@ class ServedModel:
         out = out[: int(MAX_EJECTED_SHARE * len(ready))]
         return [replica for replica in ready if replica not in out]
 
+    def check_served(self) -> None:
+        """Raise :class:`GatewayError` if no replica will have the model again."""
+
     def choose(
         self,
         tokens: int,
@@ -215,6 +218,7 @@ class ServedModel:
         was ejected because it is slow may relieve it. ``saves``: tokens that the prefix cache of the replica with affinity saves
         at most, by which its load may be larger; ``tokens`` if it is None.
         """
+        self.check_served()
         candidates = self.usable
         if tried:
             candidates = [replica for replica in candidates if replica not in tried]

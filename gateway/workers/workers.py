@@ -275,18 +275,18 @@ class Workers:
 class Held:
     """An async context manager that holds a worker. It is no generator, because every chat enters it."""
 
-    __slots__ = ("_channel", "_workers", "job")
+    __slots__ = ("_channel", "_job", "_workers")
 
     def __init__(self, workers: Workers, job: QueuedJob) -> None:
         self._workers = workers
-        self.job = job
+        self._job = job
 
     async def __aenter__(self) -> Channel:
-        self._channel = await self._workers.acquire(self.job)
+        self._channel = await self._workers.acquire(self._job)
         return self._channel
 
     async def __aexit__(self, *_: object) -> None:
-        self._workers.release(self._channel, self.job)
+        self._workers.release(self._channel, self._job)
 
 
 def default_workers() -> int:

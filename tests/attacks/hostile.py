@@ -143,8 +143,7 @@ class Hostile:
             writer.close()
 
     async def new_grammars(self) -> None:
-        """Ask for outputs that follow schemas which nobody sent before: ones that compile in tens of milliseconds, and one that
-        compiles for minutes."""
+        """Ask for outputs that follow new schemas. Ten take tens of milliseconds each to compile, and one would take minutes."""
         numbers = [self._random.randrange(3001, 60_001, 2) for _ in range(10)]
         for number in (*numbers, self._random.randrange(10**8 + 7, 10**9)):
             schema = {"type": "array", "items": {"type": "integer", "multipleOf": number}}
@@ -203,7 +202,7 @@ def chat_with_image(url: str) -> dict[str, object]:
 
 @cache
 def jpeg_of_scans(scans: int, side: int = 5792) -> bytes:
-    """A progressive grey JPEG of ``side`` x ``side`` pixels with so many scans more; each has 53 bytes if ``side`` is 5792."""
+    """Return a progressive grey JPEG of ``side`` x ``side`` pixels with ``scans`` additional scans, of 53 bytes each by default."""
     file = BytesIO()
     Pillow.new("L", (side, side), 128).save(file, "JPEG", progressive=True)
     whole = file.getvalue()

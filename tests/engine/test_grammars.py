@@ -152,7 +152,7 @@ def test_requests_whose_grammar_waits_fill_the_queue_for_nobody_else(build: Call
 def test_slow_masks_of_one_tenant_delay_no_other(
     build: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, expected: bool
 ) -> None:
-    """Neither masks of which nobody knew that they are slow, nor those in the threads for slow ones."""
+    """``expected``: whether the engine knows already that the masks are slow, and computes them in the threads for slow ones."""
     loop = build()
     words = of_regex("[a-z]{9}")
     compute = Constraint.compute_mask

@@ -92,7 +92,7 @@ def name(case: dict[str, Any]) -> str:
 
 
 CASES: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-"""Of presets with a template of their own, and of those that use the model's chat template."""
+"""The cases, by whether their preset has a template of its own; the others use the model's chat template."""
 for each in GOLDEN["cases"]:
     CASES[each["preset"] not in CHAT_TEMPLATES].append(each)
 

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from litestar import Request
-from litestar.response.base import ASGIResponse, Response
+from litestar import Request, Response
+from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
 from gateway.context import RequestContext

@@ -20,9 +20,8 @@ from gateway.images.data_url import is_data_url
 from gateway.images.errors import InvalidImage
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.images import IMAGE_CHARACTERS, ImageDecoder, check_images, check_length, tokens_of, urls_of
-from gateway.schemas.content import Content, ImagePart, TextPart
+from gateway.schemas.content import PAIRED_DOCUMENTS, PAIRED_QUERIES, Content, ImagePart, Paired, Query, TextPart
 from gateway.schemas.parameters import Parameters
-from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, Paired, Query
 from gateway.text.prepared import Prepared, Refusal
 
 T = TypeVar("T", bound=Parameters)

@@ -10,7 +10,8 @@ from gateway.reading.labels import labels_of
 from gateway.reading.likelihood import read_likelihoods
 from gateway.reading.query_items import check_kinds, fitting_items, item_first_prompts, join_token_ids, tokenise_texts
 from gateway.reading.score_pairs import characters_of_pairs, read_pairs
-from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, ScoreRequest
+from gateway.schemas.content import PAIRED_DOCUMENTS, PAIRED_QUERIES
+from gateway.schemas.score import ScoreRequest
 from gateway.schemas.truncation import CUTS
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared, Refusal

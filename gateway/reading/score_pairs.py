@@ -10,7 +10,8 @@ from gateway.errors import InvalidRequest
 from gateway.reading.endpoint import Model
 from gateway.reading.item_images import texts_of
 from gateway.reading.pairs import Pairs, preset_of
-from gateway.schemas.score import PAIRED_DOCUMENTS, PAIRED_QUERIES, Query, ScoreRequest
+from gateway.schemas.content import PAIRED_DOCUMENTS, PAIRED_QUERIES, Query
+from gateway.schemas.score import ScoreRequest
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import share_prefix
 

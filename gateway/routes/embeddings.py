@@ -31,7 +31,7 @@ from gateway.schemas.usage import PromptTokensDetails, Usage
 
 MAX_NUMBERS = 1 << 22
 """Most numbers of an answer, such as 1,024 embeddings of 4,096; the gateway holds them all, in about 130 MiB."""
-LARGE_NUMBERS = 4000
+LARGE_EMBEDDINGS = 4000
 """Numbers of an answer above which it is built in slices; this many take about a millisecond."""
 
 
@@ -63,7 +63,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         )
         scores = await scoring.score(job)
         headers = headers_of(prepared, scores)
-        large = sum(map(len, scores.rows)) > LARGE_NUMBERS
+        large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
         if fields.inputs is not None:
             return await listed(scores.rows, large=large, headers=headers)
         tokens = prepared.tokens

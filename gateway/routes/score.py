@@ -21,9 +21,7 @@ from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.routes.score_catalogue import score_catalogue
 from gateway.routes.score_forms import LARGE_SCORES, ScoreAnswer, check_score, form_of
-from gateway.schemas.score import (
-    ScoreRequest,
-)
+from gateway.schemas.score import ScoreRequest
 from gateway.scoring.scorer import Scores
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.parameters import EndpointName, Parameters
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True):
 class LoadAdapterRequest(Parameters, kw_only=True):
     """Load a LoRA adapter on all engines of a model."""
 
-    endpoint: ClassVar[Endpoint] = "load_adapter"
+    endpoint: ClassVar[EndpointName] = "load_adapter"
     lora_name: Name
     """Name of the adapter for clients: 1 to 128 letters, digits, and `._-`."""
     lora_path: Path
@@ -38,7 +38,7 @@ class LoadAdapterRequest(Parameters, kw_only=True):
 class UnloadAdapterRequest(Parameters, kw_only=True):
     """Unload a LoRA adapter from all engines of a model."""
 
-    endpoint: ClassVar[Endpoint] = "unload_adapter"
+    endpoint: ClassVar[EndpointName] = "unload_adapter"
     lora_name: Name
     """Name of the adapter, also as `base:adapter`."""
     model: Name | None = None

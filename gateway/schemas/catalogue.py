@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Endpoint, Parameters, TokenId
+from gateway.schemas.parameters import EndpointName, Parameters, TokenId
 from gateway.schemas.truncation import MAX_ITEMS
 from gateway.schemas.usage import Usage
 
@@ -21,7 +21,7 @@ Piece = Annotated[str, msgspec.Meta(max_length=8192)]
 class CatalogueRequest(Parameters, kw_only=True):
     """Create a catalogue. Its model, template and labels never change."""
 
-    endpoint: ClassVar[Endpoint] = "catalogue"
+    endpoint: ClassVar[EndpointName] = "catalogue"
     model: str | None = None
     """Name of the model; optional if only one is served."""
     preset: bool = False
@@ -53,14 +53,14 @@ class ItemsRequest(Parameters, kw_only=True):
     """Register items: a JSON array of objects with `id` and `text` or `token_ids`, or one such object on each line (JSONL). An item
     with a known id is replaced."""
 
-    endpoint: ClassVar[Endpoint] = "catalogue_items"
+    endpoint: ClassVar[EndpointName] = "catalogue_items"
     items: Annotated[list[CatalogueItem], msgspec.Meta(min_length=1, max_length=MAX_REGISTERED)]
 
 
 class WarmRequest(Parameters, kw_only=True):
     """Compute the keys and values of items, so that engines have them before they are scored."""
 
-    endpoint: ClassVar[Endpoint] = "catalogue_warm"
+    endpoint: ClassVar[EndpointName] = "catalogue_warm"
     model: str | None = None
     """The catalogue's model, which is the default, or an adapter of it."""
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] | None = None

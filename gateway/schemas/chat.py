@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.schemas.content import ImagePart, MessagePart
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
-from gateway.schemas.parameters import Endpoint
+from gateway.schemas.parameters import EndpointName
 from gateway.schemas.tools import CustomToolCall, EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 from gateway.schemas.usage import Usage
 
@@ -57,7 +57,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 class ChatRequest(GenerationRequest, kw_only=True):
     """Answer a conversation."""
 
-    endpoint: ClassVar[Endpoint] = "chat"
+    endpoint: ClassVar[EndpointName] = "chat"
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_tokens: Count | None = None
     """The older name of `max_completion_tokens`."""

@@ -8,15 +8,15 @@ import msgspec
 
 from gateway.schemas.activation import Activation
 from gateway.schemas.length import Texts
-from gateway.schemas.parameters import Endpoint
-from gateway.schemas.score import CacheSalt, Priority
+from gateway.schemas.parameters import EndpointName
+from gateway.schemas.truncation import CacheSalt, Priority
 from gateway.schemas.usage import Usage
 
 
 class ClassifyRequest(Activation, kw_only=True):
     """Classify texts with a model's classification head, or with a guard model."""
 
-    endpoint: ClassVar[Endpoint] = "classify"
+    endpoint: ClassVar[EndpointName] = "classify"
     input: Texts
     """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
     model: str | None = None

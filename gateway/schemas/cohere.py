@@ -6,10 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.parameters import EndpointName, Parameters
 from gateway.schemas.rerank import ApiVersion
-from gateway.schemas.score import Priority
-from gateway.schemas.truncation import MAX_ITEMS, Truncation
+from gateway.schemas.truncation import MAX_ITEMS, Priority, Truncation
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 InputType = Literal["search_query", "search_document", "classification", "clustering"]
@@ -18,7 +17,7 @@ InputType = Literal["search_query", "search_document", "classification", "cluste
 class CohereEmbedRequest(Parameters, kw_only=True):
     """Embed texts, in the form of Cohere."""
 
-    endpoint: ClassVar[Endpoint] = "cohere_embed"
+    endpoint: ClassVar[EndpointName] = "cohere_embed"
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     """Texts to embed."""
     input_type: InputType | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
-from gateway.schemas.parameters import Endpoint, TokenId
+from gateway.schemas.parameters import EndpointName, TokenId
 from gateway.schemas.usage import Usage
 
 MAX_PROMPTS = 1024
@@ -16,7 +16,7 @@ MAX_PROMPTS = 1024
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Continue one or several prompts."""
 
-    endpoint: ClassVar[Endpoint] = "completions"
+    endpoint: ClassVar[EndpointName] = "completions"
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1, max_length=1 << 20)]
     """A text, several texts, one list of token ids, or several such lists."""
     max_tokens: Count | None = None

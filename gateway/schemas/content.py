@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from gateway.schemas.parameters import TokenId
+from gateway.schemas.truncation import MAX_ITEMS
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -61,3 +64,11 @@ class Content(msgspec.Struct):
     text: str | None = None
     image: str | None = None
     """URL of an image, or its base64 without a URL, in Jina's form."""
+
+
+Paired = str | Content | Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+Query = str | list[TokenId | Part] | Content
+PAIRED_QUERIES = ("text_1", "queries", "data_1")
+"""Names of the queries of pairs."""
+PAIRED_DOCUMENTS = ("text_2", "documents", "data_2")
+"""Names of the documents of pairs. With `queries`, `items` is another one."""

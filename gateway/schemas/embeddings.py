@@ -7,16 +7,15 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.length import Texts
-from gateway.schemas.parameters import Endpoint
-from gateway.schemas.score import CacheSalt, Priority
-from gateway.schemas.truncation import Truncation
+from gateway.schemas.parameters import EndpointName
+from gateway.schemas.truncation import CacheSalt, Priority, Truncation
 from gateway.schemas.usage import Usage
 
 
 class EmbeddingsRequest(Truncation, kw_only=True):
     """Embed texts."""
 
-    endpoint: ClassVar[Endpoint] = "embeddings"
+    endpoint: ClassVar[EndpointName] = "embeddings"
     input: Texts | None = None
     """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
     inputs: Texts | None = None

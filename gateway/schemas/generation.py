@@ -8,8 +8,8 @@ import msgspec
 
 from engine import wire
 from gateway.schemas.length_guidance import CustomParams, LengthGuidance
-from gateway.schemas.score import CacheSalt, Priority
 from gateway.schemas.structure import StructuredRequest
+from gateway.schemas.truncation import CacheSalt, Priority
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -8,9 +8,8 @@ import msgspec
 
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.length_guidance import Gamma
-from gateway.schemas.parameters import Endpoint, Parameters, TokenId
-from gateway.schemas.score import CacheSalt, Priority
-from gateway.schemas.truncation import MAX_ITEMS
+from gateway.schemas.parameters import EndpointName, Parameters, TokenId
+from gateway.schemas.truncation import MAX_ITEMS, CacheSalt, Priority
 from gateway.schemas.usage import Usage
 
 Texts = str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1, max_length=1 << 20)]
@@ -20,7 +19,7 @@ MAX_TEXTS = MAX_ITEMS
 class LengthRequest(Parameters, kw_only=True):
     """Estimate how much text follows each given text. Give `input`, `prompt` or `messages`."""
 
-    endpoint: ClassVar[Endpoint] = "length"
+    endpoint: ClassVar[EndpointName] = "length"
     input: Texts | None = None
     """Complete texts so far, prompt and answer: a text, several texts, one list of token ids, or several such lists."""
     prompt: Texts | None = None

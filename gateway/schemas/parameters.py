@@ -17,7 +17,7 @@ from gateway.time_limits import MAX_SECONDS
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
-Endpoint = Literal[
+EndpointName = Literal[
     "score",
     "rerank",
     "classify",
@@ -37,7 +37,7 @@ Endpoint = Literal[
     "cohere_embed",
 ]
 
-OWN: tuple[Endpoint, ...] = (
+OWN: tuple[EndpointName, ...] = (
     "catalogue",
     "catalogue_items",
     "catalogue_warm",
@@ -47,13 +47,13 @@ OWN: tuple[Endpoint, ...] = (
     "cohere_embed",
 )
 """Endpoints that do not answer prompts, or answer the clients of one server. The tables below do not apply to them."""
-ALL: tuple[Endpoint, ...] = tuple(endpoint for endpoint in get_args(Endpoint) if endpoint not in OWN)
-GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
-MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")
+ALL: tuple[EndpointName, ...] = tuple(endpoint for endpoint in get_args(EndpointName) if endpoint not in OWN)
+GENERATING: tuple[EndpointName, ...] = ("completions", "chat", "responses")
+MULTIPLE: tuple[EndpointName, ...] = ("completions", "chat")
 """Endpoints whose requests may have several answers."""
-UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "tokenize", "detokenize")
+UNCUT: tuple[EndpointName, ...] = ("completions", "chat", "responses", "length", "tokenize", "detokenize")
 """Endpoints whose texts are never cut."""
-TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
+TEMPLATED: tuple[EndpointName, ...] = ("chat", "responses", "length")
 
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
@@ -77,7 +77,7 @@ TOP_LEVEL = "send each parameter as a field of the request"
 class Parameters(msgspec.Struct, kw_only=True):
     """Base class of request bodies."""
 
-    endpoint: ClassVar[Endpoint]
+    endpoint: ClassVar[EndpointName]
     """Selects the rows of this module's tables."""
     timeout: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] | None = None
     """Time in seconds within which the whole answer is of use, streams included; after it the request ends with an error."""
@@ -88,7 +88,7 @@ class Refused:
     """A parameter that would change the answer and is not supported."""
 
     name: str
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[EndpointName, ...]
     remedy: str
     """Reason, or what to use instead."""
     accepts: tuple[Any, ...] = ()
@@ -105,7 +105,7 @@ class Ignored:
     """A parameter that has no effect here and would not change the answer elsewhere."""
 
     name: str
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[EndpointName, ...]
 
 
 REFUSED: tuple[Refused, ...] = (

@@ -8,9 +8,8 @@ import msgspec
 
 from gateway.schemas.activation import Activation
 from gateway.schemas.content import Content
-from gateway.schemas.parameters import Endpoint
-from gateway.schemas.score import CacheSalt, CatalogueIds, Priority
-from gateway.schemas.truncation import MAX_ITEMS, ItemError
+from gateway.schemas.parameters import EndpointName
+from gateway.schemas.truncation import MAX_ITEMS, CacheSalt, CatalogueIds, ItemError, Priority
 from gateway.schemas.usage import ItemUsage, Usage
 
 
@@ -26,7 +25,7 @@ Documents = Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length
 class RerankRequest(Activation, kw_only=True):
     """Order documents by their relevance to a query."""
 
-    endpoint: ClassVar[Endpoint] = "rerank"
+    endpoint: ClassVar[EndpointName] = "rerank"
     query: str | Content
     """A text, or an object with `text`, `image` or `content`."""
     documents: Documents | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
-from gateway.schemas.parameters import Endpoint
+from gateway.schemas.parameters import EndpointName
 from gateway.schemas.tools import MAX_TOOLS, FunctionName
 
 MAX_ITEMS = 4096
@@ -179,7 +179,7 @@ Metadata = Annotated[
 class ResponseRequest(TextRequest, kw_only=True):
     """Answer a conversation of items."""
 
-    endpoint: ClassVar[Endpoint] = "responses"
+    endpoint: ClassVar[EndpointName] = "responses"
     input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_ITEMS)]
     """A text, or items: messages, function calls, their outputs, and reasoning. Images, audio and files are not supported."""
     instructions: str | None = None

@@ -7,30 +7,19 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.activation import Activation
-from gateway.schemas.content import Content, Part
-from gateway.schemas.parameters import Endpoint, TokenId
-from gateway.schemas.truncation import MAX_ITEMS, ItemError
+from gateway.schemas.content import PAIRED_DOCUMENTS, PAIRED_QUERIES, Paired, Query
+from gateway.schemas.parameters import EndpointName
+from gateway.schemas.truncation import MAX_ITEMS, CacheSalt, CatalogueIds, ItemError, Priority
 from gateway.schemas.usage import ItemUsage, Usage
 
-CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-
-
-CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 TopN = Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)]
-Paired = str | Content | Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
-Query = str | list[TokenId | Part] | Content
-PAIRED_QUERIES = ("text_1", "queries", "data_1")
-"""Names of the queries of pairs."""
-PAIRED_DOCUMENTS = ("text_2", "documents", "data_2")
-"""Names of the documents of pairs. With `queries`, `items` is another one."""
 
 
 class ScoreRequest(Activation, kw_only=True):
     """Score every item against one query: the probability of each label as the next token after query and item. Or, with `text_1`
     and `text_2`, score pairs of texts as the model's preset prescribes."""
 
-    endpoint: ClassVar[Endpoint] = "score"
+    endpoint: ClassVar[EndpointName] = "score"
     query: Query | None = None
     """The common part of all prompts, as text, token ids, or content with images: a list of parts or an object."""
     items: str | Annotated[list[Query], msgspec.Meta(max_length=MAX_ITEMS)] | None = None

@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.activation import Activation
-from gateway.schemas.parameters import Endpoint, TokenId
-from gateway.schemas.score import CacheSalt, Priority
-from gateway.schemas.truncation import MAX_ITEMS, Side
+from gateway.schemas.parameters import EndpointName, TokenId
+from gateway.schemas.truncation import MAX_ITEMS, CacheSalt, Priority, Side
 
 _Sentences = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 
@@ -42,7 +41,7 @@ class TeiParameters(msgspec.Struct, frozen=True, kw_only=True):
 class TeiRequest(Activation, kw_only=True):
     """Do what the model is for: embed, classify or rerank. Give `inputs`, or `query` and `texts`."""
 
-    endpoint: ClassVar[Endpoint] = "tei"
+    endpoint: ClassVar[EndpointName] = "tei"
     inputs: Inputs | None = None
     """For an embedding model: texts, lists of token ids, or an object with `source_sentence` and `sentences`, which are compared.
     For a classifier: a text, or a list of lists of one text. For a reranker: a pair of texts, or a list of pairs."""

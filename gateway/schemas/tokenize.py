@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from gateway.schemas.chat import ChatMessage
-from gateway.schemas.parameters import Endpoint, Parameters, TokenId
+from gateway.schemas.parameters import EndpointName, Parameters, TokenId
 from gateway.schemas.tools import Tools
 
 MAX_TOKENS = 1 << 20
@@ -20,7 +20,7 @@ MAX_TOKENS = 1 << 20
 class TokenizeRequest(Parameters, kw_only=True):
     """Convert a text or a conversation to token ids. Give `prompt` or `messages`."""
 
-    endpoint: ClassVar[Endpoint] = "tokenize"
+    endpoint: ClassVar[EndpointName] = "tokenize"
     model: str | None = None
     """Name of the model; optional if only one is served."""
     prompt: str | None = None
@@ -61,7 +61,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(Parameters, kw_only=True):
     """Convert token ids to text."""
 
-    endpoint: ClassVar[Endpoint] = "detokenize"
+    endpoint: ClassVar[EndpointName] = "detokenize"
     model: str | None = None
     """Name of the model; optional if only one is served."""
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]

@@ -14,6 +14,9 @@ MAX_ITEMS = 10_000
 CUTS = ("truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
 """Fields that cut texts."""
 
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=0)]
 Side = Literal["left", "right", "middle", "Left", "Right"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from gateway.reading.endpoints import ENDPOINTS
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 
 Cell = Literal["works", "refused", "ignored"]
 
@@ -16,19 +16,19 @@ KINDS = {endpoint.kind.endpoint: endpoint.kind for endpoint in ENDPOINTS.values(
 """Struct of the request body of each endpoint."""
 
 
-FORMS: dict[str, tuple[Endpoint, ...]] = {
+FORMS: dict[str, tuple[EndpointName, ...]] = {
     "tool_choice: allowed_tools": ("chat", "responses"),
     "tools: custom": ("chat", "responses"),
 }
 """Values that have a row of their own: the parameter and the type of its value, with the endpoints that accept it."""
 
 
-def declared(endpoint: Endpoint) -> dict[str, msgspec.structs.FieldInfo]:
+def declared(endpoint: EndpointName) -> dict[str, msgspec.structs.FieldInfo]:
     """The fields of an endpoint's request."""
     return {field.encode_name: field for field in msgspec.structs.fields(KINDS[endpoint])}
 
 
-def _cells() -> Iterator[tuple[str, Endpoint, Cell]]:
+def _cells() -> Iterator[tuple[str, EndpointName, Cell]]:
     for endpoint in ALL:
         for name in declared(endpoint):
             yield name, endpoint, "works"
@@ -42,10 +42,10 @@ def _cells() -> Iterator[tuple[str, Endpoint, Cell]]:
                     yield row.name, endpoint, cell
 
 
-def table() -> dict[str, dict[Endpoint, Cell]]:
+def table() -> dict[str, dict[EndpointName, Cell]]:
     """Return the effect of each parameter on each endpoint, by the parameter's name. An endpoint is absent where the parameter has
     no meaning; there it is ignored like every unknown field."""
-    found: dict[str, dict[Endpoint, Cell]] = {}
+    found: dict[str, dict[EndpointName, Cell]] = {}
     for name, endpoint, cell in _cells():
         assert endpoint not in found.get(name, {}), f"{name} has one cell for {endpoint}"
         found.setdefault(name, {})[endpoint] = cell

@@ -17,7 +17,7 @@ from engine.settings import EngineSettings, ServerSettings
 from gateway.configuration.checks import FLAGS
 from gateway.handling.openapi import attribute_docstrings
 from gateway.logs.access import AccessLine
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint, Refused
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
 from gateway.settings import PREFIX, Settings
 from tests.docs.conformance import table
 
@@ -38,7 +38,7 @@ def settings() -> str:
 
 def refused() -> str:
     """Parameters that are refused, those of one remedy together."""
-    rows: dict[tuple[str, tuple[Endpoint, ...]], list[Refused]] = {}
+    rows: dict[tuple[str, tuple[EndpointName, ...]], list[Refused]] = {}
     for row in REFUSED:
         rows.setdefault((row.remedy, row.endpoints), []).append(row)
     return _table(
@@ -49,7 +49,7 @@ def refused() -> str:
 
 def ignored() -> str:
     """Parameters that are ignored."""
-    rows: dict[tuple[Endpoint, ...], list[str]] = {}
+    rows: dict[tuple[EndpointName, ...], list[str]] = {}
     for row in IGNORED:
         rows.setdefault(row.endpoints, []).append(f"`{row.name}`")
     return _table(("endpoints", "parameters"), [(", ".join(endpoints), ", ".join(names)) for endpoints, names in rows.items()])

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 from tests import templates
 from tests.docs.conformance import FORMS, Cell, declared, table
 from tests.docs.generate import PAGE
@@ -97,7 +97,7 @@ VALUES: dict[str, Any] = {
     "user": "me",
 }
 """A valid value of each parameter that works and is no flag."""
-VALUES_AT: dict[tuple[str, Endpoint], Any] = {
+VALUES_AT: dict[tuple[str, EndpointName], Any] = {
     ("best_of", "completions"): 2,
     ("documents", "score"): ["b"],
     ("input", "classify"): "a",
@@ -122,7 +122,7 @@ VALUES_AT: dict[tuple[str, Endpoint], Any] = {
 _CUSTOM = {"name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}}
 _CHAT_CUSTOM = {"name": "c", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}}
 _ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
-FORM_VALUES: dict[tuple[str, Endpoint], Any] = {
+FORM_VALUES: dict[tuple[str, EndpointName], Any] = {
     ("tool_choice: allowed_tools", "chat"): {"type": "allowed_tools", "allowed_tools": _ALLOWED},
     ("tool_choice: allowed_tools", "responses"): {
         "type": "allowed_tools",
@@ -133,7 +133,7 @@ FORM_VALUES: dict[tuple[str, Endpoint], Any] = {
     ("tools: custom", "responses"): [{"type": "custom"} | _CUSTOM],
 }
 """The values that have rows of their own."""
-WITH: dict[tuple[str, Endpoint], dict[str, Any]] = {
+WITH: dict[tuple[str, EndpointName], dict[str, Any]] = {
     ("stream_options", "completions"): {"stream": True},
     ("stream_options", "chat"): {"stream": True},
     ("top_logprobs", "chat"): {"logprobs": True},
@@ -146,7 +146,7 @@ WITH: dict[tuple[str, Endpoint], dict[str, Any]] = {
 LIKELIHOOD = {"model": "fake", "query": [1], "items": [[2]], "readout": "likelihood"}
 OF_CATALOGUE = {"model": "fake", "query": "a", "catalogue": "c", "ids": ["a"]}
 PAIR = {"model": "fake", "text_1": "a", "text_2": ["b"]}
-INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
+INSTEAD: dict[tuple[str, EndpointName], dict[str, Any]] = {
     **{
         (name, "score"): PAIR
         for name in (
@@ -190,7 +190,7 @@ def server() -> Iterator[httpx.Client]:
         yield client
 
 
-def shown() -> dict[str, dict[Endpoint, Cell]]:
+def shown() -> dict[str, dict[EndpointName, Cell]]:
     """The table as the page has it."""
     (part,) = re.findall(r"<!-- conformance: .*?-->\n(.*?)<!-- end -->", TEXT, flags=re.DOTALL)
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.strip().splitlines())
@@ -198,7 +198,7 @@ def shown() -> dict[str, dict[Endpoint, Cell]]:
     return {name.strip("`"): {at: cell for at, cell in zip(ALL, cells, strict=True) if cell != "–"} for name, *cells in rows}
 
 
-def ask(server: httpx.Client, name: str, endpoint: Endpoint, value: Any) -> httpx.Response:
+def ask(server: httpx.Client, name: str, endpoint: EndpointName, value: Any) -> httpx.Response:
     body = INSTEAD.get((name, endpoint), BODIES[endpoint]) | WITH.get((name, endpoint), {})
     return server.post(f"/v1/{PATHS[endpoint]}", json=body | {name: value})
 
@@ -207,7 +207,7 @@ def ignored(answer: httpx.Response) -> list[str]:
     return answer.headers.get("x-yardstick-ignored", "").split(", ")
 
 
-def works(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+def works(server: httpx.Client, name: str, endpoint: EndpointName) -> str:
     """Return the error of a cell that claims support; empty if the claim is right."""
     given = INSTEAD.get((name, endpoint), BODIES[endpoint])
     if name in FORMS:
@@ -222,7 +222,7 @@ def works(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
     return f"{value!r} is ignored" if name in ignored(answer) else ""
 
 
-def refused(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+def refused(server: httpx.Client, name: str, endpoint: EndpointName) -> str:
     (row,) = (row for row in REFUSED if row.name == name and endpoint in row.endpoints)
     answer = ask(server, name, endpoint, ["other", "values"])
     error = answer.json().get("error", {})
@@ -235,13 +235,13 @@ def refused(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
     return ""
 
 
-def is_ignored(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+def is_ignored(server: httpx.Client, name: str, endpoint: EndpointName) -> str:
     answer = ask(server, name, endpoint, {"any": ["value"]})
     return "" if answer.status_code == 200 and name in ignored(answer) else answer.text
 
 
 @pytest.mark.parametrize("endpoint", ALL)
-def test_every_cell_is_true(server: httpx.Client, endpoint: Endpoint) -> None:
+def test_every_cell_is_true(server: httpx.Client, endpoint: EndpointName) -> None:
     checks = {"works": works, "refused": refused, "ignored": is_ignored}
     problems = {}
     for name, cells in shown().items():

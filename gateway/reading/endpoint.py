@@ -81,8 +81,6 @@ class Endpoint(Generic[T]):
     """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
-    is_small: Callable[[T], bool] = lambda _: False
-    """Whether ``read`` needs only tokeniser, chat template and preset, so that the event loop may read a short body."""
     urls: Callable[[T], dict[str, str]] = lambda _: {}
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
     least_items: int = 0

@@ -25,8 +25,7 @@ from gateway.errors import ContextExceeded, GatewayError, InternalError, Invalid
 from gateway.handling.body import Body
 from gateway.handling.streams import while_connected
 from gateway.images.errors import InvalidImage
-from gateway.images.fetch import ImageFetcher
-from gateway.images.room import ImageRoom
+from gateway.images.fetch import ImageFetcher, ImageRoom
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model

@@ -350,6 +350,7 @@ TEMPLATES = {
     "texts": "{% set ns = namespace(x='a' * 60000000) %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
 }
 
+
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Site]:
     """A gateway with a good model and one for each hostile template."""

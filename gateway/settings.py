@@ -21,7 +21,7 @@ from gateway.configuration.checks import (
 )
 from gateway.configuration.models import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.logs.access import Format
-from gateway.tools.formats import Formats
+from gateway.output.answer import Formats
 
 __all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback"]
 

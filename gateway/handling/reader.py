@@ -27,6 +27,7 @@ from gateway.handling.streams import while_connected
 from gateway.images.errors import InvalidImage
 from gateway.images.fetch import ImageFetcher, ImageRoom
 from gateway.metrics.telemetry import Telemetry
+from gateway.output.answer import Formats
 from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.endpoints import ENDPOINTS, NAMES
@@ -34,7 +35,6 @@ from gateway.reading.images import IMAGE_CHARACTERS
 from gateway.schemas.parameters import Parameters
 from gateway.text.bounds import Bounds
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
-from gateway.tools.formats import Formats
 from gateway.tracing import stage
 from gateway.workers.channel import Channel, Loss, WorkerLostError
 from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole

@@ -15,7 +15,7 @@ import msgspec
 import tokenizers
 
 from engine.wire import CONTROL_TOKEN, TokenizerFiles
-from gateway.structure.compile import GrammarCompiler
+from gateway.output.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
 from gateway.text.pieces import Pieces, expression_of

@@ -41,7 +41,7 @@ from gateway.handling.responder import Responder
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
-from gateway.images.room import ImageRoom
+from gateway.images.fetch import ImageRoom
 from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.lifecycle import Lifecycle

@@ -21,7 +21,7 @@ from gateway.configuration.checks import (
 )
 from gateway.configuration.models import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.logs.access import Format
-from gateway.tools.formats import Formats
+from gateway.output.answer import Formats
 
 __all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback"]
 
@@ -188,9 +188,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most requests that wait to be read; more are answered 429."""
     text_queue_bytes: Positive = 256 << 20
     """Most bytes of the bodies of those requests; more are answered 429."""
-    short_texts: bool = True
-    """Whether short chats, responses, completions and scores, and short requests through presets, are read on the event loop.
-    False: these processes read all texts."""
     presets: tuple[str, ...] = ()
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or

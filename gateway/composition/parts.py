@@ -29,7 +29,7 @@ def key_ring(settings: Settings, file: Path) -> KeyRing:
 
 def text_capacity(settings: Settings) -> Capacity:
     workers = settings.text_workers or default_workers()
-    return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes, settings.short_texts)
+    return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
 
 
 def image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:

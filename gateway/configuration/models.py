@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from gateway.configuration.checks import invalid
+from gateway.output.answer import NO_FORMAT, THINKING, Formats
+from gateway.output.families import FAMILIES
 from gateway.presets.preset import PresetError, parse_preset
 from gateway.presets.select import NO_PRESET, named
-from gateway.tools.families.registry import FAMILIES
-from gateway.tools.formats import NO_FORMAT, Formats
-from gateway.tools.thinking import THINKING
 
 
 def read_presets(entries: Sequence[str]) -> dict[str, str]:

@@ -13,10 +13,10 @@ from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
 from gateway.ids import new_id
 from gateway.lenvm.length_guidance import default_min_p
+from gateway.output.answer import AnswerFormat
 from gateway.pool.paths import paths_of
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
-from gateway.tools.answer import AnswerFormat
 
 UNSTATED_TOKENS = 1024
 """Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed

@@ -12,12 +12,12 @@ import msgspec
 
 from engine import wire
 from gateway.errors import EngineLost
+from gateway.output.answer import AnswerFormat, AnswerReader
+from gateway.output.parser import Part
 from gateway.process.time_slices import TimeSlice
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
 from gateway.text.vocabulary import Vocabulary
-from gateway.tools.answer import AnswerFormat, AnswerReader
-from gateway.tools.parts import Part
 
 Finish = Literal["stop", "length"]
 

@@ -14,6 +14,7 @@ from gateway.handling.answer import Answer
 from gateway.handling.generator import system_fingerprint
 from gateway.ids import new_id
 from gateway.lenvm.remaining import remaining_tokens
+from gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 from gateway.pool.replica import ServedModel
 from gateway.schemas.chat import (
     AssistantMessage,
@@ -29,7 +30,6 @@ from gateway.schemas.chat import (
 )
 from gateway.schemas.tools import CalledCustom, CalledFunction, CustomToolCall, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
-from gateway.tools.parts import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 
 _encoder = msgspec.json.Encoder()
 

@@ -1,8 +1,7 @@
 """Converts request bodies to token ids, on the event loop or in a worker process.
 
-The event loop reads requests that take it less than about a millisecond: short bodies whose prompts are token ids, and short texts
-whose work is bounded (``gateway/text/small.py``). Worker processes read all other texts, chat templates and long bodies
-(``gateway/workers/workers.py``).
+The event loop reads bodies without text, whose prompts are token ids, if they are short. Worker processes read all texts and long
+bodies (``gateway/workers/workers.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -27,17 +25,16 @@ from gateway.errors import ContextExceeded, GatewayError, InternalError, Invalid
 from gateway.handling.body import Body
 from gateway.handling.streams import while_connected
 from gateway.images.errors import InvalidImage
-from gateway.images.fetch import ImageFetcher
-from gateway.images.room import ImageRoom
+from gateway.images.fetch import ImageFetcher, ImageRoom
 from gateway.metrics.telemetry import Telemetry
+from gateway.output.answer import Formats
 from gateway.pool.replica import ServedModel
-from gateway.reading.endpoint import Endpoint, Model, TextSide
+from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.endpoints import ENDPOINTS, NAMES
 from gateway.reading.images import IMAGE_CHARACTERS
 from gateway.schemas.parameters import Parameters
-from gateway.text.bounds import Bounds, NeedsWorker
+from gateway.text.bounds import Bounds
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
-from gateway.tools.formats import Formats
 from gateway.tracing import stage
 from gateway.workers.channel import Channel, Loss, WorkerLostError
 from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole
@@ -45,11 +42,6 @@ from gateway.workers.workers import BULK, Workers
 
 INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
-SMALL_BYTES = 4 << 10
-"""Largest body whose texts the event loop reads. A chat takes some 0.05 ms, five documents take 0.1 to 0.2 ms, and a
-hostile template and text at most 2 ms."""
-SMALL_TOKENS = 1 << 14
-"""Most tokens of all prompts of a short request. Where items come first, an instruction before each document counts each time."""
 PART_BYTES = 1 << 16
 """Bytes of a stored conversation that are sent to a worker at a time."""
 LARGE_ANSWER = 1 << 18
@@ -212,14 +204,6 @@ class Reader:
         """Return the message that asks a worker to read a request for ``served``."""
         return Read(served.text, served.facts, self.bounds, self.formats.get(served.base.name, Formats()), len(earlier))
 
-    def model(self, served: ServedModel, texts: TextSide) -> Model:
-        """Return the model that the event loop reads a short text for."""
-        return Model(served.facts, served.tokenizer, self._small_bounds, texts, self.formats.get(served.base.name, Formats()))
-
-    @cached_property
-    def _small_bounds(self) -> Bounds:
-        return msgspec.structs.replace(self.bounds, max_request_tokens=min(self.bounds.max_request_tokens, SMALL_TOKENS))
-
     def worker(self, request: Request[Any, Any, Any], size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
         tenant, weight = _tenant(request)
@@ -289,29 +273,11 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
         with stage("gateway.read"):
             if self.endpoint.is_light(self.fields):
                 return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
-            if len(self.body) <= SMALL_BYTES and not earlier and (prepared := self._read_small(served)) is not None:
-                return prepared
             characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
             job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
             size = max(len(self.body), characters) + len(earlier)
             unbounded = self.endpoint.unbounded(self.fields)
             return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job, unbounded)
-
-    def _read_small(self, served: ServedModel) -> Prepared | None:
-        """Read a short text; None if a worker has to, which also decides what is wrong with a request."""
-        small = served.tokenizer.small
-        if small is None:
-            return None
-        texts = TextSide(small.tokenizer, small.template, small.preset)
-        small.begin()
-        try:
-            if not self.endpoint.is_small(self.fields):
-                return None
-            prepared = self.endpoint.read(self.fields, self.reader.model(served, texts))
-        except (NeedsWorker, InvalidRequest):
-            return None
-        self.reader.telemetry.text.read_small()
-        return prepared
 
 
 @dataclass(slots=True)

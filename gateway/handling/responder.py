@@ -18,6 +18,7 @@ from gateway.generation.sequence import Piece
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import Generator, small, usage_of
 from gateway.handling.streams import while_connected
+from gateway.output.parser import Content, Part
 from gateway.process.time_slices import TimeSlice
 from gateway.responses.draft import Draft
 from gateway.responses.kept import Kept
@@ -25,7 +26,6 @@ from gateway.responses.output import Output
 from gateway.schemas.response_body import ResponseBody
 from gateway.schemas.response_events import Event, StateEvent
 from gateway.text.prepared import Items
-from gateway.tools.parts import Content, Part
 
 _encoder = msgspec.json.Encoder()
 

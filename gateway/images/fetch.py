@@ -1,4 +1,4 @@
-"""Fetches images from URLs of clients, from hosts that the operator lists.
+"""Images of URLs, fetched from hosts that the operator lists, and room for the images of all requests.
 
 A server that fetches what clients name can be turned against its own network (server-side request forgery). So no other host is
 asked, redirects are not followed, and no cookies, credentials or proxies are used. Time, bytes, type and the number of fetches at a
@@ -9,37 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
 import httpx
 
+from gateway.context import RequestContext
+from gateway.errors import BodyTooLarge, Overloaded
 from gateway.images.errors import ImageError, InvalidImage
-from gateway.images.room import Take
-from gateway.limits.places import FairPlaces
 from gateway.metrics.images import ImageMetrics
-from gateway.process.fair_room import Tenant
+from gateway.process.fair_room import FairRoom, Tenant
 
 MAX_URLS = 32
 """Most URLs of one request."""
-MAX_FETCHES = 64
-"""Most fetches at a time in one gateway; more wait, within their time. A single busy key may use 51 of them."""
+MAX_FETCHES = 256
+"""Most fetches at a time in one gateway. A single busy key may use four fifths of them."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
-
-class _Room:
-    """Bytes that the images of one request may still have, in the room of all requests."""
-
-    def __init__(self, most: int, take: Take) -> None:
-        self._most = self._left = most
-        self._take = take
-
-    def take(self, count: int) -> None:
-        """Count bytes that are received. Raises :class:`ImageError` and :class:`Overloaded`."""
-        self._left -= count
-        if self._left < 0:
-            raise ImageError("fetch", f"is one too many: the fetched images of a request have at most {self._most} bytes together")
-        self._take(count)
+Take = Callable[[int], None]
+"""Takes room for more bytes, by their number. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
 
 
 class ImageFetcher:
@@ -55,9 +43,9 @@ class ImageFetcher:
         self._seconds = seconds
         self._most_bytes = most_bytes
         self._most_request_bytes = most_request_bytes
-        self._places = FairPlaces(MAX_FETCHES)
-        limits = httpx.Limits(max_connections=MAX_FETCHES, max_keepalive_connections=0)
-        self._transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits) if hosts else None
+        self._fetches = FairRoom(MAX_FETCHES)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
 
     def check(self, wanted: Mapping[str, str]) -> None:
         """Check the URLs of a request before anything is fetched. ``wanted``: the first field of the request with each URL. Raises
@@ -70,7 +58,6 @@ class ImageFetcher:
                 self._check(url)
 
     def _check(self, text: str) -> None:
-        """Raise :class:`ImageError` for a URL that may not be fetched."""
         try:
             url = httpx.URL(text)
         except httpx.InvalidURL:
@@ -88,24 +75,70 @@ class ImageFetcher:
 
     async def fetch_all(self, wanted: Mapping[str, str], tenant: Tenant, take: Take) -> dict[str, bytes]:
         """Return the contents of several URLs that were checked. ``take``: called before bytes are kept. Raises
-        :class:`InvalidImage` and what ``take`` does."""
-        room = _Room(self._most_request_bytes, take)
-        tasks = {url: asyncio.ensure_future(self._named(url, param, tenant, room)) for url, param in wanted.items()}
+        :class:`InvalidImage`, :class:`Overloaded` and what ``take`` does."""
+        if not self._fetches.take(tenant.id, len(wanted), tenant.weight):
+            raise Overloaded("The server fetches too many images at the moment; try again soon.", retry_after=1)
+        most = left = self._most_request_bytes
+
+        def count(amount: int) -> None:
+            nonlocal left
+            left -= amount
+            if left < 0:
+                raise ImageError("fetch", f"is one too many: the fetched images of a request have at most {most} bytes together")
+            take(amount)
+
+        tasks = {url: asyncio.create_task(self._fetch(url, param, count)) for url, param in wanted.items()}
         try:
             await asyncio.gather(*tasks.values())
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self._fetches.give(tenant.id, len(wanted))
         return {url: task.result() for url, task in tasks.items()}
 
-    async def _named(self, url: str, param: str, tenant: Tenant, room: _Room) -> bytes:
-        """:meth:`_fetch`, with an error that names the field ``param``."""
+    async def _fetch(self, url: str, param: str, take: Take) -> bytes:
+        """Return the content of ``url``, which the field ``param`` names. Raises :class:`InvalidImage`."""
         began = time.perf_counter()
+        request = httpx.Request("GET", url, headers={"accept": "image/*", "accept-encoding": "identity"})
         with self._naming(param):
-            content = await self._fetch(url, tenant, room)
+            try:
+                async with (
+                    asyncio.timeout(self._seconds),
+                    aclosing(await self._transport.handle_async_request(request)) as response,
+                ):
+                    content = await self._content(response, take)
+            except TimeoutError:
+                raise ImageError("fetch", f"cannot be fetched within {self._seconds:g} s") from None
+            except (httpx.HTTPError, httpx.StreamError, OSError):
+                raise ImageError("fetch", "cannot be fetched from its URL") from None
         self._metrics.fetched("ok", time.perf_counter() - began)
         return content
+
+    async def _content(self, response: httpx.Response, take: Take) -> bytes:
+        """Read an answer. Raises :class:`ImageError` unless it is an image within the limit."""
+        if response.status_code != 200:
+            raise ImageError("fetch", f"cannot be fetched: its server answers with status {response.status_code}")
+        if not response.headers.get("content-type", "").lower().startswith("image/"):
+            raise ImageError("fetch", "cannot be used: its server says that it is no image (`Content-Type`)")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ImageError("fetch", "cannot be used: its server compresses it (`Content-Encoding`)")
+        length = response.headers.get("content-length", "")
+        size = taken = int(length[:20]) if length.isdecimal() else 0
+        content = bytearray()
+        if size <= self._most_bytes:
+            take(size)  # at once, so that images that have begun get to their end
+            async for part in response.aiter_raw():
+                size = len(content) + len(part)
+                if size > self._most_bytes:
+                    break
+                if size > taken:
+                    take(size - taken)
+                    taken = size
+                content += part
+        if size > self._most_bytes:
+            raise ImageError("fetch", f"has more than {self._most_bytes} bytes")
+        return bytes(content)
 
     @contextmanager
     def _naming(self, param: str) -> Iterator[None]:
@@ -118,45 +151,45 @@ class ImageFetcher:
             self._metrics.fetched(error.reason, time.perf_counter() - began)
             raise InvalidImage(f"`{param}`: the image {error}.", param=param, reason=error.reason) from None
 
-    async def _fetch(self, url: str, tenant: Tenant, room: _Room) -> bytes:
-        """Return the content of ``url``. Raises :class:`ImageError`."""
-        assert self._transport is not None
-        request = httpx.Request("GET", url, headers={"accept": "image/*", "accept-encoding": "identity"})
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._places.take(tenant)
-                try:
-                    async with aclosing(await self._transport.handle_async_request(request)) as response:
-                        return await self._content(response, room)
-                finally:
-                    self._places.give(tenant)
-        except TimeoutError:
-            raise ImageError("fetch", f"cannot be fetched within {self._seconds:g} s") from None
-        except (httpx.HTTPError, httpx.StreamError, OSError):
-            raise ImageError("fetch", "cannot be fetched from its URL") from None
 
-    async def _content(self, response: httpx.Response, room: _Room) -> bytes:
-        """Read an answer. Raises :class:`ImageError` unless it is an image within the limit."""
-        if response.status_code != 200:
-            raise ImageError("fetch", f"cannot be fetched: its server answers with status {response.status_code}")
-        if not response.headers.get("content-type", "").lower().startswith("image/"):
-            raise ImageError("fetch", "cannot be used: its server says that it is no image (`Content-Type`)")
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ImageError("fetch", "cannot be used: its server compresses it (`Content-Encoding`)")
-        length = response.headers.get("content-length", "")
-        content, taken = bytearray(), 0
-        if not (length.isdecimal() and int(length) > self._most_bytes):
-            if length.isdecimal():  # at once, so that images that have begun get to their end
-                taken = int(length)
-                room.take(taken)
-            async for part in response.aiter_raw():
-                size = len(content) + len(part)
-                if size > self._most_bytes:
-                    break
-                if size > taken:
-                    room.take(size - taken)
-                    taken = size
-                content += part
-            else:
-                return bytes(content)
-        raise ImageError("fetch", f"has more than {self._most_bytes} bytes")
+class ImageRoom:
+    """Bounds the bytes of images that the gateway holds, fairly between keys: files that are fetched for a small request, and
+    pixels, which a small file may have many of and which stay until the request ends, because another engine may need them."""
+
+    def __init__(self, capacity: int, metrics: ImageMetrics) -> None:
+        """``capacity``: in bytes."""
+        self._room = FairRoom(capacity)
+        self._metrics = metrics
+        metrics.watch(lambda: self._room.used)
+
+    def hold(self, context: RequestContext, amount: int) -> None:
+        """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
+        if amount:
+            tenant = context.tenant
+            self._take(tenant, amount, amount)
+            context.at_end.append(lambda: self._room.give(tenant.id, amount))
+
+    @contextmanager
+    def receiving(self, tenant: Tenant) -> Iterator[Take]:
+        """Room for files that are received and used within the block."""
+        held = 0
+
+        def take(amount: int) -> None:
+            nonlocal held
+            self._take(tenant, amount, held + amount)
+            held += amount
+
+        try:
+            yield take
+        finally:
+            if held:
+                self._room.give(tenant.id, held)
+
+    def _take(self, tenant: Tenant, amount: int, whole: int) -> None:
+        """``whole``: what the request holds with ``amount``."""
+        if not self._room.take(tenant.id, amount, tenant.weight):
+            self._metrics.refused("room")
+            most = self._room.most(tenant.id, tenant.weight)
+            if whole > most:
+                raise BodyTooLarge(f"The request's images have more than the {most} bytes that one caller may have in progress.")
+            raise Overloaded("The server holds too many images at the moment; try again soon.", retry_after=1)

@@ -16,7 +16,6 @@ class TextMetrics(Metrics):
         super().__init__(registry)
         self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.")
         self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.")
-        self._text_small = self._counter("text_small", "Requests whose texts the event loop read by itself.")
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
 
     def waited(self, seconds: float) -> None:
@@ -26,10 +25,6 @@ class TextMetrics(Metrics):
     def read(self, seconds: float) -> None:
         """Record how long a text worker read a request."""
         self._text_seconds.observe(seconds)
-
-    def read_small(self) -> None:
-        """Count a request whose texts the event loop read."""
-        self._text_small.inc()
 
     def worker_ended(self, reason: str) -> None:
         """Count a lost text worker: ``slow``, ``moved`` to the workers for bulk jobs, ``template``, ``memory``, ``left`` by its

@@ -21,8 +21,6 @@ class Fitted(msgspec.Struct, frozen=True):
     """Token id of each category."""
     categories_prefix: list[int] = []
     """Tokens between a prompt and the token of a category."""
-    fixed: dict[str, list[int]] = {}
-    """Token ids of the template's texts without placeholders."""
 
     @property
     def readout(self) -> wire.ScoreReadout:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from engine.wire import MAX_GRAMMAR_BYTES
 from gateway.errors import InvalidRequest
+from gateway.output.answer import (
+    AUTOMATIC,
+    NO_FORMAT,
+    THINKING,
+    AnswerFormat,
+    Calls,
+    Thinking,
+    answer_grammar,
+    is_off,
+    is_open,
+    thinking_of,
+)
+from gateway.output.families import FAMILIES, SchemaError, family_of
 from gateway.reading.endpoint import Model
 from gateway.reading.structure import read_grammar
 from gateway.reading.tools import callable_tools, guaranteed_calls
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.tools import Tool
-from gateway.tools.answer import AnswerFormat, Thinking
-from gateway.tools.families.registry import FAMILIES, family_of
-from gateway.tools.formats import AUTOMATIC, NO_FORMAT
-from gateway.tools.frame import SchemaError
-from gateway.tools.grammar import Calls, answer_grammar
-from gateway.tools.thinking import THINKING, is_off, is_open, thinking_of
 
 
 def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt: str) -> tuple[AnswerFormat | None, str]:

@@ -12,7 +12,7 @@ from gateway.reading.answer_format import answer_format
 from gateway.reading.chat_images import ChatImages, image_parts
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.images import IMAGE_CHARACTERS, urls_of
-from gateway.reading.structure import is_constrained, read_bad_words
+from gateway.reading.structure import read_bad_words
 from gateway.reading.thinking import template_variables
 from gateway.reading.tools import offered_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest
@@ -79,16 +79,10 @@ class _time_for_template(at_most):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.bounds.template_seconds)
-        self._bounded = model.texts.template.bounded
-
-    def __enter__(self) -> None:
-        if not self._bounded:
-            super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if not self._bounded:
-                super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)
         except TimeIsUp as late:
             error = late
         if isinstance(error, ChatTemplateError):
@@ -202,10 +196,6 @@ def _part_characters(part: MessagePart) -> int:
     return IMAGE_CHARACTERS if isinstance(part, ImagePart) else len(part.text)
 
 
-def _is_small(request: ChatRequest) -> bool:
-    return not (request.tools or is_constrained(request) or image_parts(request.messages))
-
-
 CHAT = Endpoint(
     kind=ChatRequest,
     bulk={
@@ -218,6 +208,5 @@ CHAT = Endpoint(
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.messages),
-    is_small=_is_small,
     urls=lambda request: urls_of(image_parts(request.messages)),
 )

@@ -39,6 +39,5 @@ COMPLETIONS = Endpoint(
     bulk={"prompt": "", "user": "", **BULK},
     read=_read,
     is_light=_is_light,
-    is_small=lambda request: not is_constrained(request),
     characters=lambda request, _: characters_of(request.prompt),
 )

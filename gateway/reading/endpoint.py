@@ -11,10 +11,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from gateway.errors import InvalidRequest
+from gateway.output.answer import Formats
+from gateway.output.compile import GrammarCompiler
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
 from gateway.schemas.structure import BULK as CONSTRAINTS
-from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
@@ -22,7 +23,6 @@ from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import Vocabulary
-from gateway.tools.formats import Formats
 
 T = TypeVar("T", bound=Parameters)
 
@@ -81,8 +81,6 @@ class Endpoint(Generic[T]):
     """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
-    is_small: Callable[[T], bool] = lambda _: False
-    """Whether ``read`` needs only tokeniser, chat template and preset, so that the event loop may read a short body."""
     urls: Callable[[T], dict[str, str]] = lambda _: {}
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
     least_items: int = 0

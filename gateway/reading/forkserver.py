@@ -21,7 +21,6 @@ from gateway.presets.preset import PresetError, parse_preset
 from gateway.reading.endpoint import TextSide
 from gateway.reading.worker import die_with_parent, run
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.metered_template import compile_metered
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.spelling import TokenizerError
 from gateway.text.tokenizer import Tokenizer
@@ -70,10 +69,7 @@ class ForkServer:
             tokenizer = Tokenizer.from_files(files)
             tokenizer.encode("a", parse_special_tokens=False)  # some broken structures fail only when they are used
             preset = _preset(files, tokenizer)
-            sent = msgspec.structs.replace(
-                tokenizer.table, fitted=preset and preset.fitted, template=compile_metered(files.chat_template)
-            )
-            packed = msgspec.msgpack.encode(sent)
+            packed = msgspec.msgpack.encode(msgspec.structs.replace(tokenizer.table, fitted=preset and preset.fitted))
         except (TokenizerError, msgspec.DecodeError) as error:
             return Loaded(str(error))
         except PresetError as error:

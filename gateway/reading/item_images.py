@@ -42,9 +42,6 @@ def reading_content(endpoint: Endpoint[T]) -> Endpoint[T]:
     def is_light(request: T) -> bool:
         return not _contents(request) and endpoint.is_light(request)
 
-    def is_small(request: T) -> bool:
-        return not _contents(request) and endpoint.is_small(request)
-
     def characters(request: T, query_once: bool) -> int:
         if not (contents := _contents(request)):
             return endpoint.characters(request, query_once)
@@ -53,7 +50,7 @@ def reading_content(endpoint: Endpoint[T]) -> Endpoint[T]:
         texts = _with_texts(request, lambda given, param, _: _shown(given, param) if _is_content(given) else given)
         return endpoint.characters(texts, query_once) + images * IMAGE_CHARACTERS
 
-    return replace(endpoint, read=read, is_light=is_light, is_small=is_small, characters=characters, urls=_urls, least_items=1)
+    return replace(endpoint, read=read, is_light=is_light, characters=characters, urls=_urls, least_items=1)
 
 
 def plain(given: Query) -> str | list[int]:

@@ -194,7 +194,6 @@ class Pairs:
         preset, tokenizer = self.preset.preset, self.model.texts.tokenizer
         rows: list[list[int]] = []
         tokens = 0
-        tokenizer.check_room(len(documents), self._characters(documents))
         for index, document in enumerate(documents):
             asked = [] if self.query is None else [ChatMessage("user", self.query)]
             messages = [*asked, ChatMessage("assistant" if asked else "user", document)]
@@ -210,8 +209,6 @@ class Pairs:
                 rows.append(tokenizer.encode_marked(marked.followed_by(preset.label_prefix), limit=self.model.facts.context))
             except TooManyTokens as error:
                 raise PromptTooLongError(index, error) from None
-            if index == 0:
-                self.model.texts.template.check_room(len(documents) - 1)
             tokens += len(rows[-1])
             self.model.bounds.check("max_request_tokens", tokens, "tokens or more", self.param)
         return share_prefix(rows)

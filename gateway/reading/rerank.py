@@ -58,7 +58,6 @@ RERANK = reading_content(
         read=_read,
         is_light=lambda _: False,
         characters=_characters,
-        is_small=lambda request: request.catalogue is None,
         most_fields_bytes=NAMING_BYTES,
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.reading.chat import CHAT, read_chat
+from gateway.reading.chat import read_chat
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.responses.items import as_chat, check_call_ids, items_of, messages_of, renamed
 from gateway.schemas.chat import ChatMessage
@@ -79,7 +79,6 @@ RESPONSES = Endpoint(
     bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, **BULK},  # the response repeats the other fields
     read=_read,
     is_light=lambda _: False,
-    is_small=lambda request: request.truncation != "auto" and CHAT.is_small(as_chat(request, [])),
     characters=lambda request, _: _characters(request),
 )
 

@@ -111,7 +111,6 @@ SCORE = reading_content(
         },
         read=_read,
         is_light=_is_light,
-        is_small=lambda request: request.catalogue is None and (request.paired or not request.partial_results),
         characters=_characters,
         most_fields_bytes=NAMING_BYTES,
     )

@@ -39,7 +39,6 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
         raise InvalidRequest(message, param=query_param)
     characters = sum(map(len, (*queries, *documents))) + len(request.instruction or "") * len(queries)
     model.bounds.check("max_request_characters", characters, "characters that must be tokenised", param)
-    model.texts.tokenizer.check_room(len(queries), characters + preset.characters * len(queries))
     prompts: list[list[int]] = []
     tokens, truncated, refused = 0, [], []
     for index, (query, document) in enumerate(zip(queries, documents, strict=True)):

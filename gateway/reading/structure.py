@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.wire import GRAMMAR_BOUNDS
 from gateway.errors import InvalidRequest
+from gateway.output.constraint import OutputConstraint, constraint_of, grammar_of
 from gateway.process.deadline import TimeIsUp, at_most
 from gateway.reading.endpoint import Model
 from gateway.schemas.structure import StructuredRequest
-from gateway.structure.request import OutputConstraint, constraint_of, grammar_of
 
 MAX_WORD_TOKENS = 4096
 """Most tokens of all ``bad_words``, each with and without a space."""

@@ -121,5 +121,4 @@ TEI = Endpoint(
     read=_read,
     is_light=lambda _: False,
     characters=_characters,
-    is_small=lambda _: True,
 )

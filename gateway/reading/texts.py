@@ -84,7 +84,6 @@ CLASSIFY = Endpoint(
     read=read_classified,
     is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.input),
-    is_small=lambda _: True,
 )
 EMBEDDINGS = Endpoint(
     kind=EmbeddingsRequest,
@@ -92,7 +91,6 @@ EMBEDDINGS = Endpoint(
     read=_embed,
     is_light=lambda request: _light(request.input) and _light(request.inputs),
     characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),
-    is_small=lambda _: True,
 )
 COHERE_EMBED = Endpoint(
     kind=CohereEmbedRequest,
@@ -100,5 +98,4 @@ COHERE_EMBED = Endpoint(
     read=_cohere_embed,
     is_light=lambda _: False,
     characters=lambda request, _: sum(map(len, request.texts)),
-    is_small=lambda _: True,
 )

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.errors import InvalidRequest
+from gateway.output.answer import Calls, Tools
+from gateway.output.constraint import REGEX_START, GrammarTextError, OutputConstraint, constraint_of, grammar_of
+from gateway.output.families import FAMILIES, Function, is_text
+from gateway.output.lark import quoted
 from gateway.reading.endpoint import Model
 from gateway.reading.structure import compiled
 from gateway.schemas.chat import ChatRequest
@@ -21,14 +25,6 @@ from gateway.schemas.tools import (
     Tool,
     ToolChoice,
 )
-from gateway.structure.grammar import REGEX_START, GrammarTextError
-from gateway.structure.quoted import quoted
-from gateway.structure.request import OutputConstraint, constraint_of, grammar_of
-from gateway.tools.answer import Tools
-from gateway.tools.families.qwen3_coder import is_text
-from gateway.tools.families.registry import FAMILIES
-from gateway.tools.frame import Function
-from gateway.tools.grammar import Calls
 
 _ANYTHING = {"type": "object"}
 _ABOUT_NO_PARAMETER = {"type", "properties", "required", "title", "description", "$schema", "$id", "$defs", "definitions"}

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.ids import new_id
+from gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
 from gateway.schemas.response_body import (
     OutputCall,
     OutputCustomCall,
@@ -41,7 +42,6 @@ from gateway.schemas.response_events import (
     TextDone,
 )
 from gateway.schemas.responses import Status
-from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
 
 _encoder = msgspec.json.Encoder()
 

@@ -34,11 +34,6 @@ UNBOUND = Bounds(2**63 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 """Bounds for callers whose input is trusted."""
 
 
-class NeedsWorker(BaseException):
-    """The event loop cannot read this text in bounded time; a worker can. This is a BaseException, so that ``except Exception``
-    does not catch it."""
-
-
 class TooManyTokens(ValueError):
     """A text has more tokens than allowed."""
 

@@ -35,9 +35,6 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """The template of one model. It is compiled at the first ``render``, so a model with an unusable template can still score."""
 
-    bounded = False
-    """Whether ``render`` bounds its own work, so that it needs no time limit."""
-
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens``: variables of the template, such as ``bos_token`` and ``eos_token``."""
         self.source = source
@@ -76,9 +73,6 @@ class ChatTemplate:
         self._template  # noqa: B018  raises for a template that is missing or broken
         return name in self._variables
 
-    def check_room(self, prompts: int) -> None:
-        """Do nothing. A metered template raises :class:`NeedsWorker` if it may not render ``prompts`` more prompts of a request."""
-
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template
         pieces, room = [], MAX_PROMPT_CHARACTERS
@@ -99,7 +93,7 @@ class ChatTemplate:
         if self.source is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or serve a model that has one")
         try:
-            template = Environment().from_string(self.source)
+            template = _Environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the model's chat template is broken: line {error.lineno}: {error.message}") from error
         template.globals = dict(template.globals)  # every render copies them, which takes long from Jinja's ChainMap
@@ -119,7 +113,7 @@ class ChatTemplate:
     @cached_property
     def _variables(self) -> set[str]:
         """Names of the variables that the template does not set itself."""
-        return undeclared(self.source or "")
+        return meta.find_undeclared_variables(_Environment().parse(self.source or ""))
 
     @cached_property
     def _takes_argument_objects(self) -> bool:
@@ -176,14 +170,14 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Environment(ImmutableSandboxedEnvironment):
+class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox with what templates may use, and with limits on ``*`` and ``**``, with which a short template could fill the
     memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], **options)
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -196,11 +190,6 @@ class Environment(ImmutableSandboxedEnvironment):
         if too_large:
             raise jinja2.TemplateRuntimeError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
-
-
-def undeclared(source: str) -> set[str]:
-    """Return the names of the variables that a template does not set itself."""
-    return meta.find_undeclared_variables(Environment().parse(source))
 
 
 def _extent(value: Any) -> float:

@@ -90,12 +90,6 @@ class Pieces:
             return ids
         return list(chain.from_iterable(map(known.__getitem__, pieces)))
 
-    def keep(self, encoded: dict[str, list[int]]) -> None:
-        """Keep the ids of short pieces."""
-        known = {piece: tuple(ids) for piece, ids in encoded.items()}
-        self._ids |= known
-        self._forget(known)
-
     def _forget(self, encoded: dict[str, tuple[int, ...]]) -> None:
         """Forget the long ones of pieces that were just added, and the earlier pieces if there are too many."""
         for piece in encoded:

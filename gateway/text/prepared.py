@@ -12,9 +12,9 @@ from typing import Self
 import msgspec
 
 from engine import wire
+from gateway.output.answer import AnswerFormat
 from gateway.process.time_slices import TimeSlice
 from gateway.text.image_ids import ID_BYTES, ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
-from gateway.tools.answer import AnswerFormat
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""

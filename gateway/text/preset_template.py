@@ -1,5 +1,4 @@
-"""A preset's template, fitted to a tokeniser: builds the exact token ids of its prompts. Workers have one, and the event loop for
-short texts (``small.py``).
+"""A preset's template, fitted to a tokeniser: builds the exact token ids of its prompts.
 
 The pieces of a template are tokenised by themselves. Inside a piece, control tokens of the template become their ids and divide
 its text; texts of the request are plain text, also where they spell control tokens.
@@ -38,18 +37,18 @@ class _Variant:
 class PresetTemplate:
     """The template of one preset. It is not safe to use from several threads, like the tokeniser."""
 
-    def __init__(self, preset: Preset, tokenizer: Tokenizer, fitted: Fitted | None = None) -> None:
-        """``fitted``: what another process found for the same tokeniser, so that nothing is encoded and checked here. Raises
-        :class:`PresetError` if the preset does not fit the tokeniser."""
+    def __init__(self, preset: Preset, tokenizer: Tokenizer) -> None:
+        """Raises :class:`PresetError` if the preset does not fit the tokeniser."""
         self.preset = preset
         self._tokenizer = tokenizer
         self._begin, self._end = tokenizer.affixes if preset.add_special_tokens else ([], [])
-        self._fixed: dict[str, list[int]] = {}
-        checks = fitted is None
-        self._plain = self._variant(preset.template, checks=checks) if preset.template else None
-        self._instructed = self._variant(preset.instructed, checks=checks) if preset.instructed else self._plain
-        self.fitted = self._fit() if fitted is None else fitted
-        self._fixed = self.fitted.fixed
+        self._plain = self._variant(preset.template) if preset.template else None
+        self._instructed = self._variant(preset.instructed) if preset.instructed else self._plain
+        written = preset.categories.prefix.removeprefix(preset.label_prefix) if preset.categories else ""
+        prefix = tokenizer.encode(written, add_special_tokens=False)
+        labels = [self._group((group,) if isinstance(group, str) else group) for group in preset.labels]
+        categories = [self._group((token,))[0] for token in preset.categories.names] if preset.categories else []
+        self.fitted = Fitted(preset, labels, categories, prefix)
 
     def prompts(
         self,
@@ -76,7 +75,6 @@ class PresetTemplate:
         if room < 0:
             raise TooManyTokens(limit - room, exact=True)
         left, right = fill(variant.left, values), fill(variant.right, values)
-        self._tokenizer.check_room(len(documents), len(left) + len(documents) * len(right) + sum(map(len, documents)))
         if not left:
             rows = self._rows([document + right for document in documents], room, bounds, param)
             return before, [[*row, *after] for row in rows]
@@ -91,11 +89,6 @@ class PresetTemplate:
             parse_special_tokens=False,
         )
         return [*before, *prefix], [[*branch, *after] for branch in branches]
-
-    @property
-    def characters(self) -> int:
-        """Number of characters of the template's own that are encoded with each query and document."""
-        return len(self._plain.left) + len(self._plain.right) if self._plain else 0
 
     def is_apart(self, *, instructed: bool) -> bool:
         """Whether documents are tokenised by themselves."""
@@ -125,7 +118,7 @@ class PresetTemplate:
             bounds.check("max_request_tokens", tokens, "tokens or more", param)
         return rows
 
-    def _variant(self, pieces: Sequence[str], *, checks: bool) -> _Variant:
+    def _variant(self, pieces: Sequence[str]) -> _Variant:
         divided = [self._divide(piece) for piece in pieces]
         at = next(index for index, piece in enumerate(pieces) if "document" in placeholders(piece) or index == len(pieces) - 1)
         inner = next(
@@ -135,10 +128,8 @@ class PresetTemplate:
         text = divided[at][inner]
         assert isinstance(text, str)
         left, _, right = text.partition("{document}")
-        variant = _Variant([*divided[:at], divided[at][:inner]], left, right, [divided[at][inner + 1 :], *divided[at + 1 :]])
-        if checks:
-            self._check(pieces, divided)
-        return variant
+        self._check(pieces, divided)
+        return _Variant([*divided[:at], divided[at][:inner]], left, right, [divided[at][inner + 1 :], *divided[at + 1 :]])
 
     def _divide(self, piece: str) -> list[Part]:
         """Divide a piece at its control tokens."""
@@ -166,29 +157,9 @@ class PresetTemplate:
                 if isinstance(part, int):
                     ids.append(part)
                 elif text := fill(part, values):
-                    ids += self._encode_text(text, max(0, limit - len(ids)))
+                    room = max(0, limit - len(ids))
+                    ids += self._tokenizer.encode(text, limit=room, add_special_tokens=False, parse_special_tokens=False)
         return ids
-
-    def _encode_text(self, text: str, limit: int) -> list[int]:
-        """Return the ids of a filled text. Raises :class:`TooManyTokens`."""
-        known = self._fixed.get(text)
-        if known is not None and len(known) <= limit:
-            return known
-        return self._tokenizer.encode(text, limit=limit, add_special_tokens=False, parse_special_tokens=False)
-
-    def _fit(self) -> Fitted:
-        """Return the ids of labels, categories and fixed texts. Raises :class:`PresetError`."""
-        preset = self.preset
-        written = preset.categories.prefix.removeprefix(preset.label_prefix) if preset.categories else ""
-        prefix = self._tokenizer.encode(written, add_special_tokens=False)
-        variants = [variant for variant in (self._plain, self._instructed) if variant is not None]
-        pieces = [piece for variant in variants for piece in (*variant.before, *variant.after)]
-        texts = {part for piece in pieces for part in piece if isinstance(part, str) and not placeholders(part)}
-        fixed = {text: self._encode_text(text, UNBOUNDED) for text in texts}
-        return Fitted(preset, self._labels(), self._categories(), prefix, fixed)
-
-    def _labels(self) -> list[list[int]]:
-        return [self._group((group,) if isinstance(group, str) else group) for group in self.preset.labels]
 
     def _group(self, texts: Sequence[str]) -> list[int]:
         """Return the ids of a label. Of several spellings, those that are one token count."""
@@ -196,7 +167,3 @@ class PresetTemplate:
         if not found:
             raise PresetError(f"the label {texts[0]!r} is not one token of this model")
         return list(dict.fromkeys(found))
-
-    def _categories(self) -> list[int]:
-        categories = self.preset.categories
-        return [self._group((token,))[0] for token in categories.names] if categories else []

@@ -1,5 +1,4 @@
-"""A model's tokeniser: converts text to exact token ids. The fork server and worker processes have one; the
-event loop has another for short texts (``small.py``).
+"""A model's tokeniser: converts text to exact token ids. The fork server and worker processes have one.
 
 Common texts are encoded piece by piece (``pieces.py``), others by the ``tokenizers`` library, one text at a time. Long texts are
 encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
@@ -16,10 +15,9 @@ import msgspec
 import tokenizers
 
 from engine.wire import CONTROL_TOKEN, TokenizerFiles
-from gateway.structure.compile import GrammarCompiler
+from gateway.output.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
-from gateway.text.merges import SmallTable, merge_table
 from gateway.text.pieces import Pieces, expression_of
 from gateway.text.sizes import characters_per_token
 from gateway.text.special import ControlTokens, Marked
@@ -72,12 +70,9 @@ class Tokenizer(Vocabulary):
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
         expression = expression_of(document) if self._cuts else None
         contents = [*(token["content"] for token in added), *(token.content for token in [*self._sentinels.values(), *marks])]
-        dividing = self._added if all(map(divides, added)) else None
+        dividing = self._added if all(map(_divides, added)) else None
         if expression:
             self._pieces = Pieces(expression, contents, self._by_library, dividing)
-            merges = merge_table(document, self.token_bytes, self._by_library)
-            small = SmallTable(merges, expression, added, *self.affixes, self.characters_per_token)
-            self.table = msgspec.structs.replace(self.table, small=small)
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
@@ -206,10 +201,6 @@ class Tokenizer(Vocabulary):
             room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
         return "", True
 
-    def check_room(self, texts: int, characters: int) -> None:
-        """Do nothing. The tokeniser of the event loop raises :class:`NeedsWorker` if a request may not encode ``texts`` texts with
-        ``characters`` characters in all."""
-
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)
@@ -284,7 +275,7 @@ def _sentinel(lstrip: bool, rstrip: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(f"\ue000{secrets.token_hex(16)}\ue001", lstrip=lstrip, rstrip=rstrip, normalized=False)
 
 
-def divides(token: dict[str, Any]) -> bool:
+def _divides(token: dict[str, Any]) -> bool:
     """Whether the library divides texts at an added token exactly where it is spelled, before it normalises them."""
     return not any(token.get(name) for name in ("lstrip", "rstrip", "normalized", "single_word"))
 

@@ -1,23 +1,18 @@
 """Decoding of token ids to text, from plain tables with the bytes of every token.
 
-The event loop needs only this half of a tokeniser, and tables for short texts (``small.py``). Other texts are encoded in worker
-processes (``forkserver.py``), because loading a large ``tokenizer.json`` holds the interpreter's lock for seconds.
+The event loop needs only this half of a tokeniser. Texts are encoded in worker processes (``forkserver.py``), because loading a
+large ``tokenizer.json`` holds the interpreter's lock for seconds.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from gateway.presets.fitted import Fitted
-from gateway.text.merges import SmallTable
-from gateway.text.metered_template import CompiledTemplate
-
-if TYPE_CHECKING:
-    from gateway.text.small import SmallTexts
 
 T = TypeVar("T")
 
@@ -42,10 +37,6 @@ class VocabularyTable(msgspec.Struct, frozen=True):
     """Whether texts can be cut safely (``cuts.py``), so that a query is tokenised once."""
     fitted: Fitted | None = None
     """The model's preset; None if it has none."""
-    small: SmallTable | None = None
-    """Tables with which the event loop tokenises short texts; None if workers tokenise all texts."""
-    template: CompiledTemplate | None = None
-    """The chat template, if the event loop may render it."""
 
 
 class Vocabulary:
@@ -58,8 +49,6 @@ class Vocabulary:
         self._missing = frozenset(table.missing)
         self.special_ids = frozenset(table.special)
         self.strips_leading_space = table.strips_leading_space
-        self.small: SmallTexts | None = None
-        """Reads short texts on the event loop; None if workers read all of them."""
         self.vocab_size = len(self._ends)
         """Highest id with a token, plus 1; the model's head may have more rows (padding)."""
         self._spellings = _Table(self.vocab_size, self._spelling, {})

@@ -27,8 +27,6 @@ class Capacity:
     """Most jobs that wait for a worker at a time."""
     max_bytes: int
     """Most bytes of the bodies of those jobs."""
-    short_texts: bool = True
-    """Whether the event loop reads short texts by itself."""
 
 
 @dataclass(eq=False, slots=True)

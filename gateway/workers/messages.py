@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 
 from gateway.images.errors import Reason
+from gateway.output.answer import Formats
 from gateway.text.bounds import Bounds
 from gateway.text.facts import Facts
 from gateway.text.prepared import Packed
-from gateway.tools.formats import Formats
 
 HEADER = struct.Struct("<II?")
 """Length of the message, length of the body (both in bytes), and whether the sender ends after this frame."""

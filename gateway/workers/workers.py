@@ -24,7 +24,6 @@ import msgspec
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
 from gateway.metrics.telemetry import Telemetry
-from gateway.text.small import SmallTexts
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
 from gateway.workers.channel import Channel, WorkerLostError, connect
@@ -92,13 +91,9 @@ class Workers:
             except ForksLostError:
                 await asyncio.sleep(2 * RESTART_SECONDS)
                 continue
-            small = None
-            if self._capacity.short_texts:
-                small = await asyncio.to_thread(SmallTexts.of, table, files.chat_template, files.special_tokens)
             if known := self._vocabularies.get(key):  # another replica's load finished first
                 return key, known
-            vocabulary = Vocabulary(msgspec.structs.replace(table, small=None, template=None))
-            vocabulary.small = small
+            vocabulary = Vocabulary(table)
             loop = asyncio.get_running_loop()
             weakref.finalize(vocabulary, self._forget_soon, loop, key).atexit = False
             self._vocabularies[key] = vocabulary

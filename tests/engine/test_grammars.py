@@ -25,7 +25,7 @@ from engine.structured.compiler import KeptGrammars, NoRoomError
 from engine.structured.constraint import Constraint
 from engine.structured.fair_threads import FairThreads
 from engine.structured.vocabulary import load_vocabulary
-from gateway.structure.grammar import of_choice, of_json_schema, of_regex
+from gateway.output.constraint import of_choice, of_json_schema, of_regex
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
 

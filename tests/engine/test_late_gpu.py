@@ -28,7 +28,7 @@ from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
 from engine.readouts.labels import LabelReadout
 from engine.settings import EngineSettings
-from gateway.structure.grammar import of_json_object, of_regex
+from gateway.output.constraint import of_json_object, of_regex
 from kernels import (
     attention_layout,
     branch_attention,

@@ -18,7 +18,7 @@ from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
-from gateway.structure.grammar import of_regex
+from gateway.output.constraint import of_regex
 from kernels.quantize import quantize_rows_reference
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter

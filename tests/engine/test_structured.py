@@ -21,7 +21,7 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
 from engine.structured import constraint
-from gateway.structure.grammar import of_choice, of_json_object, of_json_schema, of_regex
+from gateway.output.constraint import of_choice, of_json_object, of_json_schema, of_regex
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.depth import seeds
 from tests.engine.integrity import check

@@ -15,7 +15,7 @@ from engine import wire
 from tests import templates
 from tests.fakes import EOS, FakeEngine, ids, library
 from tests.gateway.conftest import Start, gateways, metric
-from tests.gateway.tools.test_grammar import accepts
+from tests.gateway.output.test_grammar import accepts
 
 MODELS = {
     **templates.FAMILY_OF,

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.families.registry import FAMILIES
-from gateway.tools.parser import ToolParser
-from gateway.tools.parts import CallArguments, CallBegin, CallCut, Content, Joined, joined
+from gateway.output.families import FAMILIES
+from gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Joined, ToolParser, joined
 
 FUNCTIONS = {"get_weather": ["days", "exact", "places", "note"], "get_time": [], "f": [], "g": ["n"]}
 

@@ -10,11 +10,9 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.tools.families.registry import FAMILIES
-from gateway.tools.frame import Function, SchemaError
-from gateway.tools.grammar import Calls, answer_grammar
-from gateway.tools.parts import joined
-from gateway.tools.thinking import THINKING
+from gateway.output.answer import THINKING, Calls, answer_grammar
+from gateway.output.families import FAMILIES, Function, SchemaError
+from gateway.output.parser import joined
 
 DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
 ALL, ONE, SEPARATOR, ONE_END, ALL_END = DEEPSEEK

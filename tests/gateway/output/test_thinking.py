@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.answer import AnswerFormat, AnswerReader, Thinking
-from gateway.tools.parts import joined
-from gateway.tools.thinking import THINKING, Split, ThinkingParser, is_off, is_open, thinking_of
+from gateway.output.answer import (
+    THINKING,
+    AnswerFormat,
+    AnswerReader,
+    Split,
+    Thinking,
+    ThinkingParser,
+    is_off,
+    is_open,
+    thinking_of,
+)
+from gateway.output.parser import joined
 
 TAGS = THINKING["think"]
 TEXTS = st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think>", "\n", " ", "a", "😀"]), max_size=9).map("".join)

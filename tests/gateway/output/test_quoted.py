@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 from llguidance import LLMatcher
 
-from gateway.structure.grammar import GrammarTextError, of_regex
-from gateway.structure.quoted import quoted
-from tests.gateway.tools.test_grammar import vocabulary
+from gateway.output.constraint import GrammarTextError, of_regex
+from gateway.output.lark import quoted
+from tests.gateway.output.test_grammar import vocabulary
 
 LETTERS = 'a"\\\n/é5'
 GRAMMARS = [

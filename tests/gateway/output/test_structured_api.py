@@ -13,7 +13,7 @@ import pytest
 from gateway.schemas.structure import MAX_ALLOWED_TOKENS
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import gateways, metric
-from tests.gateway.tools.test_grammar import accepts
+from tests.gateway.output.test_grammar import accepts
 from tests.processes import wait_until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.custom_input import CustomInput
+from gateway.output.parser import CustomInput
 
 
 def read(chunks: list[str]) -> str:

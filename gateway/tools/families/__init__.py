@@ -1,1 +1,0 @@
-"""The formats of tool calls: one file for each family of models."""

@@ -363,7 +363,7 @@ def hostile() -> Iterator[Site]:
     """A gateway with a good model and one for each hostile template."""
     templates = TEMPLATES | LOOKS_BOUNDED
     bad = [large_engine(model=name, fingerprint=name, template=template) for name, template in templates.items()]
-    site = Site(large_engine(), *bad, YARDSTICK_TEMPLATE_SECONDS="0.5", YARDSTICK_TEXT_SECONDS="4")
+    site = Site(large_engine(), *bad, YARDSTICK_TEXT_SECONDS="4", TUNED='{"template_seconds": 0.5}')
     wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))
     yield site
     site.close()

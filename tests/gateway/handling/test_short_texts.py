@@ -96,7 +96,7 @@ LEFT = {
 def served() -> Iterator[tuple[FakeEngine, httpx.Client]]:
     engine = FakeEngine(template=FILES["thinking"], says=[5])
     with gateways() as start:
-        yield engine, start(engine, cache_entries=0)
+        yield engine, start(engine, cache_bytes=0)
 
 
 def asked(served: tuple[FakeEngine, httpx.Client], path: str, body: dict[str, Any]) -> tuple[list[Any], Any, int]:
@@ -151,7 +151,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], bool]] = {
 @pytest.fixture(scope="module")
 def others() -> Iterator[list[tuple[FakeEngine, httpx.Client]]]:
     with gateways() as start:
-        yield [(engine := FakeEngine(**options), start(engine, cache_entries=0)) for options in (CLASSIFIER, EMBEDDER, JUDGE)]
+        yield [(engine := FakeEngine(**options), start(engine, cache_bytes=0)) for options in (CLASSIFIER, EMBEDDER, JUDGE)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -169,7 +169,7 @@ def test_the_event_loop_reads_what_workers_read_for_other_engines(
 
 def test_a_setting_leaves_all_texts_to_workers(served: tuple[FakeEngine, httpx.Client], start: Start) -> None:
     engine = FakeEngine(template=FILES["thinking"], says=[5])
-    without = engine, start(engine, cache_entries=0, short_texts=False)
+    without = engine, start(engine, cache_bytes=0, short_texts=False)
     for path, body in READ.values():
         prompts, answer, read = asked(served, path, body)
         assert read == 1

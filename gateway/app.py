@@ -1,36 +1,44 @@
-"""The composition root: creates the application from the settings. It has no logic of its own."""
+"""The composition root: creates the application from the settings, and answers errors that leave a handler."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self
 
-from litestar import Router
-from litestar.exceptions import HTTPException
+from litestar import Litestar, Request, Response, Router
+from litestar.exceptions import HTTPException, ValidationException
 from litestar.handlers import HTTPRouteHandler
+from litestar.types import HTTPScope
 
 from gateway.adapters.manager import AdapterManager
 from gateway.adapters.restoring import Restorer
+from gateway.adapters.shared import RedisLoaded
+from gateway.adapters.store import LoadedStore, MemoryLoaded
 from gateway.admission.in_flight import InFlightLimit
 from gateway.admission.quotas import Quotas
-from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
+from gateway.auth.keyring import KeyRing
 from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
+from gateway.cache.memory import ENTRY_BYTES, MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.cache.redis import RedisCache
 from gateway.catalogues.catalogues import Catalogues
-from gateway.composition.background import Background
+from gateway.catalogues.copies import Copies
+from gateway.catalogues.memory import MemoryCatalogues
+from gateway.catalogues.shared import RedisCatalogues
+from gateway.catalogues.store import CatalogueStore
 from gateway.composition.fleet import Fleet
-from gateway.composition.parts import (
-    access_log_of,
-    exporter_of,
-    image_fetcher,
-    key_ring,
-    text_bounds,
-    text_capacity,
-)
-from gateway.composition.stores import Stores
+from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
+from gateway.edge.refusal import answer_refusal as answer_early
+from gateway.error_sources import from_status
 from gateway.errors import GatewayError
 from gateway.handling.catalogue_prompts import CataloguePrompts
 from gateway.handling.catalogue_scan import Scanner
@@ -41,12 +49,20 @@ from gateway.handling.responder import Responder
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
-from gateway.images.fetch import ImageRoom
+from gateway.images.fetch import ImageFetcher, ImageRoom
+from gateway.limits.base import Limiter
+from gateway.limits.local import LocalLimiter
+from gateway.limits.shared import SharedLimiter
+from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
+from gateway.redis.connect import open_client
+from gateway.redis.link import Link
 from gateway.responses.kept import Kept
+from gateway.responses.shared import RedisStore
+from gateway.responses.store import MemoryStore, ResponseStore
 from gateway.routes.adapters import adapter_routes
 from gateway.routes.catalogue_warm import warm_route
 from gateway.routes.catalogues import catalogue_routes
@@ -64,10 +80,35 @@ from gateway.routes.score import score_route
 from gateway.routes.tei import tei_routes
 from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsError
+from gateway.text.bounds import Bounds
 from gateway.tracing import Tracer
-from gateway.workers.workers import Workers
+from gateway.workers.job_queue import Capacity
+from gateway.workers.workers import Workers, default_workers
+from tracing.export import Exporter, TracingError
 from tracing.sampling import sampler_of
+from tracing.setup import open_exporter
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 1.0
+"""Time after the start from which the watchdog measures delays of the event loop."""
+STORE_SECONDS = 1.0
+"""Time limit of a call of the stores, and of the probe that uses Redis for them again."""
+CACHE_TTL_SECONDS = 86_400.0
+"""Time for which Redis keeps a result, varied by up to a tenth."""
+KEYS_STALE_SECONDS = 300.0
+"""Time for which the keys of the last valid version stay valid while their file cannot be read or is not valid; after that,
+requests that need a key are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
+KEEPALIVE_SECONDS = 15.0
+"""Time without an event after which a stream gets a comment, so that proxies do not close it (many do after 60 s). A stream begins
+with status 200 if its first event takes longer than this; an error before that has its own status."""
+TEXT_JOB_MIB = 512
+"""Most memory for reading one request, in MiB, before the answer is 400."""
+IMAGE_SECONDS = 5.0
+"""Longest time of fetching an image, before the answer is 400."""
+IMAGE_BYTES = 10 << 20
+"""Most bytes of an image that is fetched."""
 
 
 def create_app(
@@ -85,10 +126,14 @@ def create_app(
     stores = Stores.opened(settings, telemetry, cache)
     fleet = Fleet.of(settings, telemetry, workers)
     adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
-    keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
+    keys = (
+        KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation)
+        if settings.api_keys_file
+        else None
+    )
     origins = Origins(settings.cors_origins)
-    access_log = access_log_of(settings, log, telemetry)
-    exporter = exporter_of(settings, telemetry)
+    access_log = _access_log(settings, log, telemetry)
+    exporter = _exporter(settings, telemetry)
     background = Background(
         watchdog=Watchdog(telemetry),
         workers=workers,
@@ -121,7 +166,7 @@ def create_app(
         ],
         lifespan=[background.running],
         request_max_body_size=settings.max_body_bytes,
-        exception_handlers={GatewayError: answer_error, HTTPException: answer_refusal, Exception: answer_fault},
+        exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
         cors_config=origins.config(),
         openapi_config=openapi_config(),
         plugins=[DocumentedStructs()],
@@ -145,20 +190,20 @@ def _v1(
         text_bounds(settings),
         telemetry,
         text_seconds=settings.text_seconds,
-        job_mib=settings.text_job_mib,
-        fetcher=image_fetcher(settings, telemetry),
+        job_mib=TEXT_JOB_MIB,
+        fetcher=_image_fetcher(settings, telemetry),
         image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
         quotas=quotas,
         formats=settings.chosen_formats,
     )
-    streams = Streams(settings.keepalive_seconds)
+    streams = Streams(KEEPALIVE_SECONDS)
     scoring = Scoring(Scorer(MeteredCache(stores.cache, telemetry), fleet.fan_out), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
     catalogues = Catalogues(stores.catalogues, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
     retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
     scanner = Scanner(prompts, scoring, retries)
-    kept = Kept(stores.responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
+    kept = Kept(stores.responses, telemetry, stores=settings.stored_responses_bytes > 0, most_bytes=settings.stored_response_bytes)
     return [
         score_route(pool, reader, scoring, scanner),
         rerank_route(pool, reader, scoring, scanner),
@@ -175,3 +220,233 @@ def _v1(
         *tokenize_routes(pool, reader, quotas, workers),
         *adapter_routes(pool, adapters, quotas),
     ]
+
+
+class Gateway(Litestar):
+    """The ASGI application. Every request gets a :class:`RequestContext`, including one that matches no route."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        lifecycle: Lifecycle,
+        *,
+        log: AccessLog | None,
+        tracer: Tracer | None,
+        protocol: Callable[..., asyncio.Protocol],
+        check: Callable[[HTTPScope], GatewayError | None],
+        **options: Any,
+    ) -> None:
+        """``protocol``: protocol factory for ``uvicorn.Config(http=…)``. ``check``: returns the error for a request that is
+        refused. ``log`` and ``tracer``: None means that requests are not logged, and not traced."""
+        super().__init__(**options)
+        self.protocol = protocol
+        self.telemetry = telemetry
+        self._lifecycle = lifecycle
+        self._log = log
+        self._tracer = tracer
+        self._check = check
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle one ASGI scope."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        refusal = self._check(scope)
+        app = super().__call__ if refusal is None else answer_early(refusal)
+        if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
+            scope = scope | {"method": "GET"}
+        await answer_request(app, self.telemetry, self._lifecycle, self._log, self._tracer, scope, receive, send)
+
+
+def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
+    """Answer a request that failed with an error of ours."""
+    RequestContext.of(request).failed(error)
+    return Response(error.body, status_code=error.status, headers=error.headers)
+
+
+def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+    """Convert the framework's own errors. It refuses only empty bodies; ``gateway/handling/body.py`` handles all others."""
+    detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
+    if error.status_code >= 500:
+        return _answer_fault(request, error)
+    answer = _answer_error(request, from_status(error.status_code, detail))
+    answer.headers |= error.headers or {}
+    return answer
+
+
+def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+    """Answer a request that failed with any other error, which is logged and not shown."""
+    logger.error("request %s failed", RequestContext.of(request).id.decode(), exc_info=error)
+    return _answer_error(request, from_status(500, ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """The limits of keys, cached results, stored responses, registered items and loaded adapters."""
+
+    limiter: Limiter
+    cache: ResultCache
+    responses: ResponseStore
+    catalogues: CatalogueStore
+    adapters: LoadedStore
+    share: Share | None
+    """None: all is in memory."""
+
+    @classmethod
+    def opened(cls, settings: Settings, telemetry: Telemetry, cache: ResultCache | None) -> Self:
+        """Create all in Redis if the settings name a server, otherwise in memory. ``cache``: to use instead of the cache of the
+        settings."""
+        if settings.redis_url is None:
+            return cls(
+                limiter=LocalLimiter(),
+                cache=cache or MemoryCache(settings.cache_bytes // ENTRY_BYTES, settings.cache_bytes),
+                responses=MemoryStore(settings.store_bounds),
+                catalogues=_catalogues_in_memory(settings, telemetry),
+                adapters=MemoryLoaded(),
+                share=None,
+            )
+        share = Share.opened(settings, telemetry)
+        return cls(
+            limiter=share.limiter,
+            cache=cache or share.cache,
+            responses=share.responses,
+            catalogues=share.catalogues,
+            adapters=share.adapters,
+            share=share,
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The shared cache and limiter over one Redis link, and the stores over another, which waits longer for an answer: a pause of
+    Redis that costs a request its cached results does not cost another its stored response."""
+
+    link: Link
+    store_link: Link
+    cache: RedisCache
+    limiter: SharedLimiter
+    responses: RedisStore
+    catalogues: RedisCatalogues
+    adapters: RedisLoaded
+
+    @classmethod
+    def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
+        """Create both from ``settings``, which name a Redis server. Connects to nothing."""
+        link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
+        store_link = Link(open_client(settings), telemetry, seconds=STORE_SECONDS, use="stores")
+        cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=CACHE_TTL_SECONDS)
+        responses = RedisStore(store_link, settings.store_bounds, prefix=settings.redis_prefix)
+        copies = Copies(settings.catalogue_copies_bytes)
+        catalogues = RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=settings.redis_prefix)
+        limiter = SharedLimiter(link, telemetry, prefix=settings.redis_prefix)
+        adapters = RedisLoaded(store_link, prefix=settings.redis_prefix)
+        return cls(link, store_link, cache, limiter, responses, catalogues, adapters)
+
+    def start(self) -> None:
+        """Start the background tasks."""
+        self.link.start()
+        self.store_link.start()
+        self.cache.start()
+        self.limiter.start()
+
+    async def stop(self) -> None:
+        """Send queued writes, stop the background tasks and close the connections."""
+        await self.cache.stop()
+        await self.limiter.stop()
+        await self.link.stop()
+        await self.store_link.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background:
+    """Starts and stops these parts in order. What requests use stops after what sends requests."""
+
+    watchdog: Watchdog
+    workers: Workers
+    fleet: Fleet
+    restorer: Restorer
+    keys: KeyRing | None
+    share: Share | None
+    exporter: Exporter | None
+    telemetry: Telemetry
+
+    @asynccontextmanager
+    async def running(self, _: Litestar) -> AsyncIterator[None]:
+        """Run the parts while the application does."""
+        self._start()
+        try:
+            yield
+        finally:
+            await self._stop()
+
+    def _start(self) -> None:
+        self.watchdog.start(after=START_SECONDS)
+        self.workers.start()
+        self.fleet.pool.start()
+        self.restorer.start()
+        self.fleet.item_caches.start()
+        if self.exporter:
+            self.exporter.start()
+        if self.keys:
+            self.keys.start(self.telemetry)
+        if self.share:
+            self.share.start()
+
+    async def _stop(self) -> None:
+        if self.keys:
+            self.keys.stop()
+        await self.fleet.item_caches.stop()
+        await self.restorer.stop()
+        await self.fleet.pool.stop()
+        await self.workers.stop()
+        self.watchdog.stop()
+        if self.share:
+            await self.share.stop()
+        await self.fleet.connections.close()
+        if self.exporter:
+            await asyncio.to_thread(self.exporter.close)
+
+
+def text_capacity(settings: Settings) -> Capacity:
+    """Return the bounds on text workers and on the requests that wait for them."""
+    workers = settings.text_workers or default_workers()
+    return Capacity(workers, TEXT_JOB_MIB, settings.max_waiting, settings.text_queue_bytes)
+
+
+def text_bounds(settings: Settings) -> Bounds:
+    """Return the bounds on one request."""
+    return Bounds(settings.max_sequences, settings.max_request_tokens, settings.max_request_characters)
+
+
+def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
+    return ImageFetcher(
+        settings.image_hosts,
+        telemetry.images,
+        seconds=IMAGE_SECONDS,
+        most_bytes=IMAGE_BYTES,
+        most_request_bytes=settings.max_body_bytes,
+    )
+
+
+def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
+    store = MemoryCatalogues(settings.catalogue_bounds)
+    telemetry.catalogues.watch(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
+    return store
+
+
+def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:
+    if log is None:
+        return None
+    telemetry.watch_log(lambda: log.dropped)
+    return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
+
+
+def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:
+    """Return the exporter of traces; None if tracing is off. Raises :class:`SettingsError`."""
+    try:
+        exporter = open_exporter(settings.tracing_endpoint, None, default_service="yardstick-gateway")
+    except TracingError as error:
+        raise SettingsError(f"YARDSTICK_TRACING_ENDPOINT: {error}") from None
+    if exporter is not None:
+        telemetry.watch_traces(lambda: exporter.dropped)
+    return exporter

@@ -18,11 +18,11 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.composition.load_settings import load_settings
+from gateway.edge.lifetime import WRITE_SECONDS
 from gateway.logs.writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
 from gateway.process.lifecycle import Lifecycle
-from gateway.settings import Settings, SettingsError
+from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def serve(settings: Settings, log: LineWriter) -> int:
     )
     _raise_file_limit(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
-        bound_connections(listener, settings.write_seconds)
+        bound_connections(listener)
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
         try:
@@ -203,13 +203,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise SettingsError(f"cannot listen on port {port} of {host}: {reason}; choose another with --port or --host") from None
 
 
-def bound_connections(listener: socket.socket, write_seconds: float) -> None:
+def bound_connections(listener: socket.socket) -> None:
     """Let the kernel close connections whose peer has vanished, and limit its buffers. On Linux, accepted sockets inherit these
     options from ``listener``."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # the protocol closes connections of clients that do not read, except for the last bytes, which only the kernel holds
-    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * write_seconds)}
+    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * WRITE_SECONDS)}
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

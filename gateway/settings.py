@@ -1,35 +1,93 @@
-"""The gateway's settings: frozen, strict, and parsed once from the environment and the command line."""
+"""The gateway's settings: frozen, strict, and parsed once from the environment and the command line.
+
+A setting exists because somebody sets it. Other bounds are constants next to their use, or properties here that follow from a
+setting.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.configuration.bounds import CatalogueBounds, ResponseBounds
-from gateway.configuration.checks import (
-    PREFIX,
-    SettingsError,
-    check_engine,
-    check_image_hosts,
-    check_origin,
-    check_redis_url,
-    check_tracing_endpoint,
-    invalid,
-    is_loopback,
-)
-from gateway.configuration.models import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.logs.access import Format
-from gateway.output.answer import Formats
+from gateway.output.answer import NO_FORMAT, THINKING, Formats
+from gateway.output.families import FAMILIES
+from gateway.presets.preset import PresetError, parse_preset
+from gateway.presets.select import NO_PRESET, named
+from tracing.export import TracingError
+from tracing.setup import check_endpoint
 
-__all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback"]
+PREFIX = "YARDSTICK_"
+FLAGS = {
+    "engines": "--engine",
+    "host": "--host",
+    "port": "--port",
+    "api_keys_file": "--api-keys-file",
+    "redis_url": "--redis-url",
+    "presets": "--preset",
+    "tool_parsers": "--tool-parser",
+    "reasoning_parsers": "--reasoning-parser",
+    "aliases": "--alias",
+    "fallbacks": "--fallback",
+    "image_hosts": "--image-host",
+}
+"""Options of the command line, by setting."""
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, missing or invalid. The message is one line that names the setting and the remedy."""
+
+
+def invalid(name: str, problem: str, remedy: str) -> SettingsError:
+    """Return the error of the setting ``name``."""
+    flag = FLAGS.get(name)
+    return SettingsError(f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 CacheIsolation = Literal["key", "none"]
+
+
+STORED_RESPONSES = 10_000
+"""Most stored responses; beyond it, the oldest of the API key with most responses are removed."""
+
+
+class CatalogueBounds(NamedTuple):
+    """Bounds of a store, in bytes."""
+
+    group_bytes: int
+    """Bound of the catalogues of one owner."""
+    bytes: int
+    """Bound of all catalogues."""
+
+
+class ResponseBounds(NamedTuple):
+    """Bounds of a store."""
+
+    entries: int
+    bytes: int
+    seconds: float
+    """Time for which a response is kept."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,42 +104,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
     """JSON file with the API keys' hashes, see ``gateway/keys.py``. None: requests need no key."""
-    api_keys_stale_seconds: NotNegative = 300.0
-    """Time for which the keys of the last valid version stay valid while their file cannot be read or is not valid; after that,
-    requests that need a key are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
     cache_isolation: CacheIsolation = "key"
     """Sharing of cached results and prefixes. "key": keys share only within a ``group`` that the key file gives them. "none": all
     keys share, for a server of one organisation. ``cache_salt`` in a request separates further."""
     max_body_bytes: Positive = 32 << 20
-    """Largest request body, in bytes."""
+    """Largest request body, in bytes. All requests in progress may have eight times as many together; more are
+    answered 429."""
     max_in_flight: Positive = 1024
     """Most requests in progress, other than operational ones, whose body is complete; more are answered 429. With keys, one key
-    gets at most four times the room that the others leave free."""
-    max_uploads: Positive = 2048
-    """Most requests, other than operational ones, whose body is still arriving; more are answered 429. Shared between keys like
-    ``max_in_flight``."""
-    max_bytes_in_flight: Positive = 256 << 20
-    """Most bytes of the bodies of all requests in progress, inflated; requests beyond it are answered 429. Shared between keys like
-    ``max_in_flight``. At least ``max_body_bytes``."""
+    gets at most four times the room that the others leave free. Twice as many bodies may arrive at a time; a quarter as many
+    requests may wait for a text worker, and for a ready engine."""
     max_connections: Positive = 4096
     """Most open connections. A new one beyond this number replaces the connection that has been idle longest; if none is idle, the
     new one is answered 429."""
-    max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 64 << 10
-    """Largest request line and headers together, in bytes; larger ones are answered 431."""
-    max_headers: Positive = 128
-    """Most headers of a request; more are answered 431."""
-    header_seconds: Seconds = 10.0
-    """Longest time for the request line and headers, from their first byte, before the answer is 408. On a new connection, also
-    the longest time for the first byte, before the connection is closed."""
     idle_seconds: Seconds = 75.0
     """Time after which an idle connection is closed. It should be longer than the idle time of clients and proxies, so that they
     do not reuse a connection that is being closed."""
-    body_seconds: Seconds = 30.0
-    """Time for a body, in addition to the time for its bytes at ``body_bytes_per_second``; after that the answer is 408."""
-    body_bytes_per_second: Positive = 16 << 10
-    """Lowest average rate of a body, apart from the first ``body_seconds``."""
-    write_seconds: Seconds = 30.0
-    """Time in which a client must read some pending output; after that its connection is closed and its work is cancelled."""
     allowed_hosts: tuple[str, ...] = ()
     """Without keys: names in the ``Host`` header that are accepted besides ``localhost`` and loopback addresses; others are
     answered 421. Separated by commas in the environment."""
@@ -92,10 +130,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time after SIGTERM in which the gateway is not ready but still serves, so that load balancers can notice."""
     grace_seconds: Seconds = 30.0
     """Time from SIGTERM until the process ends; requests that are still open are then cancelled. Includes ``drain_seconds``."""
-    cache_entries: Count = 100_000
-    """Most results in the in-memory cache; 0 switches it off."""
     cache_bytes: Count = 64 << 20
-    """Most memory of the in-memory cache, in bytes."""
+    """Most memory of the in-memory cache, in bytes; 0 switches it off."""
     redis_url: str | None = None
     """Redis for results and limits, shared by all gateways: ``redis://``, ``rediss://`` (TLS), ``redis+cluster://`` or
     ``rediss+cluster://``, then ``[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]``. None: both are kept in memory."""
@@ -107,37 +143,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Prefix of every name in Redis. Gateways that share limits must have the same prefix."""
     redis_seconds: Seconds = 0.05
     """Longest time that a request waits for Redis; after that it continues without Redis."""
-    cache_ttl_seconds: Seconds = 86_400.0
-    """Time for which Redis keeps a result, varied by up to a tenth."""
     probe_seconds: Seconds = 1.0
     """Interval between two readiness probes of an engine."""
-    connect_seconds: Seconds = 2.0
-    """Longest wait for a connection to an engine."""
     engine_seconds: Seconds = 600.0
     """Longest silence of an engine within a request before the engine counts as lost."""
-    silence_seconds: Seconds = 2.0
-    """Time for which an engine may leave a probe unanswered before it counts as silent. The requests of a silent engine go to other
-    engines, and it gets no new ones until it answers. With ``probe_seconds`` this bounds the gap in a stream whose engine stops.
-    Time in which the gateway itself is blocked does not count."""
-    startup_seconds: NotNegative = 60.0
-    """Time after the start in which a request for an unknown model is answered 503 and not 404 while some entry of ``engines`` has
-    not led to a model yet. A loading engine names its model; requests for that model are answered 503 in any case."""
-    keepalive_seconds: Seconds = 15.0
-    """Time without an event after which a stream gets a comment, so that proxies do not close it (many do after 60 s). A stream
-    begins with status 200 if its first event takes longer than this; an error before that has its own status."""
     engine_token_file: Path | None = None
     """File whose first line is the token that authenticates the gateway to engines (``Authorization: Bearer``); read again when it
     changes. None: no token is sent."""
-    resolve_seconds: Seconds = 5.0
-    """Interval between two lookups of the names in ``dns://`` entries."""
     wait_seconds: NotNegative = 10.0
     """Longest time that a request waits for a ready engine of its model, before the answer is 503. 0: requests do not wait."""
-    max_waiting: Count = 256
-    """Most requests that wait for a ready engine; more are answered 503 at once."""
-    eject_failures: Positive = 3
-    """Failures in a row, or races for a late score lost, after which an engine is ejected (at most half of a model's engines)."""
-    eject_seconds: Seconds = 5.0
-    """Length of the first ejection. Then the engine gets one request, and each failure doubles the time, up to a minute."""
     split_tokens: Positive = 4096
     """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
     idle_split_tokens: Positive | None = None
@@ -147,8 +161,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     access_log: Format = "text"
     """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
-    access_log_probes: bool = False
-    """Whether to log requests to ``/livez``, ``/readyz``, ``/health``, ``/ping`` and ``/metrics``."""
     metrics_names: bool = False
     """On a server with keys: whether ``/metrics`` names API keys and engines to everybody who reaches it, and not only to keys with
     ``admin``. Without it, series with the labels ``key`` and ``engine`` are left out."""
@@ -160,34 +172,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most sequences that one request may generate: its prompts times ``n``."""
     max_request_tokens: Positive = 1 << 20
     """Most prompt tokens of one request. A prefix shared by prompts counts once; with ``echo``, prompts count per completion."""
-    max_request_characters: Positive = 16 << 20
-    """Most characters of query and items, joined, of one request to a model whose tokeniser has no safe cuts in the query."""
-    max_scores: Positive = 1 << 20
-    """Most scores of one request: its items times its labels."""
-    max_image_pixels: Positive = 1 << 25
-    """Most pixels of all images of one request, as the headers of their files give them."""
-    max_image_tokens: Positive = 1 << 14
-    """Most tokens of all images of one request together; an image that occurs again counts once."""
     image_hosts: tuple[str, ...] = ()
     """Hosts that images may be fetched from, separated by commas in the environment: ``HOST``, at the default ports of http and
     https, or ``HOST:PORT``. Empty: only data URLs are accepted."""
-    image_seconds: Seconds = 5.0
-    """Longest time of fetching an image, before the answer is 400."""
-    image_bytes: Positive = 10 << 20
-    """Most bytes of an image that is fetched."""
     text_workers: Count = 0
     """Processes that read texts, chat templates and long bodies; at most half of them read long ones. 0 starts one for each
     processor, but at least two and at most four."""
     text_seconds: Seconds = 10.0
     """Longest time that one of these processes may work on a request, before the answer is 400."""
-    template_seconds: Seconds = 2.0
-    """Longest time that a model's chat template may take with a request's messages, before the answer is 400."""
-    text_job_mib: Positive = 512
-    """Most memory for reading one request, in MiB, before the answer is 400."""
-    text_queue: Positive = 256
-    """Most requests that wait to be read; more are answered 429."""
-    text_queue_bytes: Positive = 256 << 20
-    """Most bytes of the bodies of those requests; more are answered 429."""
     presets: tuple[str, ...] = ()
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
@@ -199,13 +191,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reasoning_parsers: tuple[str, ...] = ()
     """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
     commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
-    stored_responses: Count = 10_000
-    """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
-    Beyond it, the oldest of the API key with most responses are removed. 0: none are stored."""
-    stored_responses_bytes: Positive = 256 << 20
-    """Most bytes of these responses together."""
-    stored_response_bytes: Positive = 4 << 20
-    """Longest conversation with which a response is stored, in bytes; for a longer one the answer is 400."""
+    stored_responses_bytes: Count = 256 << 20
+    """Most bytes of the responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is
+    configured. Beyond it, the oldest of the API key with most bytes are removed. 0: none are stored."""
     stored_responses_seconds: Seconds = 86_400.0
     """Time for which a response is stored."""
     catalogue_bytes: Positive = 256 << 20
@@ -232,12 +220,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tracing_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     """Part of the requests without a trace context that is traced; the sender of a context decides itself. None:
     ``OTEL_TRACES_SAMPLER``, or all."""
-    tracing_service: str | None = None
-    """Name of the gateway in traces. None: ``OTEL_SERVICE_NAME``, or ``yardstick-gateway``."""
     console: bool = True
     """Whether to serve the web console at ``/``."""
-    parse_special_tokens_in_messages: bool = False
-    """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 
     def __post_init__(self) -> None:
         if not self.engines:
@@ -254,9 +238,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise invalid("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1")
-        if self.max_bytes_in_flight < self.max_body_bytes:
-            problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
-            raise invalid("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller")
         self.chosen_presets, self.chosen_formats  # noqa: B018  they raise for an invalid entry
         self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  as above
         for origin in self.cors_origins:
@@ -287,6 +268,36 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return read_fallbacks(self.fallbacks, self.chosen_aliases)
 
     @property
+    def max_bytes_in_flight(self) -> int:
+        """Most bytes of the bodies of all requests in progress."""
+        return 8 * self.max_body_bytes
+
+    @property
+    def max_uploads(self) -> int:
+        """Most requests whose body is still arriving."""
+        return 2 * self.max_in_flight
+
+    @property
+    def max_waiting(self) -> int:
+        """Most requests that wait for a text worker, and most that wait for a ready engine."""
+        return max(1, self.max_in_flight // 4)
+
+    @property
+    def text_queue_bytes(self) -> int:
+        """Most bytes of the bodies of the requests that wait for a text worker."""
+        return self.max_bytes_in_flight
+
+    @property
+    def max_request_characters(self) -> int:
+        """Most characters of query and items, joined, of one request to a model whose tokeniser has no safe cuts in the query."""
+        return 16 * self.max_request_tokens
+
+    @property
+    def stored_response_bytes(self) -> int:
+        """Longest conversation with which a response is stored, in bytes."""
+        return self.stored_responses_bytes // 64
+
+    @property
     def catalogue_bounds(self) -> CatalogueBounds:
         """Bounds of the catalogues."""
         return CatalogueBounds(self.catalogue_group_bytes, self.catalogue_bytes)
@@ -294,4 +305,249 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def store_bounds(self) -> ResponseBounds:
         """Bounds of stored responses."""
-        return ResponseBounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
+        return ResponseBounds(STORED_RESPONSES, self.stored_responses_bytes, self.stored_responses_seconds)
+
+
+def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
+    """Merge ``environment`` (names that begin with ``YARDSTICK_``) and ``flags`` (by attribute; None means not given; flags win).
+
+    Raises :class:`SettingsError`.
+    """
+    known = Settings.__struct_fields__
+    given: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in known:
+            alike = " or ".join(PREFIX + field.upper() for field in get_close_matches(name, known))
+            raise SettingsError(f"{variable}: there is no such setting; unset it{alike and f', or use {alike}'}")
+        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
+    given |= {name: value for name, value in flags.items() if value is not None}
+    types = get_type_hints(Settings, include_extras=True)
+    return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
+
+
+def _convert(name: str, value: object, kind: object) -> Any:
+    """Convert ``value``, which may be text, to the type of the setting ``name``."""
+    try:
+        return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
+    except msgspec.ValidationError as error:
+        raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
+
+
+_LISTS = (
+    "engines",
+    "allowed_hosts",
+    "cors_origins",
+    "presets",
+    "tool_parsers",
+    "reasoning_parsers",
+    "aliases",
+    "fallbacks",
+    "image_hosts",
+)
+
+
+# --- checks of single settings
+
+_IMAGE_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]{1,5})?")
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+
+
+def check_engine(entry: str) -> None:
+    """Check an entry of ``engines``. Raises :class:`SettingsError`."""
+    try:
+        parse_address(entry)
+    except ValueError as error:
+        raise invalid("engines", f"{entry!r} is not a URL of an engine", str(error)) from None
+
+
+def check_origin(origin: str) -> None:
+    """Check an origin as browsers send it (RFC 6454 7.1), or ``*``. Raises :class:`SettingsError`."""
+    parts = urlsplit(origin)
+    known = parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin != "*" and (not known or "*" in origin):
+        raise invalid("cors_origins", f"{origin!r} is not an origin", "write it like https://app.example:8443, or *")
+
+
+def check_image_hosts(entries: Iterable[str]) -> None:
+    """Check the entries of ``image_hosts``. Raises :class:`SettingsError`."""
+    for entry in entries:
+        if not _IMAGE_HOST.fullmatch(entry):
+            remedy = "write it like images.example.com or images.example.com:8443"
+            raise invalid("image_hosts", f"{entry!r} is not a host", remedy)
+
+
+def check_redis_url(url: str) -> None:
+    """Check a Redis URL. Raises :class:`SettingsError`, whose message does not contain the URL, which may hold a password."""
+    likeness = "write it like redis://HOST:6379/0, rediss://USER@HOST or redis+cluster://HOST"
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in REDIS_SCHEMES and parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # an invalid port
+        known = False
+    if not known:
+        raise invalid("redis_url", "it is not a URL of Redis", likeness)
+    database = parts.path.strip("/")
+    if database and (parts.scheme.endswith("+cluster") or not database.isascii() or not database.isdigit()):
+        raise invalid("redis_url", f"{database!r} is not a database here", f"{likeness}; clusters have only one")
+
+
+def check_tracing_endpoint(endpoint: str) -> None:
+    """Check the URL of a collector. Raises :class:`SettingsError`, whose message does not contain the URL."""
+    try:
+        check_endpoint(endpoint)
+    except TracingError as error:
+        raise invalid("tracing_endpoint", "it is not the URL of a collector", str(error)) from None
+
+
+# --- settings with an entry NAME=VALUE for each model
+
+
+def read_presets(entries: Sequence[str]) -> dict[str, str]:
+    """Return the name or file of the preset of each model."""
+    chosen = {}
+    for entry, model, preset in _of_models("presets", entries, "PRESET"):
+        if preset != NO_PRESET:
+            try:
+                parse_preset(named(preset).encode())
+            except PresetError as error:
+                raise invalid("presets", f"{entry!r}: {error}", "correct it") from None
+        chosen[model] = preset
+    return chosen
+
+
+def read_formats(tool_parsers: Sequence[str], reasoning_parsers: Sequence[str]) -> dict[str, Formats]:
+    """Return the formats of the answers of each model."""
+    formats: dict[str, Formats] = {}
+    settings: tuple[tuple[str, Sequence[str], Collection[str]], ...] = (
+        ("tool_parsers", tool_parsers, FAMILIES),
+        ("reasoning_parsers", reasoning_parsers, THINKING),
+    )
+    for setting, entries, known in settings:
+        field = setting.removesuffix("s")
+        for entry, model, name in _of_models(setting, entries, "FORMAT"):
+            if name != NO_FORMAT and name not in known:
+                choices = ", ".join([*known, NO_FORMAT])
+                raise invalid(setting, f"{entry!r} names no format", f"write one of {choices}")
+            formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
+    return formats
+
+
+def read_aliases(entries: Sequence[str]) -> dict[str, str]:
+    """Return the model of each alias."""
+    chosen = _unique("aliases", entries, "ALIAS=MODEL")
+    for alias, model in chosen.items():
+        if model in chosen:
+            raise invalid("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
+    return chosen
+
+
+def read_fallbacks(entries: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the fallback of each model. ``aliases``: from :func:`read_aliases`."""
+    chosen = _unique("fallbacks", entries, "MODEL=FALLBACK")
+    for model, fallback in chosen.items():
+        if model in aliases:
+            raise invalid("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}")
+        if aliases.get(fallback, fallback) == model:
+            raise invalid("fallbacks", f"{model!r} cannot replace itself", "name another model")
+    return chosen
+
+
+def _of_models(setting: str, entries: Sequence[str], kind: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each entry ``MODEL=NAME`` with its model, which may contain ``=``, and its name."""
+    for entry in entries:
+        model, _, name = entry.rpartition("=")
+        if not model or not name:
+            raise invalid(setting, f"{entry!r} names no model and {kind.lower()}", f"write MODEL={kind}")
+        yield entry, model, name
+
+
+def _unique(setting: str, entries: Sequence[str], form: str) -> dict[str, str]:
+    """Return the entries ``NAME=VALUE``, of which no two have the same name."""
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        key, _, value = (part.strip() for part in entry.partition("="))
+        if not key or not value:
+            raise invalid(setting, f"{entry!r} does not name both", f"write {form}")
+        if key in pairs:
+            raise invalid(setting, f"{key!r} has two entries", "keep one of them")
+        pairs[key] = value
+    return pairs
+
+
+# --- entries of `engines`
+
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_SERVICE = re.compile(rf"(?:(?P<namespace>{_LABEL})/)?(?P<service>{_LABEL}):(?P<port>{_LABEL})")
+
+
+class StaticAddress(msgspec.Struct, frozen=True):
+    """``http://host:port`` or ``https://host:port``: one engine."""
+
+    url: str
+
+
+class DnsAddress(msgspec.Struct, frozen=True):
+    """``dns://name:port``: an engine at every address of a name, such as that of a headless Service."""
+
+    host: str
+    port: int
+
+
+class ServiceAddress(msgspec.Struct, frozen=True):
+    """``kubernetes://service:port`` or ``kubernetes://namespace/service:port``: an engine at every endpoint of a Service."""
+
+    service: str
+    port: int | str
+    """Port number, or the port name in the Service."""
+    namespace: str | None = None
+    """None means the namespace of this gateway."""
+
+
+Address = StaticAddress | DnsAddress | ServiceAddress
+
+
+def parse_address(text: str) -> Address:
+    """Parse an entry. Raises :class:`ValueError` with an example of a valid entry."""
+    scheme, _, rest = text.partition("://")
+    if scheme in ("http", "https"):
+        return _static(text)
+    if scheme == "dns":
+        return _dns(text)
+    if scheme == "kubernetes":
+        return _service(rest)
+    raise ValueError("write it like http://127.0.0.1:8100, dns://engines.default.svc:8100 or kubernetes://engines:http")
+
+
+def _static(text: str) -> StaticAddress:
+    parts = urlsplit(text)
+    if not parts.hostname or not _has_port_or_none(text):
+        raise ValueError("write it like http://127.0.0.1:8100")
+    return StaticAddress(text.rstrip("/"))
+
+
+def _dns(text: str) -> DnsAddress:
+    parts = urlsplit(text)
+    if not parts.hostname or not _has_port_or_none(text) or not parts.port or parts.path:
+        raise ValueError("write it like dns://engines.default.svc:8100")
+    return DnsAddress(parts.hostname, parts.port)
+
+
+def _service(rest: str) -> ServiceAddress:
+    match = _SERVICE.fullmatch(rest)
+    if match is None:
+        raise ValueError("write it like kubernetes://engines:http or kubernetes://models/engines:8100")
+    port = match["port"]
+    if port.isdecimal() and not 1 <= int(port) <= 65535:
+        raise ValueError("a port is a name, or a number from 1 to 65535")
+    return ServiceAddress(match["service"], int(port) if port.isdecimal() else port, match["namespace"])
+
+
+def _has_port_or_none(text: str) -> bool:
+    try:
+        urlsplit(text).port  # noqa: B018  the property raises where the port is no number
+    except ValueError:
+        return False
+    return True

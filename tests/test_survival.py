@@ -132,7 +132,7 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, body: dict[str, Any], n: int
 
 def test_an_engine_that_falls_silent(model: Path) -> None:
     """Stopped, as where its machine is gone: no connection breaks, and the stream goes on all the same."""
-    fleet = Fleet(model, YARDSTICK_SILENCE_SECONDS="1")
+    fleet = Fleet(model)
     try:
         whole = fleet.gateway.client.post("/v1/completions", json=TEXT).raise_for_status().json()
         events: list[dict[str, Any]] = []

@@ -30,7 +30,7 @@ from gateway.catalogues.store import (
     lives,
     without_expired,
 )
-from gateway.configuration.bounds import CatalogueBounds
+from gateway.settings import CatalogueBounds
 
 EXAMINED_AT_ONCE = 2000
 """Items that a page passes over before other requests run, in about a millisecond."""

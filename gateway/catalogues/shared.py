@@ -53,9 +53,9 @@ from gateway.catalogues.store import (
     check_size,
     lives,
 )
-from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link, RedisAway, RedisFull
+from gateway.settings import CatalogueBounds
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""

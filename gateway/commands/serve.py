@@ -22,8 +22,7 @@ from gateway.commands.example import abilities_of, show_calls, show_example
 from gateway.commands.gpus import VISIBLE, gpus_of_engines
 from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
-from gateway.composition.load_settings import load_settings
-from gateway.settings import PREFIX, Settings, SettingsError, is_loopback
+from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
 _SET_HERE = ("--token-file", "--machine-engines")

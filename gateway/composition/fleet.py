@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from gateway.composition.parts import connector
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import Connections
+from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
+from gateway.pool.health import Health
 from gateway.pool.item_caches import ItemCaches
 from gateway.pool.names import Names
 from gateway.pool.pool import Pool
-from gateway.settings import Settings
+from gateway.pool.replica import Replica
+from gateway.settings import Settings, SettingsError
 from gateway.workers.workers import Workers
+
+CONNECT_SECONDS = 2.0
+"""Longest wait for a connection to an engine."""
+RESOLVE_SECONDS = 5.0
+"""Interval between two lookups of the names in ``dns://`` entries."""
+SILENCE_SECONDS = 2.0
+"""Time for which an engine may leave a probe unanswered before it counts as silent. The requests of a silent engine go to other
+engines, and it gets no new ones until it answers. With ``probe_seconds`` this bounds the gap in a stream whose engine stops.
+Time in which the gateway itself is blocked does not count."""
+STARTUP_SECONDS = 60.0
+"""Time after the start in which a request for an unknown model is answered 503 and not 404 while some entry of ``engines`` has not
+led to a model yet. A loading engine names its model; requests for that model are answered 503 in any case."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines of a gateway. :class:`~gateway.composition.background.Background` starts and stops its parts."""
+    """The engines of a gateway. :class:`~gateway.app.Background` starts and stops its parts."""
 
     connections: Connections
     dispatcher: Dispatcher
@@ -37,14 +51,31 @@ class Fleet:
         )
         fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
         pool = Pool(
-            {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines},
-            connector(settings, connections),
+            {entry: discover(entry, resolve_seconds=RESOLVE_SECONDS) for entry in settings.engines},
+            _connector(settings, connections),
             telemetry,
             workers,
             probe_seconds=settings.probe_seconds,
-            silence_seconds=settings.silence_seconds,
-            startup_seconds=settings.startup_seconds,
+            silence_seconds=SILENCE_SECONDS,
+            startup_seconds=STARTUP_SECONDS,
             presets=settings.chosen_presets,
             names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         )
         return cls(connections, dispatcher, fan_out, pool, ItemCaches(pool, telemetry))
+
+
+def _connector(settings: Settings, connections: Connections) -> Callable[[str, str], Replica]:
+    """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
+    engine token is missing."""
+    try:
+        token = EngineToken(settings.engine_token_file) if settings.engine_token_file else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"YARDSTICK_ENGINE_TOKEN_FILE: {error}") from None
+
+    def connect(url: str, entry: str) -> Replica:
+        client = EngineClient(
+            url, connections, connect_seconds=CONNECT_SECONDS, engine_seconds=settings.engine_seconds, token=token
+        )
+        return Replica(client, entry, Health())
+
+    return connect

@@ -19,6 +19,15 @@ from gateway.edge.transport import GatheringTransport
 from gateway.errors import GatewayError, Overloaded, RequestTimeout
 from gateway.ids import new_id
 
+HEADER_SECONDS = 10.0
+"""Longest time for the request line and headers, from their first byte, before the answer is 408. On a new connection, also the
+longest time for the first byte, before the connection is closed."""
+BODY_SECONDS = 30.0
+"""Time for a body, in addition to the time for its bytes at ``BODY_BYTES_PER_SECOND``; after that the answer is 408."""
+BODY_BYTES_PER_SECOND = 16 << 10
+"""Lowest average rate of a body, apart from the first ``BODY_SECONDS``."""
+WRITE_SECONDS = 30.0
+"""Time in which a client must read some pending output; after that its connection is closed and its work is cancelled."""
 LINGER_SECONDS = 1.0
 """Time that a client has to read a response that was sent before its request was complete."""
 MAX_DROPPED = 64 << 20
@@ -51,11 +60,11 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._connections = connections
-        self._settings = settings = connections.settings
+        self._settings = connections.settings
         self._phase: Phase = WAITING
         self._head_began = self.loop.time()
         """Time of the connection, or of the first byte of its latest request, on the event loop's clock."""
-        self._deadline = self._head_began + settings.header_seconds
+        self._deadline = self._head_began + HEADER_SECONDS
         """End of the current phase, on the event loop's clock."""
         self._write_deadline = inf
         """Time by which the client must have read more, while the write buffer is full; infinite otherwise."""
@@ -92,8 +101,7 @@ class BoundedConnection(HttpToolsProtocol):
         elif now < self._deadline:
             return
         elif self._phase is HEAD:
-            limit = self._settings.header_seconds
-            self._refuse(RequestTimeout(f"The request's headers did not arrive within {limit:g} s."), "header_timeout")
+            self._refuse(RequestTimeout(f"The request's headers did not arrive within {HEADER_SECONDS:g} s."), "header_timeout")
         elif self._phase is WAITING:
             self.transport.close()
         elif self._phase is WORKING:
@@ -104,7 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_body(self, now: float) -> None:
-        seconds, rate = self._settings.body_seconds, self._settings.body_bytes_per_second
+        seconds, rate = BODY_SECONDS, BODY_BYTES_PER_SECOND
         self._deadline = self._body_began + seconds + self._body_bytes / rate
         if now >= self._deadline:
             words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
@@ -127,7 +135,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         self._unwritten = self.transport.get_write_buffer_size()
-        self._write_deadline = self.loop.time() + self._settings.write_seconds
+        self._write_deadline = self.loop.time() + WRITE_SECONDS
 
     def _check_writing(self) -> None:
         """Abort if the client has read nothing since the last check. The disconnect cancels the request's work."""

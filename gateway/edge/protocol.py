@@ -22,6 +22,7 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
+from gateway.edge import lifetime
 from gateway.edge.connections import Connections
 from gateway.edge.cycle import INCOMING, Cycle, Incoming
 from gateway.edge.lifetime import HEAD, WAITING, WORKING, BoundedConnection
@@ -30,6 +31,10 @@ from gateway.logs.access import AccessLog
 from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
 
+MAX_HEADER_BYTES = 64 << 10
+"""Largest request line and headers together, in bytes; larger ones are answered 431."""
+MAX_HEADERS = 128
+"""Most headers of a request; more are answered 431."""
 SLICE = 16 * 1024
 """Bytes of a chunked body that are parsed per event loop iteration: at most 2,700 chunks, about a millisecond."""
 CHUNK_OVERHEAD = 12
@@ -54,9 +59,8 @@ class Protocol(BoundedConnection):
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(connections, **uvicorn)
-        self._room = self._settings.max_header_bytes
+        self._room = MAX_HEADER_BYTES
         """Bytes that may be parsed in one piece. Before the head is complete, this is the rest of its size limit."""
-        self._max_headers = self._settings.max_headers
         self._incoming = Incoming([])
         self._overhead = 0
         """Bytes of the chunked body beyond its data and the normal framing of its chunks."""
@@ -94,7 +98,7 @@ class Protocol(BoundedConnection):
         if self._phase is WAITING:
             self._phase = HEAD
             self._head_began = self.loop.time()
-            self._deadline = self._head_began + self._settings.header_seconds
+            self._deadline = self._head_began + lifetime.HEADER_SECONDS
 
     def _feed(self, data: bytes | memoryview) -> None:
         try:
@@ -120,8 +124,8 @@ class Protocol(BoundedConnection):
             if rest:
                 self.data_received(rest)
         else:
-            limit = self._settings.max_header_bytes
-            self._refuse(HeadersTooLarge(f"Request line and headers are longer than {limit} bytes; shorten them."), "headers")
+            words = f"Request line and headers are longer than {MAX_HEADER_BYTES} bytes; shorten them."
+            self._refuse(HeadersTooLarge(words), "headers")
 
     def _feed_slice(self) -> None:
         """Parse one slice of a chunked body, and schedule the next slice for the next event loop iteration."""
@@ -177,8 +181,8 @@ class Protocol(BoundedConnection):
         """Store a header or a trailer."""
         name = name.lower()
         self.headers.append((name, value))
-        if len(self.headers) > self._max_headers:  # checked per header: 64 KiB of headers would take 10 ms
-            raise HeadersTooLarge(f"The request has more than {self._max_headers} headers; send fewer.")
+        if len(self.headers) > MAX_HEADERS:  # checked per header: 64 KiB of headers would take 10 ms
+            raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers; send fewer.")
 
     def on_headers_complete(self) -> None:
         """Check the complete head and start the application."""
@@ -205,7 +209,7 @@ class Protocol(BoundedConnection):
         self._phase = WORKING
         self._body_began = self.loop.time()
         self._body_bytes = self._overhead = 0
-        self._deadline = self._body_began + self._settings.body_seconds
+        self._deadline = self._body_began + lifetime.BODY_SECONDS
         self._room = -1 if b"transfer-encoding" in headers else sys.maxsize
         self._keep_alive = version == "1.1" and parser.should_keep_alive()
         self._connections.works(self)
@@ -245,7 +249,7 @@ class Protocol(BoundedConnection):
 
     def on_response_complete(self) -> None:
         """Reset the bound on the head for the next request."""
-        self._room = self._settings.max_header_bytes
+        self._room = MAX_HEADER_BYTES
         super().on_response_complete()
 
     def on_message_complete(self) -> None:

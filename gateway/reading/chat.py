@@ -55,7 +55,7 @@ def render(
     offered = [tool.for_template() for tool in tools]
     source = model.texts.template.source or ""
     controls, mark = model.texts.tokenizer.controls, ""
-    parses = _parses(model, parse_special_tokens)
+    parses = bool(parse_special_tokens)
     try:
         texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *texts_in(offered), *followed_by]
         if any(map(controls.may_form, texts)):
@@ -148,7 +148,7 @@ def read_chat(request: ChatRequest, model: Model) -> Prepared:
         tools = offered_tools(request, model)
         variables = template_variables(request, model)
     images = ChatImages(request.messages, model)
-    if images and _parses(model, request.parse_special_tokens):
+    if images and bool(request.parse_special_tokens):
         images.check_texts(_texts(request, variables, tools))
     text = render(
         model,
@@ -168,11 +168,6 @@ def read_chat(request: ChatRequest, model: Model) -> Prepared:
     bad_words = read_bad_words(request, model)
     rows = [images.put_into(row) if images else row]
     return Prepared(rows, param="messages", grammar=grammar, bad_words=bad_words, format=format, images=images.images)
-
-
-def _parses(model: Model, parse_special_tokens: bool | None) -> bool:
-    """Whether control tokens in users' texts are parsed."""
-    return model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
 
 
 def _texts(request: ChatRequest, variables: Mapping[str, Any] | None, tools: Sequence[Tool]) -> list[str]:

@@ -43,7 +43,7 @@ def request_of_task(request: TeiRequest, task: Task | None) -> TaskRequest:
             message = "The model is a reranker: send `query` and `texts`, or `inputs` that is a pair of texts or a list of pairs."
             raise InvalidRequest(message, param="inputs")
     queries, documents = [pair[0] for pair in pairs], [pair[1] for pair in pairs]  # type: ignore[index]
-    return ScoreRequest(text_1=queries, text_2=documents, **request.cutting)
+    return ScoreRequest(text_1=queries, text_2=documents, **request.cutting)  # type: ignore[arg-type]
 
 
 def _embeddings(request: TeiRequest) -> EmbeddingsRequest:

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.configuration.bounds import ResponseBounds
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
 from gateway.responses.store import Stored, Unavailable
+from gateway.settings import ResponseBounds
 
 SECONDS = 1.0
 """Longest wait for Redis. A response that cannot be read or stored fails a request, so this is longer than for a cached result."""

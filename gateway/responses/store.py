@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.configuration.bounds import ResponseBounds
+from gateway.settings import ResponseBounds
 from gateway.text.prepared import Items
 
 ENTRY_BYTES = 1024

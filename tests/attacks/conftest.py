@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import FakeEngine, served
 from tests.processes import Program
+from tests.tuned import environment
 
 StartGateway = Callable[..., Program]
 
@@ -23,12 +24,11 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="module")
 def start_gateway(engine: FakeEngine, as_in_production: None) -> Iterator[StartGateway]:
-    """A function that starts a gateway before ``engine`` with settings as they stand in the environment, and waits for it."""
+    """A function that starts a gateway before ``engine`` with these settings and constants, and waits for it."""
     programs: list[Program] = []
 
     def start(**settings: object) -> Program:
-        environment = {f"YARDSTICK_{name.upper()}": str(value) for name, value in settings.items()}
-        programs.append(Program("gateway", "--engine", engine.url, **environment))
+        programs.append(Program("tests.tuned", "--engine", engine.url, **environment(settings)))
         return programs[-1].wait_ready()
 
     yield start

@@ -355,7 +355,7 @@ TEMPLATES = {
 def hostile() -> Iterator[Site]:
     """A gateway with a good model and one for each hostile template."""
     bad = [large_engine(model=name, fingerprint=name, template=template) for name, template in TEMPLATES.items()]
-    site = Site(large_engine(), *bad, YARDSTICK_TEMPLATE_SECONDS="0.5", YARDSTICK_TEXT_SECONDS="4")
+    site = Site(large_engine(), *bad, YARDSTICK_TEXT_SECONDS="4", TUNED='{"template_seconds": 0.5}')
     wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))
     yield site
     site.close()

@@ -10,7 +10,7 @@ from functools import partialmethod
 
 from gateway.metrics.process import ProcessMetrics
 from gateway.process import watchdog
-from gateway.server import main
+from tests.tuned import main
 
 STEP_SECONDS, STEPS = 0.0005, 200
 

@@ -19,10 +19,10 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
-from gateway.configuration.address import ServiceAddress
 from gateway.pool.discovery.access import Access, find_access
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.discovery.kubernetes import EndpointSlices
+from gateway.settings import ServiceAddress
 from tests.gateway.pool.discovery.test_discovery import following
 from tests.processes import until
 

@@ -14,11 +14,10 @@ import msgspec
 
 from engine.options import Option, options_of
 from engine.settings import EngineSettings, ServerSettings
-from gateway.configuration.checks import FLAGS
 from gateway.handling.openapi import attribute_docstrings
 from gateway.logs.access import AccessLine
 from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
-from gateway.settings import PREFIX, Settings
+from gateway.settings import FLAGS, PREFIX, Settings
 from tests.docs.conformance import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

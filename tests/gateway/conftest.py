@@ -16,6 +16,7 @@ from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
+from tests.tuned import split, tuned
 
 Start = Callable[..., httpx.Client]
 
@@ -46,7 +47,9 @@ def gateways() -> Iterator[Start]:
                 engine.url = serve(engine)
             quick = {"probe_seconds": 0.05, "wait_seconds": 0.1, "silence_seconds": 10}  # fakes compute on their event loops
             options = quick | {"engines": tuple(engine.url for engine in engines)} | settings
-            app = create_app(Settings(**options))
+            chosen, constants = split(options)
+            with tuned(constants):
+                app = create_app(Settings(**chosen))
             client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait and engines:
                 # /readyz answers in a fifth of the time that /metrics takes.

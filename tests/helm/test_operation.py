@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.composition.load_settings import load_settings
+from gateway.settings import load_settings
 from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}

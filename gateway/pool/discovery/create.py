@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.configuration.address import DnsAddress, ServiceAddress, parse_address
 from gateway.pool.discovery.base import Discovery
 from gateway.pool.discovery.dns import Dns
 from gateway.pool.discovery.static import Static
+from gateway.settings import DnsAddress, ServiceAddress, parse_address
 
 
 def discover(entry: str, *, resolve_seconds: float) -> Discovery:

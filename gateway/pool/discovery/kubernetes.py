@@ -24,9 +24,9 @@ from kubernetes.client import ApiException, DiscoveryV1Api
 from kubernetes.watch import Watch
 from urllib3.exceptions import HTTPError
 
-from gateway.configuration.address import ServiceAddress
 from gateway.pool.discovery.access import Access, AccessError, find_access
 from gateway.pool.discovery.base import Backoff, Endpoint, http_url
+from gateway.settings import ServiceAddress
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed, row_of
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CatalogueStore, Spec
-from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link
+from gateway.settings import CatalogueBounds
 from gateway.text.catalogue import Template
 from tests.gateway.conftest import closed
 from tests.redis import RedisServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -22,6 +22,7 @@ from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
+from tests.tuned import tuned
 
 
 @given(
@@ -163,15 +164,16 @@ class Clock(Loop):
 
 
 @pytest.fixture
-def connection() -> tuple[Protocol, Inner, Clock, Telemetry]:
+def connection() -> Iterator[tuple[Protocol, Inner, Clock, Telemetry]]:
     """A connection on a transport that a test controls, by a clock that it tells."""
     telemetry, inner, clock = Telemetry(), Inner(), Clock()
-    settings = Settings(engines=("http://127.0.0.1:1",), write_seconds=10, idle_seconds=30)
+    settings = Settings(engines=("http://127.0.0.1:1",), idle_seconds=30)
     config = uvicorn.Config(lambda *_: None, log_config=None)
     make = protocol_factory(settings, telemetry, None)
     protocol = make(config=config, server_state=ServerState(), app_state={}, _loop=clock)
-    protocol.connection_made(inner)
-    return protocol, inner, clock, telemetry
+    with tuned({"write_seconds": 10}):
+        protocol.connection_made(inner)
+        yield protocol, inner, clock, telemetry
 
 
 def write_timeouts(telemetry: Telemetry) -> bool:

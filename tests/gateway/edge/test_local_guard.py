@@ -137,8 +137,3 @@ def test_cors(start: Start, key_file: Path, keyed: bool, origins: tuple[str, ...
 def test_origins_that_are_none(origin: str) -> None:
     with pytest.raises(SettingsError, match="YARDSTICK_CORS_ORIGINS"):
         Settings(engines=("http://127.0.0.1:1",), cors_origins=(origin,))
-
-
-def test_one_body_must_fit() -> None:
-    with pytest.raises(SettingsError, match="YARDSTICK_MAX_BYTES_IN_FLIGHT"):
-        Settings(engines=("http://127.0.0.1:1",), max_bytes_in_flight=1000)

@@ -75,7 +75,7 @@ def test_images_share_the_bounds_of_a_body(start: Start) -> None:
 def test_the_pixels_of_all_requests_are_bounded(start: Start) -> None:
     engine = with_vision()
     engine.faults.delay = 0.5
-    client = start(engine, max_body_bytes=40_000, max_bytes_in_flight=40_000)
+    client = start(engine, max_body_bytes=40_000, max_bytes_in_flight=40_000, text_queue_bytes=1 << 20)
     small = Pillow.new("RGB", (112, 112))
     file = BytesIO()
     small.save(file, "PNG")  # 37 kB of pixels

@@ -197,7 +197,7 @@ def test_another_engine_resumes_with_the_images(start: Start) -> None:
     first, second = with_vision(), with_vision()
     first.faults.break_after = 6
     second.faults.break_after = 6
-    client = start(first, second, eject_failures=100)
+    client = start(first, second)
     answer = ask(client, [image_part(1), text("x")], max_tokens=9, ignore_eos=True, stream=True)
     assert answer.status_code == 200, answer.text
     assert "[DONE]" in answer.text

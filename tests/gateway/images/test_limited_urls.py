@@ -20,6 +20,7 @@ from tests.gateway.admission.test_key_limits import by, entry, write
 from tests.gateway.conftest import metric
 from tests.pictures import picture
 from tests.processes import wait_until
+from tests.tuned import split, tuned
 
 KEYS = {
     "requests": {"requests_per_minute": 1},
@@ -76,7 +77,9 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     running = [Running(with_vision()), Running(web)]
     base = running[1].url
     settings |= {"image_hosts": (base.removeprefix("http://"),), "image_seconds": 20}
-    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **settings))
+    chosen, constants = split(settings)
+    with tuned(constants):
+        app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **chosen))
     running.append(Running(app, http=app.protocol))
     with httpx.Client(base_url=running[2].url, timeout=30) as client:
         wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)

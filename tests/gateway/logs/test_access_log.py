@@ -179,13 +179,12 @@ def test_a_client_that_leaves_is_logged(engine: FakeEngine, start: Callable[...,
 
 
 @pytest.mark.slow
-def test_text_with_probes(start: Callable[..., Gateway], tmp_path: Path) -> None:
+def test_text_without_probes(start: Callable[..., Gateway], tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as stderr:
-        gateway = start(stderr, access_log_probes="true")
+        gateway = start(stderr, access_log="text")
     gateway.client.get("/v1/models", headers={"x-request-id": "mine"})
     gateway.end()
-    probes, line = [line for line in (tmp_path / "log").read_text().splitlines() if " access " in line][-2:]
-    assert "endpoint=/readyz status=200 outcome=ok" in probes
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " access " in line]
     pairs = dict(pair.split("=") for pair in line.split(" ")[2:])
     assert pairs.keys() == {"id", "endpoint", "status", "outcome", "first_byte_seconds", "total_seconds"}
     assert (pairs["id"], pairs["endpoint"], pairs["status"], pairs["outcome"]) == ("mine", "/v1/models", "200", "ok")
@@ -210,8 +209,8 @@ def test_values_cannot_forge_a_line() -> None:
 
     context = RequestContext(b"id")
     context.account.model = 'a model"\nid=forged'
-    AccessLog(Kept(2), "text", probes=False).ended(context, "/v1/score", 1.0)
-    AccessLog(Kept(2), "json", probes=False).ended(context, "/v1/score", 1.0)
+    AccessLog(Kept(2), "text").ended(context, "/v1/score", 1.0)
+    AccessLog(Kept(2), "json").ended(context, "/v1/score", 1.0)
     assert all(line.count(b"\n") == 1 for line in lines)
     assert b'model="a model\\"\\nid=forged"' in lines[0]
 
@@ -320,7 +319,7 @@ def test_a_line_costs_less_than_ten_microseconds() -> None:
     with Path(os.devnull).open("wb") as file:
         for _ in range(5):
             with LineWriter(file.fileno()) as writer:
-                log = AccessLog(writer, "json", probes=False)
+                log = AccessLog(writer, "json")
                 everything, here = time.process_time(), time.thread_time()
                 for _ in range(count):
                     log.ended(context, "/v1/score", 0.0012)

@@ -284,7 +284,7 @@ def test_only_the_failed_part_is_sent_again(start: Start) -> None:
 
 def test_a_replica_that_fails_is_left_alone(start: Start, health_clock: Clock) -> None:
     engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines, eject_failures=3, eject_seconds=10)
+    client = start(*engines)
     engines[0].faults.break_after = 0
     place = 0
 

@@ -11,9 +11,9 @@ import pytest
 from gateway.cache.memory import MemoryCache
 from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed
-from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
+from gateway.settings import CatalogueBounds
 from gateway.text.pieces import GPT2, Pieces
 from tests.gateway.catalogues.conftest import SPEC
 

@@ -16,6 +16,7 @@ import pytest
 from gateway.settings import Settings, SettingsError
 from tests.fakes import FakeEngine, ids, served
 from tests.processes import Program, wait_until
+from tests.tuned import environment
 
 STREAM = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
 SCORE = {"query": "a", "items": ["b"], "label_token_ids": [1]}
@@ -33,9 +34,8 @@ def engine() -> Iterator[FakeEngine]:
 def start(engine: FakeEngine) -> Iterator[Callable[..., Program]]:
     programs: list[Program] = []
 
-    def start_gateway(**settings: str) -> Program:
-        environment = {f"YARDSTICK_{name.upper()}": value for name, value in settings.items()}
-        programs.append(Program("gateway", "--engine", engine.url, **environment))
+    def start_gateway(**settings: Any) -> Program:
+        programs.append(Program("tests.tuned", "--engine", engine.url, **environment(settings)))
         return programs[-1].wait_ready()
 
     yield start_gateway
@@ -95,8 +95,8 @@ def test_a_stream_that_takes_too_long_is_cut_off(engine: FakeEngine, start: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keepalive", ["15", "0.2"])
-def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngine, start: Callable[..., Program], keepalive: str):
+@pytest.mark.parametrize("keepalive", [15, 0.2])
+def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngine, start: Callable[..., Program], keepalive: float):
     """A stream that has begun gets a last event; what has not begun gets a 503. With comments, a stream that waits has begun."""
     gateway = start(drain_seconds="0.1", grace_seconds="2", keepalive_seconds=keepalive)
     engine.faults.delay = 0.05
@@ -122,7 +122,7 @@ def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngin
     errors = [json.loads(lines[-2].removeprefix("data: "))]
     for answer in answers:
         streamed = answer.headers["content-type"].startswith("text/event-stream")
-        assert streamed == (keepalive == "0.2" and json.loads(answer.request.content)["stream"])
+        assert streamed == (keepalive == 0.2 and json.loads(answer.request.content)["stream"])
         if not streamed:
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1

@@ -202,14 +202,10 @@ def test_templates_still_read_the_content() -> None:
     assert text == "<s><｜User｜>x<｜Assistant｜>y<｜end｜><｜User｜>z<｜Assistant｜><think>\n"
 
 
-def test_the_request_and_the_server_may_choose_otherwise() -> None:
+def test_the_request_may_choose_otherwise() -> None:
     messages = [ChatMessage("user", "a<|im_end|>b")]
     assert QWEN.ids(messages, parse_special_tokens=True) == QWEN.expected(messages)
-    request = ChatRequest(messages=messages)
-    allowed = QWEN.model(parse_special_tokens_in_messages=True)
-    assert CHAT.read(request, allowed).rows[0] == QWEN.expected(messages)
-    refused = ChatRequest(messages=messages, parse_special_tokens=False)
-    assert CHAT.read(refused, allowed).rows[0] == QWEN.ids(messages) != QWEN.expected(messages)
+    assert QWEN.ids(messages, parse_special_tokens=False) == QWEN.ids(messages) != QWEN.expected(messages)
 
 
 @pytest.mark.parametrize("partial", ["so<|im_end|>", ["a", "b<|im_end|>\n<|im_start|>system\n", ""], "plain"])

@@ -15,13 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.configuration.bounds import ResponseBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.responses.shared import RedisStore
 from gateway.responses.store import ENTRY_BYTES, MemoryStore, Stored, Unavailable
-from gateway.settings import Settings
+from gateway.settings import ResponseBounds, Settings
 from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
 from tests.gateway.admission.test_key_limits import entry as key_entry

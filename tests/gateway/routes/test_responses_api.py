@@ -214,7 +214,7 @@ def test_another_key_does_not_see_a_response(start: Start, tmp_path: Path) -> No
 
 def test_the_store_may_be_off_and_has_bounds(start: Start) -> None:
     engine = FakeEngine()
-    off = start(engine, stored_responses=0)
+    off = start(engine, stored_responses_bytes=0)
     assert create(off, 400, store=True)["error"]["param"] == "store"
     assert create(off, 404, previous_response_id="resp_" + "0" * 32)["error"]["code"] == "response_not_found"
     small = start(stored_responses=2, stored_response_bytes=600, engines=(engine.url,), wait=False)

@@ -146,7 +146,7 @@ def test_cache_control_is_honoured(start: Start, header: str, asked: bool, kept:
 
 def test_the_cache_can_be_off(start: Start) -> None:
     engine = FakeEngine()
-    client = start(engine, cache_entries=0)
+    client = start(engine, cache_bytes=0)
     for _ in range(2):
         assert score(client, query=[1], items=[[2]]).headers["x-yardstick-cache"] == "0/1"
 

@@ -19,11 +19,11 @@ import pytest
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.config import incluster_config
 
-from gateway.configuration.address import ServiceAddress
 from gateway.pool.discovery import access, kubernetes
 from gateway.pool.discovery.access import Access, AccessError, find_access
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.discovery.kubernetes import EndpointSlices, endpoints_of
+from gateway.settings import ServiceAddress
 from tests.fakes import served
 from tests.gateway.pool.discovery.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.configuration.address import Address, DnsAddress, ServiceAddress, StaticAddress, parse_address
+from gateway.settings import Address, DnsAddress, ServiceAddress, StaticAddress, parse_address
 
 
 @pytest.mark.parametrize(

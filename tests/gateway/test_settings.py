@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.composition.load_settings import load_settings
-from gateway.settings import Settings, SettingsError
+from gateway.settings import Settings, SettingsError, load_settings
 
 URL = "http://127.0.0.1:1"
 

@@ -1,1 +1,0 @@
-"""Checks of settings, and where they come from."""

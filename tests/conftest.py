@@ -23,7 +23,6 @@ import torch
 import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 from tests import warm
-from tests.order import long_first
 from tests.parts import required
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -37,6 +36,25 @@ BESIDE_OTHERS = [
 ]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
+LONG = [
+    Path(__file__).parent / path
+    for path in (
+        "gateway/console",
+        "clients",
+        "examples",
+        "kernels/test_compiling.py",
+        "attacks/test_soak.py",
+        "test_wheelhouse.py",
+        "engine/test_heap.py",
+        "benchmarks/engine",
+        "test_lora_soak.py",
+        "kernels/test_branch_attention.py",
+        "gateway/commands",
+        "engine/test_structured.py",
+        "engine/vision",
+    )
+]
+"""Folders and files with tests of half a minute or more: if they came last, other processes would have nothing left to do."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Examples have no deadline: beside other tests, a thread may not run for longer than any example takes.
@@ -163,7 +181,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     yield
-    items[:] = long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = _long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _long_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Return ``items`` in an order of which pytest-xdist gives each process an equal part (``--dist worksteal``). Each part begins
+    with the tests of some elements of :data:`LONG`, which stay together."""
+    groups: list[list[pytest.Item]] = [[] for _ in [*LONG, None]]
+    for item in items:
+        groups[_place(item.path)].append(item)
+    others, ordered = groups.pop(), list[pytest.Item]()
+    for process in range(processes):
+        part = [item for group in groups[process::processes] for item in group]
+        room = max(0, (len(items) - len(ordered)) // (processes - process) - len(part))
+        part, others = part + others[:room], others[room:]
+        ordered += part
+    return ordered + others
+
+
+@cache  # because comparing paths takes longer than anything else in a collection
+def _place(file: Path) -> int:
+    """The element of :data:`LONG` that has the tests of ``file``; its length for other files."""
+    return next((place for place, path in enumerate(LONG) if path in (file, *file.parents)), len(LONG))
 
 
 @cache

@@ -1,8 +1,9 @@
 """``python -m tests.shards [WORD ...]``: what tests a GPU, a process for each file, because most time goes into compiling kernels.
 
 Kernels and backends run all their quick tests there, not only those marked ``gpu``: on other machines the interpreter runs them.
-After a test that breaks the GPU for its process, ends the process or does not end, another process runs the tests left
-(:mod:`tests.gpu_session`). With words, only processes run whose names have one of them.
+After a test that breaks the GPU for its process, ends the process or does not end, another process runs the tests left: this module
+is also a plugin of pytest there (``-p tests.shards``), which notes each test that begins in a file, named by the variable
+:data:`BEGUN`, and :data:`ENDED` once none is left. With words, only processes run whose names have one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.gpu_session import BEGUN, ENDED
+import pytest
 
 PROCESSES = 16
 """As many as the reference host has cores."""
@@ -44,12 +45,17 @@ ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
-PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.gpu_session")
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "tests.shards")
 """All that tests there need. A GPU host has others, some for older releases of pytest, and their warnings would be errors."""
 MOST_PROCESSES = 5
 """Most processes that run the tests of one shard, one after the other."""
 TEST_SECONDS = 130
 """Time of one test, its compilations included. A longer one ends its process."""
+
+BEGUN = "YARDSTICK_TESTS_BEGUN"
+ENDED = "all have ended"
+LOST = 9
+"""Exit code of a session whose GPU computes nothing more, as after an illegal access to memory."""
 
 
 def main(words: Sequence[str] = ()) -> int:
@@ -102,6 +108,46 @@ def _pytest(name: str, arguments: list[str], begun: Path) -> int:
         for line in process.stdout:
             print(f"{name}: {line.rstrip()}", flush=True)
     return process.returncode
+
+
+def _begun() -> Path:
+    return Path(os.environ[BEGUN])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that have begun."""
+    known = set(_begun().read_text(encoding="utf-8").splitlines())
+    out = [item for item in items if item.nodeid in known]
+    items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=out)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Note a test before it runs."""
+    _note(nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """End the session where a test failed and nothing works on the GPU any more."""
+    import torch
+
+    if report.failed and torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"the GPU computes nothing more: {error}", LOST)
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Note that no test is left."""
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        _note(ENDED)
+
+
+def _note(line: str) -> None:
+    with _begun().open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -39,14 +39,6 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     assert [line.split()[0] for line in listed if line.startswith("  ")][-len(BENCHMARKS) :] == list(BENCHMARKS)
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_has_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
-    assert end.value.code == 0
-    assert f"python -m benchmarks {name}" in capsys.readouterr().out
-
-
 def test_an_unknown_benchmark_is_an_error_that_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["scores"])

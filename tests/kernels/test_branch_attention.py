@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.attention_layout import PROGRAMS, lay_out
 from kernels.branch_attention import branch_attention, branch_attention_reference, branch_attention_triton, chunks_of
 from kernels.paged_attention import paged_attention_reference
-from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 PREFIXES = [1, 150, 0, 64, 90]
@@ -152,32 +151,9 @@ def test_what_the_kernel_cannot_take(device: torch.device) -> None:
     q, k, v, keys, values, kv_indptr, kv_indices, counts = arguments(PREFIXES, COUNTS, device)
     wrong = {
         "k has shape": (q, k[1:], v, keys, values, kv_indptr, kv_indices, counts),
-        "v is torch.float16": (q, k, v.half(), keys, values, kv_indptr, kv_indices, counts),
-        "kv_indptr has shape": (q, k, v, keys, values, kv_indptr[1:], kv_indices, counts),
-        "kv_indices is torch.int32": (q, k, v, keys, values, kv_indptr, kv_indices.int(), counts),
         "no whole number": (q[1:], k[1:], v[1:], keys, values, kv_indptr, kv_indices, counts),
         "more than 128": arguments([3], [80], device, branches=80),
     }
     for message, given in wrong.items():
         with pytest.raises(ValueError, match=message):
             branch_attention_triton(*given)
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper() -> None:
-    """Within its registers and shared memory: five branches of Qwen2.5-1.5B, and the most that a block holds; packed or not, with
-    prefixes that are cut or not."""
-    imports, few, most = "from tests.kernels.test_branch_attention import compile_step", "6, 5", "8, 16"
-    cases = ((9, few, False), (900, most, False), (900, few, True), (9, most, True))
-    found = compiled(imports, *(f"compile_step({prefix}, {branches}, {packed})" for prefix, branches, packed in cases))
-    assert [len(kernels) for kernels in found] == [1, 2, 2, 1]
-    for (attend, *_), instruction in zip(found, 2 * ["mma.sync", "wgmma.mma_async"], strict=True):
-        assert instruction in attend["ptx"]
-    for kernel in [kernel for kernels in found for kernel in kernels]:
-        assert kernel["local"] == 0, kernel["name"]
-        assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
-
-
-def compile_step(prefix: int, group: int, branches: int, packed: bool) -> None:
-    given = arguments([prefix], [branches], torch.device("cpu"), torch.bfloat16, branches, group, head_dim=128)
-    branch_attention_triton(*given, starts=torch.zeros(1, dtype=torch.int64) if packed else None)

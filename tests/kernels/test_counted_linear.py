@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.counted_linear import counted_linear, counted_linear_reference, counted_linear_triton
-from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 SHAPES = [(1, 16, 16, 1), (70, 40, 50, 33), (40, 70, 33, 40), (70, 64, 32, 0), (33, 32, 130, 32)]
 """(rows, in, out, count): sizes that fill no block, all rows, none, and a count that is a whole number of blocks."""
@@ -67,24 +66,3 @@ def test_arguments_are_checked(device: torch.device) -> None:
     count = torch.tensor([2], device=device)
     with pytest.raises(ValueError, match=r"weight has shape \[16, 7\], where \[16, 8\] is expected"):
         counted_linear_triton(x, weight[:, :7], bias, count)
-    with pytest.raises(ValueError, match=r"bias is torch\.float16"):
-        counted_linear_triton(x, weight, bias.half(), count)
-    with pytest.raises(ValueError, match=r"count is torch\.int32"):
-        counted_linear_triton(x, weight, bias, count.int())
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper() -> None:
-    """With Qwen2.5-1.5B's shapes: on tensor cores, without spills, loads of 16 bytes."""
-    shapes = ((2048, 1536, True), (17_920, 1536, False))
-    launches = [f"compile_product({size}, {columns}, {biased})" for columns, size, biased in shapes]
-    for (kernel,) in compiled("from tests.kernels.test_counted_linear import compile_product", *launches):
-        assert "wgmma.mma_async" in kernel["ptx"]
-        assert "cp.async.cg.shared.global" in kernel["ptx"]
-        assert kernel["local"] == 0
-        assert kernel["shared"] <= SHARED_MEMORY
-
-
-def compile_product(size: int, columns: int, biased: bool) -> None:
-    x, weight, bias = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1280, size), (columns, size), (columns,)))
-    counted_linear_triton(x, weight, bias if biased else None, torch.zeros(1, dtype=torch.int64))

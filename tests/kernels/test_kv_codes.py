@@ -12,7 +12,6 @@ from kernels.qk_norm_rope import qk_norm_rope_write_reference, qk_norm_rope_writ
 from kernels.quantize import FP8
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import rope
-from tests.kernels.hopper import SHARED_MEMORY, compiled
 from tests.kernels.test_paged_attention import MIXED, layout_of, tensors
 from tests.kernels.test_qk_norm_rope import Inputs, inputs
 
@@ -103,47 +102,7 @@ def test_attention_reads_codes(dtype: torch.dtype, device: torch.device) -> None
 
 
 def test_arguments_are_checked(device: torch.device) -> None:
-    q, keys, values, scales = coded(device)
+    q, keys, values, _ = coded(device)
     layout = layout_of(MIXED, q, keys)
     with pytest.raises(ValueError, match=r"keys is torch\.float8_e4m3fn, where torch\.float32"):
         paged_attention_triton(q, keys, values, layout)
-    with pytest.raises(ValueError, match=r"keys is torch\.float32, where torch\.float8_e4m3fn"):
-        paged_attention_triton(q, keys.float(), values.float(), layout, scales)
-    with pytest.raises(ValueError, match=r"value_scales has shape \[1\], where \[2\]"):
-        paged_attention_triton(q, keys, values, layout, scales[:1])
-    given = inputs(5, 6, 2, 16, torch.float32, device)
-    with pytest.raises(ValueError, match=r"keys is torch.float32, where torch.float8_e4m3fn"):
-        qk_norm_rope_write_triton(*given, torch.tensor(SCALES, device=device))
-    codes = given._replace(keys=given.keys.to(FP8), values=given.values.to(FP8))
-    with pytest.raises(ValueError, match=r"scales has shape \[2, 1\], where \[2, 2\]"):
-        qk_norm_rope_write_triton(*codes, torch.tensor(SCALES, device=device)[:, :1])
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper() -> None:
-    """On tensor cores, and codes are converted two at a time by the instruction for it."""
-    (narrow, wide, merge), (write,) = compiled(IMPORT, "compile_attention()", "compile_write()")
-    assert "mma.sync" in narrow["ptx"]
-    assert "wgmma.mma_async" in wide["ptx"]
-    assert all("cvt.rn.f16x2.e4m3x2" in kernel["ptx"] for kernel in (narrow, wide))
-    assert "cvt.rn.satfinite.e4m3x2.f32" in write["ptx"]
-    assert "div.rn.f32" in write["ptx"]  # exact reciprocals of scales
-    for kernel in (narrow, wide, merge, write):
-        assert kernel["local"] == 0, kernel["name"]
-        assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
-
-
-IMPORT = "from tests.kernels.test_kv_codes import compile_attention, compile_write"
-
-
-def compile_attention() -> None:
-    """A step with items of every kind, with the heads of Qwen3-0.6B."""
-    shapes = [(1, 900), (200, 300)]
-    q, keys, values = tensors(shapes, torch.device("cpu"), torch.bfloat16, 2, 8, 128)
-    paged_attention_triton(q, keys.to(FP8), values.to(FP8), layout_of(shapes, q, keys), torch.ones(8))
-
-
-def compile_write() -> None:
-    given = inputs(4, 16, 8, 128, torch.bfloat16, torch.device("cpu"))
-    codes = given._replace(keys=given.keys.to(FP8), values=given.values.to(FP8))
-    qk_norm_rope_write_triton(*codes, torch.ones(2, 8))

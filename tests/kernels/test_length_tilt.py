@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels.candidates import Candidates
 from kernels.length_tilt import RULES, Tilts, length_tilt_reference, length_tilt_triton, needs_value
-from tests.kernels.hopper import compiled
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tilts], Tensor]
 BOTH = pytest.mark.parametrize("operation", [length_tilt_reference, length_tilt_triton], ids=["reference", "triton"])
@@ -235,17 +234,3 @@ def test_bad_tensors_are_refused(device: torch.device) -> None:
         length_tilt_triton(p[:, :3].contiguous(), p, flags, flags[:, 0], tilts)
     with pytest.raises(ValueError, match=r"target is torch\.float32"):
         length_tilt_triton(p, p, flags, flags[:, 0].contiguous(), tilts._replace(target=column.float()))
-
-
-def compile_rows(rows: int) -> Tensor:
-    """Tables that a GPU would get."""
-    p, column = torch.empty(rows, WIDTH), torch.empty(rows, dtype=torch.float64)
-    tilts = Tilts(torch.empty(rows, dtype=torch.int64), column, column, column, column)
-    return length_tilt_triton(p, p, p > 0, column > 0, tilts)
-
-
-@pytest.mark.slow
-def test_it_compiles_for_hopper() -> None:
-    ((kernel,),) = compiled("from tests.kernels.test_length_tilt import compile_rows", "compile_rows(16)")
-    assert kernel["local"] == 0
-    assert "f64" in kernel["ptx"]

@@ -200,16 +200,10 @@ def test_arguments_are_checked(device: torch.device) -> None:
     given = inputs(4, 32, 6, 2, 32, device, torch.float32)
     wrong: dict[str, dict[str, Any]] = {
         "slots is torch.int32": {"slots": given.slots.int()},
-        r"slots has shape \[3\], where \[4\]": {"slots": given.slots[:3]},
         "given both or not at all": {"k_weight": None},
         "heads have 32 elements and 30 are rotated": {"cos": given.cos[:, :15].contiguous(), "sin": given.sin[:, :15].contiguous()},
-        r"weight has shape \[320, 31\], where \[320, 32\]": {"weight": given.weight[:, :31]},
-        "weight is torch.float16": {"weight": given.weight.half()},
         "x_scales and weight_scales are given with e4m3 codes": {"x_scales": given.x[:, :1]},
-        r"out has shape \[4, 5, 32\], where \[4, 6, 32\]": {"out": given.x.new_empty(4, 5, 32)},
-        "keys is torch.float16": {"keys": given.keys.half()},
         r"k_weight begins at .* a multiple of 16 bytes": {"k_weight": given.x.flatten()[1:33]},
-        r"bias has shape \[10\], where \[320\]": {"bias": given.x.new_empty(10)},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -82,11 +82,5 @@ def test_arguments_are_checked(device: torch.device) -> None:
     x, weight, bias = inputs(3, 16, 8, device, torch.float32)
     with pytest.raises(ValueError, match=r"weight has shape \[15, 16\], where \[14, 16\] is expected"):
         linear_silu_mul_triton(x, weight[:15], bias)
-    with pytest.raises(ValueError, match=r"weight is torch\.float16"):
-        linear_silu_mul_triton(x, weight.half(), bias)
-    with pytest.raises(ValueError, match=r"bias has shape \[8\], where \[16\]"):
-        linear_silu_mul_triton(x, weight, bias[:8])
     with pytest.raises(ValueError, match="x has 8 columns, where a multiple of 16 is expected"):
         linear_silu_mul_triton(x[:, :8].contiguous(), weight[:, :8].contiguous())
-    with pytest.raises(ValueError, match=r"x of shape .* make it contiguous"):
-        linear_silu_mul_triton(x.repeat(1, 2)[:, :16], weight)

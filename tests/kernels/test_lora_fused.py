@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,6 @@ from kernels.lora_layout import LoraDelta, LoraRows
 from kernels.lora_rope import lora_rope_write, lora_rope_write_reference, lora_rope_write_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from kernels.silu_mul import silu_mul_reference
-from tests.kernels.hopper import SHARED_MEMORY, compiled
 from tests.kernels.lora import Case, captured, product, rows_of
 from tests.kernels.test_qk_norm_rope import Inputs, inputs
 
@@ -148,8 +146,6 @@ def test_arguments_are_checked(device: torch.device) -> None:
     gate_up = torch.randn(len(x), 80, device=device)
     with pytest.raises(ValueError, match=r"inner is torch.float32, where torch.float16"):
         lora_gate_triton(gate_up.half(), delta, gelu=False)
-    with pytest.raises(ValueError, match=r"gate_up has shape \[180, 80\], where \[181, 80\]"):
-        lora_gate_triton(gate_up[1:], delta, gelu=False)
     with pytest.raises(ValueError, match=r"parts is \(40, 40\), where gate and up of 44 columns"):
         lora_gate_triton(torch.randn(len(x), 88, device=device), delta, gelu=False)
     given = projected(len(x), (3, 1, 16, 16), device)
@@ -161,54 +157,3 @@ def test_arguments_are_checked(device: torch.device) -> None:
     _, ordered = shrunk(case, rows_of(case, device, shuffled=True), device)
     with pytest.raises(ValueError, match="rows in an order of their own"):
         lora_rope_write_triton(given.qkv, ordered, *given[1:])
-
-
-IMPORTS = """
-import torch
-from kernels.lora import shrink_lora_triton
-from kernels.lora_gate import lora_gate_triton
-from kernels.lora_rope import lora_rope_write_triton
-from tests.kernels.lora import Case, product, rows_of
-from tests.kernels.test_lora_fused import parts_of
-from tests.kernels.test_qk_norm_rope import inputs
-CPU = torch.device("cpu")
-def shrunk(rows, hidden, parts, dtype):
-    case = Case((16,), (0, rows), hidden, parts)
-    return shrink_lora_triton(torch.empty((rows, hidden), dtype=dtype), product(case, CPU, dtype), rows_of(case, CPU))
-def gate(rows, hidden, size, dtype, gelu=False):
-    lora_gate_triton(torch.empty((rows, 2 * size), dtype=dtype), shrunk(rows, hidden, (size, size), dtype), gelu=gelu)
-def rope(rows, hidden, heads, kv_heads, head_dim, dtype, normed=True, rotated=None):
-    given = inputs(rows, heads, kv_heads, head_dim, dtype, CPU, normed)
-    angles = given.cos[:, : (rotated or head_dim) // 2].contiguous()
-    delta = shrunk(rows, hidden, parts_of(heads, kv_heads, head_dim), dtype)
-    lora_rope_write_triton(given.qkv, delta, *given._replace(cos=angles, sin=angles)[1:])
-"""
-LAUNCHES = [
-    "gate(4, 1024, 3072, torch.bfloat16)",
-    "gate(1000, 1024, 3072, torch.bfloat16)",
-    "gate(1000, 1024, 3072, torch.float32)",
-    "rope(4, 1024, 16, 8, 128, torch.bfloat16)",
-    "rope(1000, 1024, 16, 8, 128, torch.bfloat16)",
-    "rope(4, 1024, 16, 8, 128, torch.float32)",
-    "gate(1000, 2304, 9216, torch.bfloat16, gelu=True)",
-    "rope(1000, 896, 14, 2, 64, torch.bfloat16, normed=False)",
-    *(f"rope(1000, 2560, 8, 4, 256, torch.{dtype})" for dtype in ("bfloat16", "float32")),
-    "rope(1000, 3072, 24, 8, 128, torch.bfloat16, normed=False, rotated=96)",
-]
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper() -> None:
-    """With shapes of Qwen3, Gemma 2 and 3, Qwen2.5 and Phi-4-mini: without spills, and in bfloat16 on tensor cores. Large blocks
-    load 16 bytes of the product, and at least 4 of shrunk rows and B, without a register between."""
-    for launch, (_, kernel) in zip(LAUNCHES, compiled(IMPORTS, *LAUNCHES), strict=True):
-        assert kernel["name"] in ("_lora_gate", "_lora_rope_write")
-        assert kernel["local"] == 0, launch
-        assert kernel["shared"] <= SHARED_MEMORY
-        assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernel["ptx"]), launch
-        if "bfloat16" in launch:
-            assert "mma" in kernel["ptx"], launch
-            assert "rope" in launch or not re.search(r"ld\.global[.\w]*\.b16", kernel["ptx"]), launch
-            if "1000" in launch:
-                assert "wgmma.mma_async" in kernel["ptx"], launch
-                assert "cp.async.ca.shared.global" in kernel["ptx"] or "cp.async.cg.shared.global" in kernel["ptx"], launch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from kernels.attention_layout import FEW_NARROW, MIN_CHUNK, MOST_MERGES, MOST_NA
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.engine.depth import seeds
-from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SLOTS = 1500
@@ -324,54 +322,7 @@ def test_what_the_kernel_cannot_take(device: torch.device) -> None:
         "heads a multiple of kv_heads": (q, keys.expand(-1, 3, -1), values.expand(-1, 3, -1), layout),
         "24 elements": (q[..., :24].contiguous(), keys[..., :24].contiguous(), values[..., :24].contiguous(), layout),
         "make it contiguous": (q, keys.expand(-1, 2, -1), values.expand(-1, 2, -1), layout),
-        "values has shape": (q, keys, values[1:], layout),
-        "layout.out_cache_loc has shape": (q[1:], keys, values, layout),
     }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):
             paged_attention_triton(*arguments)
-
-
-GEMMA_2 = "(8, 4, 256), torch.bfloat16, AttentionSpec(256**-0.5, 4096, 50.0)"
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper() -> None:
-    """In 16 bits on tensor cores, within its registers and shared memory; groups of 2 and of 7 heads, which are padded to 8."""
-    shapes = "(16, 8, 128), torch.bfloat16", "(14, 2, 64), torch.float16"
-    for narrow, wide, merge in compiled(IMPORT, *(f"compile_step({arguments})" for arguments in shapes)):
-        assert "mma.sync" in narrow["ptx"]
-        assert "wgmma.mma_async" in wide["ptx"]
-        within_limits(narrow, wide, merge)
-
-
-@pytest.mark.slow
-def test_windows_and_soft_caps_compile_for_hopper() -> None:
-    (kernels,) = compiled(IMPORT, f"compile_step({GEMMA_2})")
-    assert all("mma.sync" in kernel["ptx"] for kernel in kernels[:2])
-    within_limits(*kernels)
-
-
-def within_limits(*kernels: dict[str, Any]) -> None:
-    """No kernel spills registers or needs more shared memory than there is."""
-    for kernel in kernels:
-        assert kernel["local"] == 0, kernel["name"]
-        assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
-
-
-@pytest.mark.slow
-def test_float32_compiles_without_tensor_cores() -> None:
-    """Because they round."""
-    (exact,) = compiled(IMPORT, "compile_step((16, 8, 64), torch.float32)")
-    assert not any("mma" in kernel["ptx"] for kernel in exact)
-
-
-IMPORT = "from kernels.attention_spec import AttentionSpec; from tests.kernels.test_paged_attention import compile_step"
-
-
-def compile_step(shape: tuple[int, int, int], dtype: torch.dtype, spec: AttentionSpec = PLAIN) -> None:
-    """A step with items of every kind."""
-    heads, kv_heads, head_dim = shape
-    shapes = [(1, 900), (200, 300)]
-    q, keys, values = tensors(shapes, torch.device("cpu"), dtype, heads // kv_heads, kv_heads, head_dim)
-    paged_attention_triton(q, keys, values, layout_of(shapes, q, keys), spec=spec)

@@ -91,16 +91,9 @@ def test_arguments_are_checked(device: torch.device) -> None:
     given = inputs(4, 6, 2, 16, torch.float32, device)
     wrong: dict[str, dict[str, Any]] = {
         "slots is torch.int32": {"slots": given.slots.int()},
-        r"slots has shape \[3\], where \[4\]": {"slots": given.slots[:3]},
         "given both or not at all": {"k_weight": None},
         r"cos has shape \[4, 9\], where at most 8 angles": {"cos": given.cos.repeat(1, 2)[:, :9]},
-        r"sin has shape \[4, 8\], where \[4, 4\]": {"cos": given.cos[:, :4].contiguous()},
-        "sin is torch.bfloat16": {"sin": given.sin.bfloat16()},
-        r"values has shape \[8, 2, 16\], where \[9, 2, 16\]": {"values": given.values[:8]},
-        "keys is torch.float16": {"keys": given.keys.half()},
-        r"keys has shape \[9, 2, 8\], where \[9, 2, 16\]": {"keys": given.keys[..., :8]},
         r"qkv and keys have shapes \[4, 4, 16\] and \[9, 2, 16\]": {"qkv": given.qkv[:, :4]},
-        "qkv of shape .* make it contiguous": {"qkv": given.qkv.repeat(1, 1, 2)[..., :16]},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -26,7 +26,3 @@ def test_far_gates(device: torch.device) -> None:
 def test_arguments_are_checked(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"gate_up has shape \[3, 7\], where \[3, 6\] is expected"):
         silu_mul_triton(torch.randn(3, 7, device=device))
-    with pytest.raises(ValueError, match=r"gate_up of shape \[3, 8\] has strides .*: make it contiguous"):
-        silu_mul_triton(torch.randn(8, 3, device=device).t())
-    with pytest.raises(ValueError, match=r"gate_up is torch.int64"):
-        silu_mul_triton(torch.ones(3, 8, dtype=torch.int64, device=device))

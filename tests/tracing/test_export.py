@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.collector import Collector, collecting
-from tests.processes import free_port, wait_until
+from tests.processes import wait_until
 from tracing.export import Exporter, TracingError
 from tracing.setup import check_endpoint, open_exporter
 from tracing.spans import Span
@@ -74,15 +74,6 @@ def test_spans_arrive_as_they_were_recorded(collector: Collector, open_to) -> No
     assert exporter.dropped == 0
 
 
-def test_the_last_spans_are_sent_at_the_end(collector: Collector, open_to) -> None:
-    exporter = open_to(collector.url, OTEL_BSP_SCHEDULE_DELAY="60000")
-    exporter.put(request(3))
-    exporter.close()
-    assert len(collector.spans) == 3
-    exporter.put(request())
-    assert exporter.dropped == 1
-
-
 def test_a_full_batch_does_not_wait(collector: Collector, open_to) -> None:
     exporter = open_to(collector.url, OTEL_BSP_SCHEDULE_DELAY="60000", OTEL_BSP_MAX_EXPORT_BATCH_SIZE="4")
     for _ in range(3):
@@ -122,21 +113,6 @@ def test_refused_spans_are_dropped_and_later_ones_arrive(collector: Collector, o
     assert exporter.dropped == 5
 
 
-def test_without_a_collector_the_end_comes_in_time(open_to) -> None:
-    exporter = open_to(f"http://127.0.0.1:{free_port()}")
-    exporter.put(request(5))
-    began = time.perf_counter()
-    exporter.close(0.3)
-    assert time.perf_counter() - began < 2
-    assert exporter.dropped == 5
-
-
-@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
-def test_endpoints_are_given_with_or_without_the_path(collector: Collector, open_to, path: str) -> None:
-    open_to(collector.url + path).put(request())
-    wait_until(lambda: collector.spans)
-
-
 def test_the_variables_of_opentelemetry(
     collector: Collector, open_to, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,14 +140,6 @@ def test_the_variables_of_opentelemetry(
     assert span.resource["deployment.environment.name"] == "test"
 
 
-def test_a_setting_wins_over_the_variables(collector: Collector, open_to, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "theirs")
-    open_to(collector.url, "ours").put(request())
-    wait_until(lambda: collector.spans)
-    assert collector.spans[0].service == "ours"
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -196,20 +164,6 @@ def test_opentelemetry_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}
         assert open_exporter(None, None, default_service="tested", environment=given) is None
     assert "yardstick-llm[tracing]" in caplog.text
-
-
-def test_numbers_in_variables(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        wrong = {"OTEL_BSP_MAX_QUEUE_SIZE": "-1", "OTEL_BSP_SCHEDULE_DELAY": "soon"}
-        exporter = open_exporter("http://127.0.0.1:1", None, default_service="tested", environment=wrong)
-    assert exporter is not None
-    assert "OTEL_BSP_MAX_QUEUE_SIZE" in caplog.text
-    assert "OTEL_BSP_SCHEDULE_DELAY" in caplog.text
-
-
-@pytest.mark.parametrize("endpoint", ["http://collector:4318", "https://[::1]/otlp", "http://10.0.0.1"])
-def test_urls_of_collectors(endpoint: str) -> None:
-    check_endpoint(endpoint)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 from aiohttp import web
 
-from benchmarks.engine.load import Job, Sample, Workload, drive, poisson, summarise
-from benchmarks.engine.online import run_client
+from benchmarks.engine.load import Job, Workload, drive, summarise
 from benchmarks.engine.records import percentiles
 
 WORKLOAD = Workload(query=4, item=3, items=4)
@@ -36,15 +33,6 @@ def job(url: str, arrivals: list[float], **options) -> Job:
 
 def scored(count: int = WORKLOAD.items) -> web.Response:
     return web.json_response({"scores": [[0.5, 0.5]] * count})
-
-
-def test_gaps_are_exponential():
-    gaps = np.diff([0.0, *poisson(20.0, 20_000, np.random.default_rng(0))])
-    assert gaps.min() > 0
-    assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
-    assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # an exponential's deviation is its mean
-    assert np.median(gaps) == pytest.approx(np.log(2) / 20, rel=0.05)
-    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
 
 
 async def test_requests_do_not_wait_for_answers():
@@ -88,28 +76,6 @@ async def test_failures_are_counted_by_kind():
     summary = summarise(samples)
     assert summary["failures"] == {"http 429": 1, "lost": 1, "timeout": 1, "wrong": 1}
     assert summary["items_per_s"] == pytest.approx(4 / samples[-1].done)
-
-
-@pytest.mark.slow
-async def test_the_process_sends_what_is_asked():
-    seen = []
-
-    async def look(request: web.Request) -> web.Response:
-        seen.append((request.headers.get("cache-control"), json.loads(await request.read())))
-        return scored()
-
-    async with served(look) as url:
-        samples = await asyncio.to_thread(run_client, job(url, [0.0, 0.01]))
-    assert [sample.outcome for sample in samples] == ["ok", "ok"]
-    assert [cache for cache, _ in seen] == ["no-cache"] * 2
-    first, second = (body for _, body in seen)
-    assert len(first["query"]) == 4
-    assert [len(item) for item in first["items"]] == [3, 3, 3, 3]
-    assert first["query"] != second["query"]
-
-
-def test_latency_counts_from_the_scheduled_time():
-    assert Sample(scheduled=1.0, sent=1.5, done=2.0, outcome="ok", items=1).latency == 1.0
 
 
 def test_percentiles_are_measured_values():

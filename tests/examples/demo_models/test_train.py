@@ -15,8 +15,6 @@ from engine.models.config import ModelConfig, load_config
 from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
 from examples.demo_models import batches, train
-from examples.demo_models.batches import collate, training_batches
-from examples.demo_models.corpus.documents import Piece
 from examples.demo_models.lenvm import GAMMA, Text
 from examples.demo_models.lenvm import collate as collate_lengths
 from examples.demo_models.prompts import END
@@ -67,21 +65,6 @@ def test_a_short_run_writes_both_models(
     assert {path.relative_to(out) for folder in ("base", "lenvm") for path in (out / folder).iterdir()} == shipped
     for folder in ("base", "lenvm"):  # the tokeniser depends on the corpus and the seed alone
         assert load_tokenizer(out / folder).to_str() == load_tokenizer(MODELS / folder).to_str()
-
-
-def test_batches_depend_on_the_seed_alone() -> None:
-    tokenizer = load_tokenizer(MODELS / "base")
-    first, again = (list(training_batches(tokenizer, 3, 2)) for _ in range(2))
-    for a, b in zip(first, again, strict=True):
-        assert all(x.tokens.equal(y.tokens) and x.weights.equal(y.weights) for x, y in zip(a, b, strict=True))
-
-
-def test_collate_weighs_what_is_learned_and_nothing_else() -> None:
-    tokenizer = load_tokenizer(MODELS / "base")
-    documents = [(Piece("Relevant:"), Piece(" Yes", "label")), (Piece("Query: red shoes Relevant:"), Piece(" No", "label"))]
-    batch = collate(documents, tokenizer)
-    learned = batch.targets[batch.weights > 0].tolist()
-    assert [tokenizer.id_to_token(token) for token in learned] == ["ĠYes", "ĠNo"]
 
 
 def test_values_count_down_to_the_end_token() -> None:

@@ -16,7 +16,7 @@ from gateway.pool.health import Health
 from gateway.pool.replica import Replica
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
-from gateway.workers.job_queue import Capacity
+from gateway.workers.queue import Capacity
 from gateway.workers.workers import default_workers
 from tracing.export import Exporter, TracingError
 from tracing.setup import open_exporter

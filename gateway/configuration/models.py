@@ -12,8 +12,7 @@ import msgspec
 from gateway.configuration.checks import invalid
 from gateway.output.answer import NO_FORMAT, THINKING, Formats
 from gateway.output.families import FAMILIES
-from gateway.presets.preset import PresetError, parse_preset
-from gateway.presets.select import NO_PRESET, named
+from gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
 
 
 def read_presets(entries: Sequence[str]) -> dict[str, str]:

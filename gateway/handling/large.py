@@ -55,28 +55,25 @@ async def with_rows(
     encoding the rows takes more than a millisecond."""
     if not large:
         return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
-    return _InParts(await _filled(answer, name, rows), headers)
+    return _InParts(await _filled(answer, {name: rows}), headers)
 
 
 async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
     """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
-    parts, rest = [], _encoder.encode(answer)
-    found = sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists)
-    for _, name in found:
-        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
-        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
-    return _InParts([*parts, rest], headers)
+    return _InParts(await _filled(answer, lists), headers)
 
 
 async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
     """Return ``answer`` as a server-sent event, with ``rows`` in place of the empty list in its field ``name``."""
-    return b"data: %b\n\n" % b"".join(await _filled(answer, name, rows))
+    return b"data: %b\n\n" % b"".join(await _filled(answer, {name: rows}))
 
 
-async def _filled(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> list[bytes]:
-    """Encode ``answer`` with ``rows`` in its field ``name``, which is an empty list, in slices."""
-    before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
-    return await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after)
+async def _filled(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]]) -> list[bytes]:
+    parts, rest = [], _encoder.encode(answer)
+    for _, name in sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists):
+        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
+        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
+    return [*parts, rest]
 
 
 async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:

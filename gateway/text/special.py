@@ -16,7 +16,6 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -63,9 +62,6 @@ def _pattern(tree: dict[str, Any], depth: int = 0) -> str:
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 
-MAX_NAME = 16
-NAMES = 256
-"""Longest texts, and how many of them, for which :meth:`ControlTokens.may_form` is remembered: names of fields and roles."""
 _SPELLED = re.compile(r"<\|\w+\|>")
 
 Flags = tuple[bool, bool]
@@ -103,7 +99,6 @@ class ControlTokens:
         self._longest = max(map(len, self._ids), default=0)
         self._first_characters = {text[:1] for text in self._ids}
         self._last_characters = {text[-1:] for text in self._ids}
-        self._name_may_form = lru_cache(NAMES)(self._may_form)
 
     @property
     def flags(self) -> set[Flags]:
@@ -132,9 +127,6 @@ class ControlTokens:
 
     def may_form(self, text: str) -> bool:
         """Whether ``text`` contains a control token, or a part of one that a template may complete."""
-        return self._name_may_form(text) if len(text) <= MAX_NAME else self._may_form(text)
-
-    def _may_form(self, text: str) -> bool:
         return self._pattern is not None and (
             self._pattern.search(text) is not None or self._begins_one(text) or self._ends_one(text)
         )

@@ -83,7 +83,7 @@ from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
 from gateway.tracing import Tracer
-from gateway.workers.job_queue import Capacity
+from gateway.workers.queue import Capacity
 from gateway.workers.workers import Workers, default_workers
 from tracing.export import Exporter, TracingError
 from tracing.sampling import sampler_of

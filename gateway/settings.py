@@ -19,8 +19,7 @@ import msgspec
 from gateway.logs.access import Format
 from gateway.output.answer import NO_FORMAT, THINKING, Formats
 from gateway.output.families import FAMILIES
-from gateway.presets.preset import PresetError, parse_preset
-from gateway.presets.select import NO_PRESET, named
+from gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
 from tracing.export import TracingError
 from tracing.setup import check_endpoint
 

@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.gateway.programs import OTHER, TEXT, WORDS, drained, in_turn, parser, read_body, report, serving, tree_seconds
 from engine import wire
-from gateway.presets.select import builtin
+from gateway.presets.preset import builtin
 from tests.fakes import FakeEngine
 from tests.processes import Program
 

@@ -18,8 +18,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-from gateway.text.image_ids import ID_BYTES
-from gateway.text.prepared import PlacedIds
+from gateway.text.prepared import ID_BYTES, PlacedIds
 
 _HEADER = struct.Struct("<16sqI")
 _EXPIRES = struct.Struct("<q")

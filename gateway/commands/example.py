@@ -15,8 +15,7 @@ from engine import wire
 from gateway.commands.errors import CommandError
 from gateway.commands.results import Results, as_table
 from gateway.commands.score import ScoreJob, score_items
-from gateway.presets.preset import PresetError, parse_preset
-from gateway.presets.select import choose
+from gateway.presets.preset import PresetError, choose, parse_preset
 
 QUERY = "red running shoes"
 ITEMS = ("blue running shoes", "crimson jogging sneakers", "red wool scarf", "scarlet running trainers", "green canvas tent")

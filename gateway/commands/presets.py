@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from gateway.commands.errors import CommandError
-from gateway.presets.preset import Preset, PresetError, parse_preset
-from gateway.presets.select import FALLBACKS, ONE_CLASS, builtin_presets, named
+from gateway.presets.preset import FALLBACKS, ONE_CLASS, Preset, PresetError, builtin_presets, named, parse_preset
 
 
 def list_presets() -> None:

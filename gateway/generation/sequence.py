@@ -15,9 +15,7 @@ from gateway.errors import EngineLost
 from gateway.output.answer import AnswerFormat, AnswerReader
 from gateway.output.parser import Part
 from gateway.process.time_slices import TimeSlice
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop import StopStrings
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
 
 Finish = Literal["stop", "length"]
 

@@ -31,7 +31,7 @@ from gateway.handling.scoring import Scoring
 from gateway.handling.streams import while_connected
 from gateway.limits.base import Lease
 from gateway.pool.prompts import Prompts
-from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Fitted
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.schemas.truncation import MAX_ITEMS

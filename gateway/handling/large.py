@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from litestar import Response
+from litestar.response import Stream
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
@@ -55,35 +56,32 @@ async def with_rows(
     encoding the rows takes more than a millisecond."""
     if not large:
         return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
-    return _InParts(await _filled(answer, name, rows), headers)
+    return _in_parts(await _filled(answer, {name: rows}), headers)
 
 
 async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
     """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
-    parts, rest = [], _encoder.encode(answer)
-    found = sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists)
-    for _, name in found:
-        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
-        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
-    return _InParts([*parts, rest], headers)
+    return _in_parts(await _filled(answer, lists), headers)
 
 
 async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
     """Return ``answer`` as a server-sent event, with ``rows`` in place of the empty list in its field ``name``."""
-    return b"data: %b\n\n" % b"".join(await _filled(answer, name, rows))
+    return b"data: %b\n\n" % b"".join(await _filled(answer, {name: rows}))
 
 
-async def _filled(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> list[bytes]:
-    """Encode ``answer`` with ``rows`` in its field ``name``, which is an empty list, in slices."""
-    before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
-    return await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after)
+async def _filled(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]]) -> list[bytes]:
+    parts, rest = [], _encoder.encode(answer)
+    for _, name in sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists):
+        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
+        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
+    return [*parts, rest]
 
 
 async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:
     """Return a response that is a list of ``rows``; see :func:`with_rows`."""
     if not large:
         return JsonResponse(list(rows), headers)
-    return _InParts(await _parts(b"[", rows, b"]"), headers)
+    return _in_parts(await _parts(b"[", rows, b"]"), headers)
 
 
 async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
@@ -104,30 +102,16 @@ async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[by
 def encoded(body: bytes | memoryview) -> Response[Any]:
     """Return a response with ``body``, which is JSON already. Its parts are views, because copying megabytes takes milliseconds."""
     view = memoryview(body)
-    return _InParts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
+    return _in_parts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
 
 
-class _InParts(Response[Any]):
-    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> None:
-        super().__init__(None, media_type="application/json", headers=headers)
-        self._parts = parts
+def _in_parts(parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> Response[Any]:
+    """Return a response that sends ``parts`` one after another."""
 
-    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """Return the ASGI response that the framework sends."""
-        return _ASGIParts(self._parts, headers=self.headers)
-
-
-class _ASGIParts(ASGIResponse):
-    _should_set_content_length = False
-
-    def __init__(self, parts: Sequence[bytes | memoryview], *, headers: dict[str, Any]) -> None:
-        length = str(sum(map(len, parts)))
-        super().__init__(media_type="application/json", headers=headers | {"content-length": length})
-        self._parts = parts
-
-    async def send_body(self, send: Send, receive: Receive) -> None:  # noqa: ARG002 - the framework's signature
-        """Send all parts."""
-        for place, part in enumerate(self._parts):
-            more = place + 1 < len(self._parts)
-            await send({"type": "http.response.body", "body": bytes(part), "more_body": more})
+    async def each() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield bytes(part)
             await asyncio.sleep(0)  # the transport joins writes of one event loop iteration
+
+    length = str(sum(map(len, parts)))
+    return Stream(each(), media_type="application/json", headers={**(headers or {}), "content-length": length})

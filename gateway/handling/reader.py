@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 from litestar import Request
@@ -24,7 +23,7 @@ from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from gateway.handling.body import Body
 from gateway.handling.streams import while_connected
-from gateway.images.errors import InvalidImage
+from gateway.images.decode import InvalidImage
 from gateway.images.fetch import ImageFetcher, ImageRoom
 from gateway.metrics.telemetry import Telemetry
 from gateway.output.answer import Formats
@@ -34,11 +33,10 @@ from gateway.reading.endpoints import ENDPOINTS, NAMES
 from gateway.reading.images import IMAGE_CHARACTERS
 from gateway.schemas.parameters import Parameters
 from gateway.text.bounds import Bounds
-from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
+from gateway.text.prepared import Packed, Prepared, unpack
 from gateway.tracing import stage
-from gateway.workers.channel import Channel, Loss, WorkerLostError
-from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole
-from gateway.workers.workers import BULK, Workers
+from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted
+from gateway.workers.workers import BULK, Channel, Loss, WorkerLostError, Workers
 
 INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
@@ -53,18 +51,6 @@ KEPT_FIELDS, KEPT_TENANTS = 256, 1024
 """Most quick fields that are remembered of one tenant, those of one request being one, and most tenants."""
 
 T = TypeVar("T", bound=Parameters)
-
-
-class Reading(ABC, Generic[T]):
-    """A decoded request."""
-
-    fields: T
-    """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
-
-    @abstractmethod
-    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
-        """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises
-        :class:`GatewayError`."""
 
 
 @dataclass(frozen=True)
@@ -86,130 +72,95 @@ class Reader:
     quick: QuickFields = field(default_factory=lambda: QuickFields())
     """Fields whose jobs are not bulk, although their cost is not bounded by their size."""
 
-    def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
-        """Decode the request in ``body``. The block may hold a worker; leave it once the prompts are read.
-
-        Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
-        """
-        if len(body.content) > INLINE_BYTES:
-            return self._open_long(request, NAMES[kind], body)
-        endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
-        fields, ignored = endpoint.decode(body.content)
-        context = RequestContext.of(request)
-        if ignored:
-            context.name_ignored(ignored)
-        if fields.timeout is not None:
-            context.limits.end_within(fields.timeout)
-        return _Short(self, request, endpoint, fields, body.content)
+    def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> Reading[T]:
+        """Return the reading of ``body``, which is decoded where the block of the reading begins."""
+        return Reading(self, request, NAMES[kind], body.content)
 
     def without_worker(self, request: Request[Any, Any, Any], fields: T) -> Reading[T]:
-        """Return a reading of ``fields`` that holds no worker, so it can be used at any time and repeatedly."""
-        return _Short(self, request, ENDPOINTS[NAMES[type(fields)]], fields, msgspec.json.encode(fields))
+        """Return a reading of ``fields``."""
+        reading: Reading[T] = Reading(self, request, NAMES[type(fields)], msgspec.json.encode(fields))
+        reading.fields = fields
+        return reading
 
-    @asynccontextmanager
-    async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
-        async with while_connected(request.scope), AsyncExitStack() as held:
-            long = _Long(self, request, name, body, held)
-            with stage("gateway.decode"):
-                await long.decode()
+    async def decode(self, request: Request[Any, Any, Any], name: str, body: bytes) -> Decoded:
+        """Decode a body in a worker. If that ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
+        for last in (False, True):
             try:
-                yield long
-            finally:
-                del long.channel  # the worker belongs to other requests from here on
+                async with self._worker(request, len(body), bulk=len(body) > BULK) as channel:
+                    decoded = await self._ask(channel, Decode(name), [body], bulk=True)
+                break
+            except NotReady:
+                if last:
+                    raise
+        assert isinstance(decoded, Decoded)
+        return decoded
 
-    async def read_whole(
-        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, unbounded: bytes
+    async def read(
+        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, unbounded: bytes
     ) -> Prepared:
-        """Charge a request, decode and read it in a worker, and fetch the images that it names. ``unbounded``: as
-        :meth:`Endpoint.unbounded` returns it. Raises :class:`GatewayError`."""
-        async with while_connected(request.scope):
-            await self.quotas.reserve(request)
-            fields = self.fields(request, job.read.text, unbounded)
-            read = await self.in_worker(request, body, size, job, fields)
-            if isinstance(read, Wanted):
-                return await self.read_fetched(request, body, size, job, read)
-            return self.held(request, read)
-
-    def fields(self, request: Request[Any, Any, Any], text: str, unbounded: bytes) -> Fields | None:
-        """Return the key of a request's fields in :attr:`quick`; None if the cost of all is bounded by their size."""
-        return Fields(RequestContext.of(request).tenant.id, text, unbounded) if unbounded else None
-
-    def is_bulk(self, size: int, fields: Fields | None) -> bool:
-        """Whether a job is large, or has fields whose cost is not bounded by their size and not known to be small."""
-        return size > BULK or (fields is not None and fields not in self.quick)
-
-    def held(self, request: Request[Any, Any, Any], prepared: Prepared) -> Prepared:
-        """Return ``prepared`` with room for its images until the end of the request. Raises :class:`Overloaded`."""
-        self.image_room.hold(RequestContext.of(request), sum(len(image.pixels) for image in prepared.images))
+        """Read a request in a worker, and fetch the images that it names. ``unbounded``: as :meth:`Endpoint.unbounded` returns it.
+        Raises :class:`GatewayError`."""
+        context = RequestContext.of(request)
+        fields = Fields(context.tenant.id, job.text, unbounded) if unbounded else None
+        prepared = await self._read(request, job, body, size, fields)
+        if isinstance(prepared, Wanted):
+            wanted = prepared.urls
+            self.fetcher.check(wanted)
+            # the least that the request may cost: each image has a token
+            await self.quotas.reserve(request, tokens=len(wanted), items=ENDPOINTS[job.endpoint].least_items, fetches=True)
+            with self.image_room.receiving(context.tenant) as take:
+                with stage("gateway.fetch"):
+                    contents = await self.fetcher.fetch_all(wanted, context.tenant, take)
+                job = msgspec.structs.replace(job, fetched=[Fetched(url, len(content)) for url, content in contents.items()])
+                parts = [part for content in contents.values() for part in _sliced(content)]
+                whole = max(size, IMAGE_CHARACTERS) + sum(map(len, parts))
+                prepared = await self._read(request, job, [*body, *parts], whole, None)
+                del contents, parts
+            assert isinstance(prepared, Prepared)
+        self.image_room.hold(context, sum(len(image.pixels) for image in prepared.images))
         return prepared
 
-    async def read_fetched(
-        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, wanted: Wanted
-    ) -> Prepared:
-        """Fetch images, without a worker, and read the request with them. Raises :class:`GatewayError`."""
-        tenant = RequestContext.of(request).tenant
-        self.fetcher.check(wanted.urls)
-        # the least that the request may cost: each image has a token
-        await self.quotas.reserve(request, tokens=len(wanted.urls), items=ENDPOINTS[job.endpoint].least_items, fetches=True)
-        with self.image_room.receiving(tenant) as take:
-            with stage("gateway.fetch"):
-                contents = await self.fetcher.fetch_all(wanted.urls, tenant, take)
-            fetched = [Fetched(url, len(content)) for url, content in contents.items()]
-            whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
-            parts = [part for content in contents.values() for part in _sliced(content)]
-            read = await self.in_worker(request, [*body, *parts], max(size, IMAGE_CHARACTERS) + sum(map(len, parts)), whole)
-            del contents, parts
-        assert isinstance(read, Prepared)
-        return self.held(request, read)
-
-    async def in_worker(
-        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None = None
+    async def _read(
+        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, fields: Fields | None
     ) -> Prepared | Wanted:
-        """Read in a worker. If it ends unexpectedly, another one tries once, among those for bulk jobs."""
+        """Read in a worker. If it ends unexpectedly, another one tries once, among those for bulk jobs: large ones, and those with
+        fields whose cost is not bounded by their size and not known to be small."""
+        bulk = size > BULK or (fields is not None and fields not in self.quick)
         try:
-            return await self.read_once(request, body, size, job, fields, bulk=self.is_bulk(size, fields))
+            return await self._read_once(request, job, body, size, fields, bulk=bulk)
         except (NotReady, _TooSlow):
-            return await self.read_once(request, body, size, job, fields, bulk=True)
+            return await self._read_once(request, job, body, size, fields, bulk=True)
 
-    async def read_once(
-        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, fields: Fields | None, *, bulk: bool
+    async def _read_once(
+        self, request: Request[Any, Any, Any], job: Read, body: Sequence[bytes], size: int, fields: Fields | None, *, bulk: bool
     ) -> Prepared | Wanted:
-        """Read in one worker. Raises what :meth:`prepared` raises."""
-        async with self.worker(request, size, bulk=bulk) as channel:
-            return await self.prepared(channel, job, body, fields, bulk=bulk)
-
-    async def prepared(
-        self, channel: Channel, job: Job, body: Sequence[bytes], fields: Fields | None, *, bulk: bool
-    ) -> Prepared | Wanted:
-        """Have a worker read the prompts, unpack them, and remember whether ``fields`` are quick. Raises :class:`GatewayError`;
+        """Read in one worker, unpack the prompts, and remember whether ``fields`` are quick. Raises :class:`GatewayError`;
         :class:`_TooSlow` for a job that takes too long for one that is not ``bulk``."""
-        began, seconds = time.perf_counter(), math.inf
-        try:
-            packed = await self.ask(channel, job, body, bulk=bulk)
-            seconds = time.perf_counter() - began
-        finally:
-            if fields is not None:
-                self.quick.note(fields, seconds)
+        async with self._worker(request, size, bulk=bulk) as channel:
+            began, seconds = time.perf_counter(), math.inf
+            try:
+                packed = await self._ask(channel, job, body, bulk=bulk)
+                seconds = time.perf_counter() - began
+            finally:
+                if fields is not None:
+                    self.quick.note(fields, seconds)
         if isinstance(packed, Wanted):
             return packed
         assert isinstance(packed, Packed)
         self.telemetry.images.read(packed.images)
         pixels = sum(len(image.pixels) for image in packed.images)
-        if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) + pixels <= LARGE_ANSWER:
-            return unpack(packed)
-        await asyncio.sleep(0)
-        return await unpack_large(packed)
+        if len(packed.ids) + len(packed.response) + pixels > LARGE_ANSWER:
+            await asyncio.sleep(0)
+        return await unpack(packed)
 
-    def order(self, served: ServedModel, earlier: bytes) -> Read:
-        """Return the message that asks a worker to read a request for ``served``."""
-        return Read(served.text, served.facts, self.bounds, self.formats.get(served.base.name, Formats()), len(earlier))
-
-    def worker(self, request: Request[Any, Any, Any], size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
-        """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
-        tenant, weight = _tenant(request)
+    def _worker(self, request: Request[Any, Any, Any], size: int, *, bulk: bool) -> AbstractAsyncContextManager[Channel]:
+        """Return a worker for a request of ``size`` bytes, fair between API keys, or client addresses on a server without keys.
+        Raises :class:`Overloaded`."""
+        key = RequestContext.of(request).key
+        tenant, weight = (key.id, key.weight) if key is not None else (str(request.scope.get("client")), 1.0)
         return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=bulk)
 
-    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = (), *, bulk: bool = True) -> msgspec.Struct:
+    async def _ask(self, channel: Channel, job: Job, body: Sequence[bytes], *, bulk: bool) -> msgspec.Struct:
         """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed, and
         :class:`_TooSlow`."""
         began = time.perf_counter()
@@ -253,92 +204,59 @@ class Reader:
         return NotReady("The process that read the request has ended; try again.", retry_after=1)
 
 
-@dataclass(slots=True)
-class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
-    """A request that was decoded on the event loop. It holds no worker."""
+class Reading(Generic[T]):
+    """A request. Its :attr:`fields` are decoded where its block begins, and it holds no worker between its steps."""
 
-    reader: Reader
-    request: Request[Any, Any, Any]
-    endpoint: Endpoint[T]
     fields: T
-    body: bytes
+    """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
 
-    async def __aenter__(self) -> Reading[T]:
+    def __init__(self, reader: Reader, request: Request[Any, Any, Any], name: str, body: bytes) -> None:
+        self._reader = reader
+        self._request = request
+        self._name = name
+        self._endpoint: Endpoint[T] = ENDPOINTS[name]
+        self._body = body
+        self._decoded: Decoded | None = None
+        """What a worker told of a long body."""
+
+    async def __aenter__(self) -> Self:
+        """Decode the body. Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`."""
+        if len(self._body) <= INLINE_BYTES:
+            self.fields, ignored = self._endpoint.decode(self._body)
+        else:
+            async with while_connected(self._request.scope):
+                with stage("gateway.decode"):
+                    await self._reader.quotas.reserve(self._request)
+                    self._decoded = await self._reader.decode(self._request, self._name, self._body)
+            self.fields, ignored = self._endpoint.unpack_fields(self._decoded.fields), self._decoded.ignored
+        context = RequestContext.of(self._request)
+        if ignored:
+            context.name_ignored(ignored)
+        if self.fields.timeout is not None:
+            context.limits.end_within(self.fields.timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises
+        :class:`GatewayError`."""
+        reader, cuttable = self._reader, served.tokenizer.table.cuttable
         with stage("gateway.read"):
-            if self.endpoint.is_light(self.fields):
-                return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
-            characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
-            job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
-            size = max(len(self.body), characters) + len(earlier)
-            unbounded = self.endpoint.unbounded(self.fields)
-            return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job, unbounded)
-
-
-@dataclass(slots=True)
-class _Long(Reading[T]):
-    """A request that a worker has decoded and keeps. If that worker ends unexpectedly, another one starts again, once for each
-    step."""
-
-    reader: Reader
-    request: Request[Any, Any, Any]
-    name: str
-    body: Body[T]
-    held: AsyncExitStack
-    """Exit stack that holds the worker."""
-    channel: Channel = field(init=False)
-    fields: T = field(init=False)
-    decoded: Decoded = field(init=False)
-
-    async def decode(self) -> None:
-        """Charge the request, decode its body in a worker, and set ``fields``. Raises :class:`GatewayError`."""
-        await self.reader.quotas.reserve(self.request)
-        job = Decode(self.name)
-        try:
-            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
-        except NotReady:
-            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
-        assert isinstance(decoded, Decoded)
-        self.decoded = decoded
-        context = RequestContext.of(self.request)
-        context.name_ignored(decoded.ignored)
-        self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
-        if self.fields.timeout is not None:
-            context.limits.end_within(self.fields.timeout)
-
-    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
-        order = self.reader.order(served, earlier)
-        body, whole = [self.body.content, *_sliced(earlier)], Whole(self.name, order)
-        size = len(self.body.content) + len(earlier)
-        fields = self.reader.fields(self.request, served.text, self.decoded.unbounded)
-        characters = self.decoded.characters_cut if served.tokenizer.table.cuttable else self.decoded.characters
-        with stage("gateway.read"):
-            bulk = len(self.body.content) > BULK
-            if not bulk and self.reader.is_bulk(max(size, characters), fields):
-                await self.held.aclose()  # this worker is not one of those for such requests
-                read = await self.reader.in_worker(self.request, body, max(size, characters), whole, fields)
+            if (decoded := self._decoded) is not None:
+                characters, unbounded = decoded.characters_cut if cuttable else decoded.characters, decoded.unbounded
+            elif self._endpoint.is_light(self.fields):
+                return self._endpoint.read(self.fields, Model(served.facts, served.tokenizer, reader.bounds))
             else:
-                try:
-                    read = await self.reader.prepared(self.channel, order, body[1:], fields, bulk=bulk)
-                except (NotReady, _TooSlow):
-                    await self.held.aclose()
-                    read = await self.reader.read_once(self.request, body, size, whole, fields, bulk=True)
-            if isinstance(read, Prepared):
-                return self.reader.held(self.request, read)
-            await self.held.aclose()
-            return await self.reader.read_fetched(self.request, body, size, whole, read)
-
-    async def _new_worker(self) -> Channel:
-        """Replace the worker by a new one."""
-        await self.held.aclose()
-        size = len(self.body.content)
-        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, size, bulk=size > BULK))
-        return self.channel
+                characters, unbounded = self._endpoint.characters(self.fields, cuttable), self._endpoint.unbounded(self.fields)
+            formats = reader.formats.get(served.base.name, Formats())
+            job = Read(self._name, served.text, served.facts, reader.bounds, formats, len(earlier))
+            size = max(len(self._body), characters) + len(earlier)
+            async with while_connected(self._request.scope):
+                if decoded is None:
+                    await reader.quotas.reserve(self._request)
+                return await reader.read(self._request, job, [self._body, *_sliced(earlier)], size, unbounded)
 
 
 class _TooSlow(Exception):
@@ -381,11 +299,3 @@ def _sliced(data: bytes) -> list[bytes]:
     """Cut ``data`` into parts that are sent one by one. They share the memory of ``data``."""
     view = cast(bytes, memoryview(data))  # a socket takes it
     return [view[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
-
-
-def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:
-    """Return the tenant in the fair queue and its weight: the API key, or the client's address on a server without keys."""
-    key = RequestContext.of(request).key
-    if key is not None:
-        return key.id, key.weight
-    return str(request.scope.get("client")), 1.0

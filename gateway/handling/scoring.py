@@ -23,8 +23,7 @@ from gateway.pool.paths import check_fallback, paths_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
-from gateway.presets.fitted import Fitted
-from gateway.presets.preset import Task
+from gateway.presets.preset import Fitted, Task
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.truncation import ItemError
 from gateway.schemas.usage import ItemUsage

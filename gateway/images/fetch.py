@@ -16,7 +16,7 @@ import httpx
 
 from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, Overloaded
-from gateway.images.errors import ImageError, InvalidImage
+from gateway.images.decode import ImageError, InvalidImage
 from gateway.metrics.images import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 

@@ -42,7 +42,7 @@ class ImageMetrics(Metrics):
             self._bytes.inc(sum(len(image.pixels) for image in images))
 
     def refused(self, reason: str) -> None:
-        """Count a refused request, see :data:`gateway.images.errors.Reason`; ``room``: the server holds too many images."""
+        """Count a refused request, see :data:`gateway.images.decode.Reason`; ``room``: the server holds too many images."""
         self._refused.labels(reason).inc()
 
     def fetched(self, result: str, seconds: float) -> None:

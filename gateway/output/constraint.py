@@ -176,24 +176,19 @@ def of_json_object() -> str:
 def of_regex(pattern: str) -> str:
     """A grammar for texts that ``pattern``, in the syntax of Rust's regex crate, matches as a whole. ``\\d``, ``\\w`` and
     ``\\s`` are ASCII characters."""
-    return of_lark(f"{REGEX_START}/{regex_to_lark(pattern, use_ascii='dws')}/")
+    return f"{REGEX_START}/{regex_to_lark(pattern, use_ascii='dws')}/"
 
 
 def of_choice(choices: Sequence[str]) -> str:
     """A grammar for one of several texts."""
-    return of_lark("start: " + "\n    | ".join(json.dumps(choice) for choice in choices))
-
-
-def of_lark(text: str) -> str:
-    """A grammar in llguidance's Lark dialect. ``<|im_end|>`` and ``<[1234]>`` name control tokens, ``%json {...}`` embeds a
-    schema."""
-    return text
+    return "start: " + "\n    | ".join(json.dumps(choice) for choice in choices)
 
 
 def of_ebnf(text: str) -> str:
-    """A grammar in Lark, or in GBNF (llama.cpp's and xgrammar's EBNF, with ``::=``). Raises :class:`GrammarTextError`."""
+    """A grammar in llguidance's Lark dialect, or in GBNF (llama.cpp's and xgrammar's EBNF, with ``::=``). ``<|im_end|>`` and
+    ``<[1234]>`` name control tokens, ``%json {...}`` embeds a schema. Raises :class:`GrammarTextError`."""
     try:
-        return of_lark(any_to_lark(text))
+        return any_to_lark(text)
     except RecursionError:
         raise GrammarTextError("it is nested too deeply") from None
     except Exception as error:  # the library raises bare Exception
@@ -321,7 +316,9 @@ def _of_schema(given: Any, param: str) -> str:
     if not isinstance(given, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object or a boolean.", param=param)
     _check_nesting(given, param)
-    _check_references(given, param)
+    if not fits_depth(given, MAX_REFERENCED_DEPTH):
+        message = f"`{param}` is nested more than {MAX_REFERENCED_DEPTH} levels deep through `$ref`."
+        raise InvalidRequest(message, param=param)
     grammar = of_json_schema(given)
     _check_bytes(len(grammar.encode()), param)
     return grammar
@@ -343,13 +340,6 @@ def _check_nesting(schema: Any, param: str) -> None:
         if not level:
             return
     raise InvalidRequest(f"`{param}` is nested more than {MAX_DEPTH} levels deep.", param=param)
-
-
-def _check_references(schema: Any, param: str) -> None:
-    """Raise :class:`InvalidRequest` for a schema that is nested too deeply through references."""
-    if not fits_depth(schema, MAX_REFERENCED_DEPTH):
-        message = f"`{param}` is nested more than {MAX_REFERENCED_DEPTH} levels deep through `$ref`."
-        raise InvalidRequest(message, param=param)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -521,8 +521,8 @@ VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNC
 class Qwen3CoderParser(ToolParser):
     """Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
-    A value stands between line breaks, which are not part of it; a text is written as it is, everything else as JSON. The outer tags
-    may be missing, as this family's models sometimes leave them out.
+    A value stands between line breaks, which are not part of it. A text is written as it is, everything else as JSON. The outer
+    tags may be missing, as this family's models sometimes leave them out.
     """
 
     markers = (OPEN, FUNCTION)

@@ -15,10 +15,8 @@ from gateway.errors import GatewayError, InvalidRequest
 from gateway.pool.adapter_model import AdapterModel, adapter_model
 from gateway.pool.names import Names
 from gateway.pool.replica import Replica, ServedModel
-from gateway.presets.preset import PresetError
-from gateway.presets.select import builtin, fallback_of, named
-from gateway.text.spelling import TokenizerError
-from gateway.text.vocabulary import Vocabulary
+from gateway.presets.preset import PresetError, builtin, fallback_of, named
+from gateway.text.vocabulary import TokenizerError, Vocabulary
 from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)

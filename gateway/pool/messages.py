@@ -10,8 +10,7 @@ import msgspec
 from engine import wire
 from gateway.ids import new_id
 from gateway.pool.prompts import Prompts, SubBatch
-from gateway.text.image_ids import ImageIds
-from gateway.text.prepared import Ids, as_list
+from gateway.text.prepared import Ids, ImageIds, as_list
 
 MESSAGE_IMAGE_TOKENS = 1 << 12
 """Most image tokens of a message with several branches: with 2352 bytes each, encoding them takes the event loop some 4 ms."""

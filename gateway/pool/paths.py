@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from gateway.errors import InvalidRequest
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted
-from gateway.presets.preset import Task
-from gateway.presets.select import names_a_task
+from gateway.presets.preset import Fitted, Task, names_a_task
 
 ENDPOINTS: dict[str, str] = {
     "score": "/v1/score",

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from engine import wire
 from gateway.pool.replica import Replica
 from gateway.pool.weights import weight
-from gateway.text.image_ids import ImageIds
-from gateway.text.prepared import Ids, PlacedIds, content_of
+from gateway.text.prepared import Ids, ImageIds, PlacedIds, content_of
 
 MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""

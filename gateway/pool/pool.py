@@ -20,10 +20,8 @@ from gateway.pool.probe_times import ProbeTimes
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
-from gateway.presets.fitted import Fitted
-from gateway.presets.preset import PresetError
-from gateway.presets.select import choose, is_fallback
-from gateway.text.spelling import TokenizerError
+from gateway.presets.preset import Fitted, PresetError, choose, is_fallback
+from gateway.text.vocabulary import TokenizerError
 from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ class Prompts(msgspec.Struct, frozen=True):
     pin_seconds: float | None = None
     """See :class:`engine.wire.ScoreItems`."""
     images: Sequence[wire.Image] = ()
-    """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
+    """Images that the prompts name, each once; their tokens are in :class:`gateway.text.prepared.ImageIds`."""
     may_hedge: bool = True
     """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
 

@@ -19,7 +19,7 @@ from gateway.pool.health import Health
 from gateway.pool.hedging import Hedges
 from gateway.pool.pace import Pace
 from gateway.pool.weights import weight
-from gateway.text.facts import Facts
+from gateway.text.bounds import Facts
 from gateway.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

@@ -1,14 +1,23 @@
-"""The format of a preset, read from TOML.
+"""Presets: how a model is prompted and read.
 
-A preset is data and never code: a template with three placeholders, and the choice of what is read after it.
-"""
+A preset is data and never code, read from TOML: a template with three placeholders, and the choice of what is read after it.
+:func:`choose` takes the server's setting, then ``yardstick.toml`` beside the weights, then the model's name. :class:`Fitted` is a
+preset whose labels are token ids of a model."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+
+from engine import wire
 
 MAX_BYTES = 64 << 10
 """Largest TOML document."""
@@ -159,3 +168,209 @@ def _check_pieces(name: str, pieces: tuple[str, ...]) -> None:
     repeated = next((field for field in used if used.count(field) > 1), None)
     if repeated:
         raise PresetError(f"`{name}` contains {{{repeated}}} more than once")
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """The preset of a served model."""
+
+    preset: Preset
+    labels: list[list[int]] = []
+    """Token ids of each label."""
+    categories: list[int] = []
+    """Token id of each category."""
+    categories_prefix: list[int] = []
+    """Tokens between a prompt and the token of a category."""
+
+    @property
+    def readout(self) -> wire.ScoreReadout:
+        """The output that engines compute after each prompt."""
+        if self.preset.task == "embed":
+            return wire.Embedding()
+        if not self.labels:
+            return wire.Classes()
+        tokens = [id for label in self.labels for id in label] + self.categories
+        return wire.Labels(tokens, raw=self.preset.raw or self._relative)
+
+    def serves(self, task: Task) -> bool:
+        """Whether prompts for ``task`` can be built and read. A reranker with a head classifies texts, too, which are documents
+        without a query."""
+        if self.preset.task == task:
+            return True
+        return task == "classify" and self.preset.task == "rerank" and not self.labels and bool(self.preset.template)
+
+    @property
+    def _relative(self) -> bool:
+        """Whether labels are compared with each other only, so that the sum over the vocabulary cancels."""
+        return len(self.labels) > 1 and not self.categories
+
+    @property
+    def names(self) -> list[str]:
+        """Name of each label: its first spelling."""
+        return [(label if isinstance(label, str) else label[0]).strip() for label in self.preset.labels]
+
+    def score(self, row: Sequence[float], *, raw: bool = False) -> float:
+        """Return the score of one prompt, or with ``raw`` the number before the activation, from a row of :attr:`readout`."""
+        logit = self._logit(row)
+        if raw or self.preset.activation in ("none", "difference"):
+            return logit
+        return sigmoid(logit * self.preset.scale if self.preset.activation == "sigmoid" else logit)
+
+    def _logit(self, row: Sequence[float]) -> float:
+        """The logit of the first label; against all others where the activation compares them."""
+        if not self.labels:
+            return row[0]
+        logits = self.label_logits(row)
+        if self.preset.activation in ("none", "sigmoid"):
+            return logits[0]
+        others = log_sum(logits[1:]) if len(logits) > 1 else math.log1p(-min(math.exp(logits[0]), 1 - 1e-16))
+        if others == -math.inf:
+            return 0.0 if logits[0] == -math.inf else MOST_LOGIT
+        return max(logits[0] - others, -MOST_LOGIT)
+
+    def label_logits(self, row: Sequence[float]) -> list[float]:
+        """Return the logit or log-probability of each label from the row of its tokens."""
+        logits, start = [], 0
+        for label in self.labels:
+            logits.append(log_sum(row[start : start + len(label)]))
+            start += len(label)
+        return logits
+
+    def category_logprobs(self, row: Sequence[float]) -> list[float]:
+        """Return the log-probability of each category from the row of the prompt that ends with the categories' prefix."""
+        return list(row[len(row) - len(self.categories) :])
+
+
+MOST_LOGIT = 1e3
+"""Stands for an infinite difference of logits, which JSON cannot express."""
+
+
+def sigmoid(logit: float) -> float:
+    """Return 1 / (1 + exp(−logit)) without overflow."""
+    if logit >= 0:
+        return 1 / (1 + math.exp(-logit))
+    return math.exp(logit) / (1 + math.exp(logit))
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    """Return the probabilities. If every logit is minus infinity, they are equal."""
+    total = log_sum(logits)
+    if total == -math.inf:
+        return [1 / len(logits)] * len(logits)
+    return [math.exp(logit - total) for logit in logits]
+
+
+def log_sum(logits: Sequence[float]) -> float:
+    """Return the logarithm of the sum of the exponentials."""
+    highest = max(logits)
+    if highest == -math.inf or len(logits) == 1:
+        return highest
+    return highest + math.log(sum(math.exp(logit - highest) for logit in logits))
+
+
+FALLBACKS = {"classify": "classifier", "embed": "embedding", "score": "judge"}
+"""Presets of models that no other preset is for, by the first of these capabilities that the model has."""
+ONE_CLASS = "cross-encoder"
+"""Preset in place of "classifier" of a model whose head has one number: such a model is a reranker."""
+TASK_WORDS = ("rerank", "zerank", "guard", "reward", "embed")
+NO_PRESET = "none"
+"""Value of the setting for a model that should have none."""
+
+
+@cache
+def builtin() -> dict[str, str]:
+    """Return the TOML text of each preset in the package, by name."""
+    folder = files("gateway.presets") / "builtin"
+    return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in sorted(folder.iterdir(), key=str)}
+
+
+@cache
+def builtin_presets() -> dict[str, Preset]:
+    """Return the presets in the package, by name."""
+    return {name: parse_preset(text.encode()) for name, text in builtin().items()}
+
+
+def choose(
+    model: str,
+    architecture: str,
+    capabilities: Collection[str],
+    *,
+    classes: int = 0,
+    beside: str | None,
+    chosen: Mapping[str, str],
+) -> str | None:
+    """Return the TOML text of the preset of ``model``; None if it has none. Raises :class:`PresetError`.
+
+    ``classes``: numbers of the model's head. ``beside``: the text of ``yardstick.toml`` beside the weights. ``chosen``: the setting
+    ``presets``, from model name to the name or file of a preset.
+    """
+    name = chosen.get(model) or chosen.get(_short(model))
+    if name == NO_PRESET:
+        return None
+    if name is not None or beside is not None:
+        text = beside or "" if name is None else named(name)
+        if problem := unreadable(parse_preset(text.encode()), capabilities, classes):
+            raise PresetError(problem)
+        return text
+    fitting = [
+        name
+        for name, preset in builtin_presets().items()
+        if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
+    ]
+    # A name that fits several presets does not say which prompt is right.
+    name = fitting[0] if len(fitting) == 1 else fallback_of(capabilities, classes)
+    return None if name is None else builtin()[name]
+
+
+def is_fallback(preset: str, model: str, *, beside: str | None, chosen: Mapping[str, str]) -> bool:
+    """Whether the preset of this name was taken because no other is for ``model``; the other arguments are those of
+    :func:`choose`."""
+    named_by_operator = beside is not None or model in chosen or _short(model) in chosen
+    return preset in (*FALLBACKS.values(), ONE_CLASS) and not named_by_operator
+
+
+def names_a_task(model: str) -> bool:
+    """Whether a model's name says that it was trained with a prompt of its own, which no fallback has."""
+    return any(word in _short(model) for word in TASK_WORDS)
+
+
+def unreadable(preset: Preset, capabilities: Collection[str], classes: int) -> str | None:
+    """Return why ``preset`` cannot serve a model with these capabilities, whose head has ``classes`` numbers; None if it can."""
+    if preset.task == "embed":
+        return None if "embed" in capabilities else f"{preset.name} is for embeddings, and the model has none"
+    if preset.labels:
+        return None if "score" in capabilities else f"{preset.name} reads probabilities of tokens, and the model has none"
+    if "classify" not in capabilities:
+        return f"{preset.name} reads a classification head, and the model has none"
+    if preset.task == "rerank" and classes > 1:
+        return f"{preset.name} reads one number, and the model's head has {classes} classes"
+    return None
+
+
+def fallback_of(capabilities: Collection[str], classes: int) -> str | None:
+    """Return the name of the preset of a model that no other preset is for."""
+    name = next((name for capability, name in FALLBACKS.items() if capability in capabilities), None)
+    return ONE_CLASS if name == FALLBACKS["classify"] and classes == 1 else name
+
+
+def named(name: str) -> str:
+    """Return the text of the preset called ``name``, or in the file ``name``. Raises :class:`PresetError`."""
+    if name in builtin():
+        return builtin()[name]
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise PresetError(f"there is no preset {name!r}; name one of {', '.join(builtin())}, or a .toml file")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PresetError(f"the file {name!r} cannot be read: {error}") from None
+
+
+def fits(preset: Preset, model: str, architecture: str) -> bool:
+    """Whether ``preset`` is for models of this name and architecture."""
+    named = any(fnmatchcase(_short(model), pattern.lower()) for pattern in preset.models)
+    return named and (not preset.architectures or architecture in preset.architectures)
+
+
+def _short(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].lower()

@@ -140,7 +140,7 @@ def _register(request: ItemsRequest, model: Model) -> Prepared:
     tokens = sum(each.tokens for each in stored)
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
     records = Records([(id, packed(each.ids, each.tail)) for id, each in zip(items, stored, strict=True)], tokens)
-    return Prepared([], response=msgspec.msgpack.encode(records))
+    return Prepared([], response=memoryview(msgspec.msgpack.encode(records)))
 
 
 class _ItemsEndpoint(Endpoint[ItemsRequest]):

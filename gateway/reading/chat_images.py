@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from engine.wire import Image
-from gateway.images.errors import InvalidImage
+from gateway.images.decode import InvalidImage
 from gateway.reading.endpoint import Model
 from gateway.reading.images import ImageDecoder, check_images, check_length, with_images
 from gateway.schemas.chat import ChatMessage

@@ -16,7 +16,7 @@ def _read(request: DetokenizeRequest, model: Model) -> Prepared:
     model.bounds.check("max_request_tokens", len(request.tokens), "tokens", "tokens")
     model.facts.check_ids(request.tokens, "tokens")
     response = DetokenizeResponse(prompt=model.vocabulary.decode(request.tokens, skip_special_tokens=False))
-    return Prepared([], param="tokens", response=msgspec.json.encode(response), converted=len(request.tokens))
+    return Prepared([], param="tokens", response=memoryview(msgspec.json.encode(response)), converted=len(request.tokens))
 
 
 DETOKENIZE = Endpoint(

@@ -16,9 +16,8 @@ from gateway.output.compile import GrammarCompiler
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
 from gateway.schemas.structure import BULK as CONSTRAINTS
-from gateway.text.bounds import Bounds
+from gateway.text.bounds import Bounds, Facts
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.facts import Facts
 from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer

@@ -11,9 +11,16 @@ from gateway.reading.endpoint import Model
 from gateway.reading.pairs import SEAM_TOKENS
 from gateway.schemas.score import ScoreRequest
 from gateway.text.bounds import TooManyTokens
-from gateway.text.item_prompts import ItemsAndSuffix, tokenise_items
 from gateway.text.prepared import Refusal
-from gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, join_ids, tokenise_pairs
+from gateway.text.prompts import (
+    EmptyPromptError,
+    ItemsAndSuffix,
+    PrefixAndBranches,
+    PromptTooLongError,
+    join_ids,
+    tokenise_items,
+    tokenise_pairs,
+)
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.errors import InvalidRequest
 from gateway.reading.catalogue import NAMING_BYTES, query_prompts
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.item_images import reading_content, text_of
+from gateway.reading.images import reading_content, text_of
 from gateway.reading.pairs import Pairs, preset_of
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.truncation import CUTS

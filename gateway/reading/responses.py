@@ -33,7 +33,7 @@ def _read(request: ResponseRequest, model: Model) -> Prepared:
     except InvalidRequest as error:
         raise renamed(error) from None
     prepared.param = "input"
-    prepared.response = _encoder.encode(request.instructions)
+    prepared.response = memoryview(_encoder.encode(request.instructions))
     if request.store:
         prepared.items = Items.of((item.id or "", _encoder.encode(item)) for item in own)
     return prepared

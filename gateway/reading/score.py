@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.errors import InvalidRequest
 from gateway.reading.catalogue import NAMING_BYTES, query_prompts
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.item_images import plain, reading_content
+from gateway.reading.images import plain, reading_content
 from gateway.reading.labels import labels_of
 from gateway.reading.likelihood import read_likelihoods
 from gateway.reading.query_items import check_kinds, fitting_items, item_first_prompts, join_token_ids, tokenise_texts

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.reading.endpoint import Model
-from gateway.reading.item_images import texts_of
+from gateway.reading.images import texts_of
 from gateway.reading.pairs import Pairs, preset_of
 from gateway.schemas.content import PAIRED_DOCUMENTS, PAIRED_QUERIES, Query
 from gateway.schemas.score import ScoreRequest

@@ -26,7 +26,7 @@ def _read(request: TokenizeRequest, model: Model) -> Prepared:
         raise InvalidRequest(f"`{given[0]}` is {error} long; {most}.", param=given[0]) from None
     spelled = model.texts.tokenizer.spelled(ids) if request.return_token_strs else None
     response = TokenizeResponse(count=len(ids), max_model_len=model.facts.context, tokens=ids, token_strs=spelled)
-    return Prepared([], param=given[0], response=msgspec.json.encode(response), converted=len(ids))
+    return Prepared([], param=given[0], response=memoryview(msgspec.json.encode(response)), converted=len(ids))
 
 
 def _text(request: TokenizeRequest, prompt: str, model: Model) -> list[int]:

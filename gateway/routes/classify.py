@@ -22,7 +22,7 @@ from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted, sigmoid, softmax
+from gateway.presets.preset import Fitted, sigmoid, softmax
 from gateway.schemas.classify import Category, Classification, ClassifyRequest, ClassifyResponse
 from gateway.schemas.usage import PromptTokensDetails, Usage
 

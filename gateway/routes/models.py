@@ -14,7 +14,7 @@ from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.pool.adapter_model import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Fitted
 from gateway.schemas.models import Model, ModelList, PresetInfo
 
 

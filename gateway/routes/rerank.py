@@ -24,7 +24,7 @@ from gateway.handling.streams import sse
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Fitted
 from gateway.process.time_slices import TimeSlice
 from gateway.routes.rerank_catalogue import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
 from gateway.schemas.rerank import (

@@ -19,8 +19,7 @@ from gateway.handling.reader import Reading
 from gateway.handling.scoring import fitted_of
 from gateway.ids import new_id
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted
-from gateway.presets.preset import Preset
+from gateway.presets.preset import Fitted, Preset
 from gateway.schemas.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
 from gateway.schemas.usage import PromptTokensDetails, Usage
 

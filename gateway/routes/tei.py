@@ -27,8 +27,7 @@ from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from gateway.pool.paths import paths_of
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted, sigmoid, softmax
-from gateway.presets.preset import Task
+from gateway.presets.preset import Fitted, Task, sigmoid, softmax
 from gateway.process.time_slices import TimeSlice
 from gateway.reading.tei import TaskRequest, request_of_task
 from gateway.routes.classify import LARGE_NUMBERS, class_names, probabilities

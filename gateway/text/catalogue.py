@@ -1,9 +1,8 @@
-"""Tokenises the items of a catalogue once, and the queries of requests behind them, with exactly the tokens of the joined texts.
-
-A template has pieces with ``{item}`` and, behind it, ``{query}``. Its pieces and control tokens divide a prompt, and nothing merges
-across them. If item and query are in one text, the tokens next to the seam depend on both. Then an item is stored up to its last
-safe cut (``cuts.py``), with the text behind the cut as its *tail*, and a request tokenises each distinct tail with the beginning of
-its query. A template with a safe cut, a control token or a new piece between item and query has one tail for all items.
+"""The items of a catalogue are tokenised once, and the queries of requests behind them. A template has pieces with ``{item}`` and,
+behind it, ``{query}``. Its pieces and control tokens divide a prompt, and nothing merges across them. If item and query are in one
+text, the tokens next to the seam depend on both. Then an item is stored up to its last safe cut, with the text behind the cut as
+its *tail*, and a request tokenises each distinct tail with the beginning of its query. A template with a safe cut, a control token
+or a new piece between item and query has one tail for all items.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import msgspec
 
 from gateway.presets.preset import Preset, fill
 from gateway.text.bounds import Bounds, TooManyTokens
-from gateway.text.item_prompts import common_suffix
+from gateway.text.prompts import common_suffix
 from gateway.text.tokenizer import Tokenizer
 
 ITEM, QUERY = "{item}", "{query}"

@@ -5,16 +5,93 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
 from engine import wire
+from engine.wire import IMAGE_TOKENS
 from gateway.output.answer import AnswerFormat
 from gateway.process.time_slices import TimeSlice
-from gateway.text.image_ids import ID_BYTES, ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
+
+ID_BYTES = array("I").itemsize
+
+
+class Span(NamedTuple):
+    """The tokens of one image in a part of a prompt."""
+
+    begin: int
+    end: int
+    place: int
+    """Place of the image in :attr:`gateway.text.prepared.Prepared.images`."""
+
+
+class ImageIds(array):  # type: ignore[type-arg]
+    """Token ids of a part of a prompt that has images."""
+
+    __slots__ = ("content", "spans")
+    content: bytes
+    """The tokens as digests read them: each image is one token and the image's digest. Equal prompts of any two requests have
+    equal contents, joined from their parts, wherever they are divided: no image ever is."""
+    spans: list[Span]
+
+    @classmethod
+    def of(cls, ids: array[int], spans: list[Span], images: Sequence[wire.Image]) -> Self:
+        """Create from ``ids`` and the images in them, in order."""
+        row = cls("I", ids)
+        whole, last = memoryview(ids).cast("B"), 0
+        marker = array("I", [IMAGE_TOKENS]).tobytes()
+        parts: list[bytes | memoryview] = []
+        for begin, end, place in spans:
+            parts += (whole[last * ID_BYTES : begin * ID_BYTES], marker, images[place].digest)
+            last = end
+        row.content = b"".join([*parts, whole[last * ID_BYTES :]])
+        row.spans = spans
+        return row
+
+
+class PackedImage(msgspec.Struct, frozen=True, array_like=True):
+    """:class:`engine.wire.Image` whose pixels are not copied when the message is decoded."""
+
+    digest: bytes
+    rows: int
+    columns: int
+    pixels: memoryview
+
+
+def spans_of(prefix: Sequence[int], suffix: Sequence[int], rows: Sequence[Sequence[int]]) -> bytes:
+    """Return the images in prefix, suffix and rows: four numbers (uint32) for each, the number of the part (0: the prefix, 1: the
+    suffix, then the rows) and its :class:`Span`. The tokens of two images never stand side by side."""
+    numbers = array("I")
+    for number, row in enumerate([prefix, suffix, *rows]):
+        for span in _spans(row):
+            numbers.extend((number, *span))
+    return numbers.tobytes()
+
+
+def _spans(row: Sequence[int]) -> Iterator[Span]:
+    begin, before = 0, 0
+    for position, id in enumerate(row):
+        if id != before:
+            if before >= IMAGE_TOKENS:
+                yield Span(begin, position, before - IMAGE_TOKENS)
+            begin, before = position, id
+    if before >= IMAGE_TOKENS:
+        yield Span(begin, len(row), before - IMAGE_TOKENS)
+
+
+def with_spans(parts: list[array[int]], packed: bytes, images: Sequence[wire.Image]) -> list[array[int]]:
+    """Return ``parts`` (prefix, suffix and rows), with those that have images as :class:`ImageIds`. ``packed``: of
+    :func:`spans_of`."""
+    spans: dict[int, list[Span]] = {}
+    numbers = iter(array("I", packed))
+    for part, *span in zip(numbers, numbers, numbers, numbers, strict=True):
+        spans.setdefault(part, []).append(Span(*span))
+    for number, found in spans.items():
+        parts[number] = ImageIds.of(parts[number], found, images)
+    return parts
+
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
@@ -68,39 +145,38 @@ class Refusal(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct):
     """Tokenised prompts: prompt i is ``prefix``, ``rows[i]`` and ``suffix``, one after another."""
 
     rows: Sequence[Ids]
     prefix: Ids = ()
     suffix: Ids = ()
     """Not empty where items come first: each row is then a prefix worth caching, and the suffix is computed for each."""
-    labels: list[int] = field(default_factory=list)
+    labels: list[int] = []
     """Label ids of a score request."""
     texts: list[str] | None = None
     """Texts of the prompts, if they are to be echoed."""
     param: str = ""
     """Field of the request that holds the prompts: ``NAME`` for one prompt, ``NAME[]`` for a list."""
-    truncated: list[int] = field(default_factory=list)
+    truncated: list[int] = []
     """Indices of the items whose text was cut."""
     query_truncated: bool = False
     """Whether the query was cut."""
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[Refusal] = []
     """Items without a row, in a request that accepts partial results."""
-    response: bytes | memoryview = b""
+    response: memoryview = memoryview(b"")
     """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
     grammar: str = ""
     """Grammar of llguidance that the output follows; empty if there is none."""
-    bad_words: list[list[int]] = field(default_factory=list)
+    bad_words: list[list[int]] = []
     """Tokens of each text that must not be generated."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
     format: AnswerFormat | None = None
     """How the answer is divided into parts; None for an answer that is all text."""
-    items: Items = field(default_factory=Items)
+    items: Items = Items()
     """Input items of a response that is to be stored."""
-    images: list[wire.Image] = field(default_factory=list)
+    images: list[wire.Image] = []
     """Images of all prompts, each once. Their tokens are ``wire.IMAGE_TOKENS`` plus the place here."""
     ids: Sequence[str] | None = None
     """Id of the item of each row, if it is registered in a catalogue. It does not come from a worker."""
@@ -124,29 +200,21 @@ class Prepared:
 
 
 class Packed(msgspec.Struct, tag="packed", frozen=True):
-    """:class:`Prepared` with arrays as bytes (uint32, native byte order)."""
+    """:class:`Prepared` for another process: arrays are bytes (uint32, native byte order), and what may be megabytes is not copied
+    when the message is decoded."""
 
+    rest: Prepared
+    """What the other fields do not hold."""
     prefix: bytes
     suffix: bytes
     ids: memoryview
-    """Token ids of all rows. These and ``response`` may be megabytes: decoding the message does not copy them."""
+    """Token ids of all rows."""
     lengths: bytes
     """Length of each row."""
-    labels: list[int]
-    texts: list[str] | None
-    param: str
-    truncated: list[int] = []
-    query_truncated: bool = False
-    refused: list[Refusal] = []
-    response: memoryview = memoryview(b"")
-    grammar: str = ""
-    bad_words: list[list[int]] = []
-    converted: int = 0
-    format: AnswerFormat | None = None
-    items: Items = Items()
-    images: list[PackedImage] = []
-    spans: bytes = b""
-    """Where images are in the prompts, see :func:`gateway.text.image_ids.spans_of`."""
+    response: memoryview
+    images: list[PackedImage]
+    spans: bytes
+    """Where images are in the prompts, see :func:`spans_of`."""
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -159,71 +227,36 @@ def pack(prepared: Prepared) -> Packed:
     ids = array("I")
     for row in prepared.rows:
         ids.extend(row)
-    lengths = array("I", map(len, prepared.rows))
-    prefix = array("I", prepared.prefix)
     return Packed(
-        prefix.tobytes(),
+        msgspec.structs.replace(prepared, rows=(), prefix=(), suffix=(), response=memoryview(b""), images=[]),
+        array("I", prepared.prefix).tobytes(),
         array("I", prepared.suffix).tobytes(),
         memoryview(ids).cast("B"),
-        lengths.tobytes(),
-        prepared.labels,
-        prepared.texts,
-        prepared.param,
-        prepared.truncated,
-        prepared.query_truncated,
-        prepared.refused,
-        memoryview(prepared.response),
-        prepared.grammar,
-        prepared.bad_words,
-        prepared.converted,
-        prepared.format,
-        prepared.items,
-        pack_images(prepared.images),
+        array("I", map(len, prepared.rows)).tobytes(),
+        prepared.response,
+        [PackedImage(image.digest, image.rows, image.columns, memoryview(image.pixels)) for image in prepared.images],
         spans_of(prepared.prefix, prepared.suffix, prepared.rows) if prepared.images else b"",
     )
 
 
-def unpack(packed: Packed) -> Prepared:
-    """Convert from another process. The rows are arrays."""
-    return _unpacked(packed, list(_rows(packed)), [*map(unpack_image, packed.images)])
-
-
-async def unpack_large(packed: Packed) -> Prepared:
-    """:func:`unpack` in slices, so that the event loop serves other requests in between."""
+async def unpack(packed: Packed) -> Prepared:
+    """Convert from another process, in slices, so that the event loop serves other requests in between. The rows are arrays."""
     rows, time_slice = [], TimeSlice()
     for row in _rows(packed):
         rows.append(row)
         if time_slice.over:
             await time_slice.yield_to_loop()
-    images = []
-    for image in packed.images:
-        images.append(unpack_image(image))
-        await asyncio.sleep(0)
-    return _unpacked(packed, rows, images)
-
-
-def _unpacked(packed: Packed, rows: list[array[int]], images: list[wire.Image]) -> Prepared:
     prefix, suffix = array("I", packed.prefix), array("I", packed.suffix)
+    images = []
+    for image in packed.images:  # copying takes a millisecond for each four megabytes, about
+        images.append(wire.Image(image.digest, image.rows, image.columns, bytes(image.pixels)))
+        await asyncio.sleep(0)
     if images:
         prefix, suffix, *rows = with_spans([prefix, suffix, *rows], packed.spans, images)
-    return Prepared(
-        rows,
-        prefix,
-        suffix,
-        packed.labels,
-        packed.texts,
-        packed.param,
-        packed.truncated,
-        packed.query_truncated,
-        packed.refused,
-        packed.response,
-        packed.grammar,
-        packed.bad_words,
-        packed.converted,
-        packed.format,
-        packed.items,
-        images,
-    )
+    prepared = packed.rest
+    prepared.rows, prepared.prefix, prepared.suffix = rows, prefix, suffix
+    prepared.response, prepared.images = packed.response, images
+    return prepared
 
 
 def _rows(packed: Packed) -> Iterator[array[int]]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.presets.fitted import Fitted
-from gateway.presets.preset import Preset, PresetError, fill, placeholders
+from gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
 from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
-from gateway.text.item_prompts import ItemsAndSuffix, common_suffix
-from gateway.text.prompts import PrefixAndBranches, PromptTooLongError, tokenise_pairs
+from gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 Part = int | str

@@ -1,5 +1,4 @@
-"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text.
-:mod:`gateway.text.item_prompts` does so where items come first.
+"""Tokenises queries and items to prefixes and branches, with exactly the tokens of each joined text.
 
 A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). Therefore the query is divided at a safe
 cut (``cuts.py``): the part far from the items is tokenised once, and the part next to them together with each item. If the
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
@@ -60,7 +60,7 @@ def tokenise_pairs(
     """
     if not items:
         return [], []
-    encoder = PromptEncoder(tokenizer, limit, bounds, param, adds=add_special_tokens, parses=parse_special_tokens)
+    encoder = PromptEncoder(tokenizer, limit, bounds, param, add_special_tokens, parse_special_tokens)
     for index, item in enumerate(items):
         encoder.check_length(index, len(query) + len(item))
     cut = tokenizer.cut(query, last=True) if len(items) > 1 else None
@@ -68,77 +68,62 @@ def tokenise_pairs(
     if found is not None:
         return found
     prompts = encode_whole(encoder, query, items, item_first=False)
-    alone = prompts if len(set(items)) > 1 else [array("I", encoder.whole(0, query)), prompts[0]]
+    alone = prompts if len(set(items)) > 1 else [array("I", encoder.encode(0, query, whole=True)), prompts[0]]
     prefix, branches = split(prompts, common_length(alone))
     encoder.count(0, len(prefix) + sum(map(len, branches)), 0)
     return prefix.tolist(), [branch.tolist() for branch in branches]
 
 
+@dataclass(slots=True)
 class PromptEncoder:
     """Encodes the prompts of one request, counts their tokens, and reports the prompt that is too long."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        limit: int,
-        bounds: Bounds,
-        param: str,
-        *,
-        adds: bool,
-        parses: bool,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._bounds = bounds
-        self._param = param
-        self._adds = adds
-        self._parses = parses
-        self._tokens = 0
-        self.begin, self.end = tokenizer.affixes if adds else ([], [])
+    tokenizer: Tokenizer
+    limit: int
+    bounds: Bounds
+    param: str
+    adds: bool
+    parses: bool
+    tokens: int = 0
+
+    @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """Special tokens before and after each prompt."""
+        return self.tokenizer.affixes if self.adds else ([], [])
 
     def check_length(self, index: int, characters: int) -> None:
         """Raise :class:`PromptTooLongError` if a prompt of ``characters`` cannot fit within the limit."""
-        if self._tokenizer.least_tokens(characters) > self._limit:
-            raise PromptTooLongError(index, TooManyTokens(self._limit, exact=False))
+        if self.tokenizer.least_tokens(characters) > self.limit:
+            raise PromptTooLongError(index, TooManyTokens(self.limit, exact=False))
 
-    def check_characters(self, characters: int) -> None:
-        """Raise :class:`InvalidRequest` if one request must not tokenise this many characters."""
-        self._bounds.check("max_request_characters", characters, "characters that must be tokenised", self._param)
-
-    def whole(self, index: int, text: str) -> list[int]:
-        """Return the tokens of a whole prompt. Raises :class:`PromptTooLongError`."""
-        return self._encode(index, text, self._adds)
-
-    def part(self, index: int, text: str) -> list[int]:
-        """Return the tokens of a part of a prompt. Raises :class:`PromptTooLongError`."""
-        return self._encode(index, text, False)
+    def encode(self, index: int, text: str, *, whole: bool = False) -> list[int]:
+        """Return the tokens of a part of a prompt, or of a ``whole`` one. Raises :class:`PromptTooLongError`."""
+        adds = whole and self.adds
+        try:
+            return self.tokenizer.encode(text, limit=self.limit, add_special_tokens=adds, parse_special_tokens=self.parses)
+        except TooManyTokens as error:
+            raise PromptTooLongError(index, error) from None
 
     def count(self, index: int, tokens: int, length: int) -> None:
         """Count a prompt of ``length`` tokens, of which ``tokens`` are not shared. Raises :class:`PromptTooLongError`."""
-        if length > self._limit:
+        if length > self.limit:
             raise PromptTooLongError(index, TooManyTokens(length, exact=True))
-        self._tokens += tokens
-        self._bounds.check("max_request_tokens", self._tokens, "tokens or more", self._param)
-
-    def _encode(self, index: int, text: str, adds: bool) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, limit=self._limit, add_special_tokens=adds, parse_special_tokens=self._parses)
-        except TooManyTokens as error:
-            raise PromptTooLongError(index, error) from None
+        self.tokens += tokens
+        self.bounds.check("max_request_tokens", self.tokens, "tokens or more", self.param)
 
 
 def _query_first(encoder: PromptEncoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
     """Tokenise ``left`` once and ``right`` with each item. None if the first prompt differs from its tokens as a whole."""
-    prefix = [*encoder.begin, *encoder.part(0, left)]
+    prefix = [*encoder.affixes[0], *encoder.encode(0, left)]
     encoder.count(0, len(prefix), len(prefix))
     rests = []
     for index, item in enumerate(items):
-        rest = [*encoder.part(index, right + item), *encoder.end]
+        rest = [*encoder.encode(index, right + item), *encoder.affixes[1]]
         encoder.count(index, len(rest), len(prefix) + len(rest))
-        if index == 0 and [*prefix, *rest] != encoder.whole(0, left + right + item):
+        if index == 0 and [*prefix, *rest] != encoder.encode(0, left + right + item, whole=True):
             return None
         rests.append(rest)
-    others = rests if len(set(items)) > 1 else [[*encoder.part(0, right), *encoder.end], rests[0]]
+    others = rests if len(set(items)) > 1 else [[*encoder.encode(0, right), *encoder.affixes[1]], rests[0]]
     shared, branches = split(rests, common_length(others))
     return prefix + shared, branches
 
@@ -146,10 +131,11 @@ def _query_first(encoder: PromptEncoder, left: str, right: str, items: Sequence[
 def encode_whole(encoder: PromptEncoder, query: str, items: Sequence[str], *, item_first: bool) -> list[array[int]]:
     """Tokenise every prompt whole."""
     if len(items) > 1:
-        encoder.check_characters(len(query) * len(items) + sum(map(len, items)))
+        characters = len(query) * len(items) + sum(map(len, items))
+        encoder.bounds.check("max_request_characters", characters, "characters that must be tokenised", encoder.param)
     prompts = []
     for index, item in enumerate(items):
-        prompts.append(array("I", encoder.whole(index, item + query if item_first else query + item)))
+        prompts.append(array("I", encoder.encode(index, item + query if item_first else query + item, whole=True)))
         encoder.count(index, 0, len(prompts[-1]))
     return prompts
 
@@ -183,3 +169,63 @@ def common_length(prompts: Sequence[Ids]) -> int:
     """Length of the common prefix. In lexicographic order, the first and the last prompt have the shortest one."""
     pairs = zip(min(prompts), max(prompts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+ItemsAndSuffix = tuple[list[list[int]], list[int]]
+"""The beginning of each prompt, which may be empty, and the shared tokens behind it."""
+
+
+def tokenise_items(
+    tokenizer: Tokenizer,
+    query: str,
+    items: Sequence[str],
+    *,
+    limit: int = UNBOUNDED,
+    bounds: Bounds = UNBOUND,
+    param: str = "items",
+    parse_special_tokens: bool = True,
+) -> ItemsAndSuffix:
+    """Tokenise ``item + query`` for each item.
+
+    The suffix has as many tokens of the query as all prompts end with, so the rest of a prompt hardly depends on the query. It is
+    empty if the prompts end differently. Arguments and errors are those of :func:`gateway.text.prompts.tokenise_pairs`.
+    """
+    if not items:
+        return [], []
+    encoder = PromptEncoder(tokenizer, limit, bounds, param, True, parse_special_tokens)
+    for index, item in enumerate(items):
+        encoder.check_length(index, len(query) + len(item))
+    cut = tokenizer.cut(query, last=False) if len(items) > 1 else None
+    prompts = None if cut is None else _query_last(encoder, query[:cut], query[cut:], items)
+    if prompts is None:
+        prompts = encode_whole(encoder, query, items, item_first=True)
+        encoder.count(0, sum(map(len, prompts)), 0)
+    empty = next((index for index, prompt in enumerate(prompts) if not prompt), None)
+    if empty is not None:
+        raise EmptyPromptError(empty)
+    shared = common_suffix(prompts, len(encoder.encode(0, query)) + len(encoder.affixes[1]))
+    return [prompt[: len(prompt) - shared].tolist() for prompt in prompts], prompts[0][len(prompts[0]) - shared :].tolist()
+
+
+def _query_last(encoder: PromptEncoder, left: str, right: str, items: Sequence[str]) -> list[array[int]] | None:
+    """Tokenise ``right`` once and ``left`` with each item. None if the first prompt differs from its tokens as a whole."""
+    rest = [*encoder.encode(0, right), *encoder.affixes[1]]
+    prompts = []
+    for index, item in enumerate(items):
+        prompt = array("I", [*encoder.affixes[0], *encoder.encode(index, item + left), *rest])
+        encoder.count(index, len(prompt), len(prompt))
+        if index == 0 and prompt.tolist() != encoder.encode(0, item + left + right, whole=True):
+            return None
+        prompts.append(prompt)
+    return prompts
+
+
+def common_suffix(prompts: Sequence[Sequence[int]], most: int) -> int:
+    """Length of the common suffix, or ``most`` if it is longer."""
+    first = prompts[0]
+    length = min(most, min(map(len, prompts)))
+    for prompt in prompts:
+        while length and prompt[len(prompt) - length :] != first[len(first) - length :]:
+            pairs = zip(reversed(prompt[len(prompt) - length :]), reversed(first[len(first) - length :]), strict=True)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return length

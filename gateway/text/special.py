@@ -7,8 +7,7 @@ text that both users and templates write; they are tokens wherever they occur.
 Before a template runs, a *mark* is inserted into every control token that a user wrote. The mark is one private-use character that
 does not occur in the request or the template. In the rendered text, a control token without the mark comes from the template. It
 is replaced by a *sentinel*, an added token with a secret random spelling, and the marks are removed. The tokeniser then encodes the
-whole text at once, with control tokens as plain text, and each sentinel's id is replaced by the id of its control token.
-"""
+whole text at once, with control tokens as plain text, and each sentinel's id is replaced by the id of its control token."""
 
 from __future__ import annotations
 
@@ -17,18 +16,52 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
-from gateway.text.alternatives import any_of
+MOST_NESTED = 256
+"""Most texts that begin with each other in turn. Python's compiler of expressions is recursive and fails at some 450."""
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return an expression that matches the longest of ``texts`` at each place, and nothing if there is none.
+
+    The texts share their beginnings in it. An alternation of hundreds of texts would try each of them at every place, which takes
+    milliseconds for a few kilobytes of their common first character.
+
+    Raises ValueError if the texts branch more than :data:`MOST_NESTED` times behind a common beginning.
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_pattern(tree) if tree else "(?!)")
+
+
+def _pattern(tree: dict[str, Any], depth: int = 0) -> str:
+    """Return the expression of the texts in ``tree``, a node for each character; the key "" marks the end of a text."""
+    if depth > MOST_NESTED:
+        raise ValueError(f"more than {MOST_NESTED} added tokens begin with each other")
+    branches = []
+    for char, below in tree.items():
+        if not char:
+            continue
+        shared = char
+        while len(below) == 1 and "" not in below:
+            ((next_char, below),) = below.items()
+            shared += next_char
+        branches.append(re.escape(shared) + _pattern(below, depth + 1))
+    if not branches:
+        return ""
+    joined = branches[0] if len(branches) == 1 and "" not in tree else f"(?:{'|'.join(branches)})"
+    return f"{joined}?" if "" in tree else joined
+
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 
-MAX_NAME = 16
-NAMES = 256
-"""Longest texts, and how many of them, for which :meth:`ControlTokens.may_form` is remembered: names of fields and roles."""
 _SPELLED = re.compile(r"<\|\w+\|>")
 
 Flags = tuple[bool, bool]
@@ -66,7 +99,6 @@ class ControlTokens:
         self._longest = max(map(len, self._ids), default=0)
         self._first_characters = {text[:1] for text in self._ids}
         self._last_characters = {text[-1:] for text in self._ids}
-        self._name_may_form = lru_cache(NAMES)(self._may_form)
 
     @property
     def flags(self) -> set[Flags]:
@@ -95,9 +127,6 @@ class ControlTokens:
 
     def may_form(self, text: str) -> bool:
         """Whether ``text`` contains a control token, or a part of one that a template may complete."""
-        return self._name_may_form(text) if len(text) <= MAX_NAME else self._may_form(text)
-
-    def _may_form(self, text: str) -> bool:
         return self._pattern is not None and (
             self._pattern.search(text) is not None or self._begins_one(text) or self._ends_one(text)
         )

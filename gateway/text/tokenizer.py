@@ -1,14 +1,31 @@
 """A model's tokeniser: converts text to exact token ids. The fork server and worker processes have one.
 
-Common texts are encoded piece by piece (``pieces.py``), others by the ``tokenizers`` library, one text at a time. Long texts are
+Common texts are encoded piece by piece (:class:`Pieces`), others by the ``tokenizers`` library, one text at a time. Long texts are
 encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
 model's context.
+
+Pieces are several times as fast as the library. A byte-level BPE tokeniser first divides a text into pieces (a word with the space
+before it, a digit, punctuation) and then encodes each piece by itself. Most pieces of a text are common words. So the text is
+divided here, by Python's ``re``, and the ids of each distinct piece come from the library once and are kept.
+
+The ids are exact because the pieces are: the expression is one of those that ``cuts.py`` knows, and the text has only characters
+whose properties are the same in all versions of Unicode (:func:`_safe_characters`). Any other text is left to the library: with
+combining marks, emoji or newer characters. A piece alone is divided into itself, because no alternative looks
+behind, and at the end of a text the lookahead of whitespace holds.
+
+All tenants share the kept pieces, as they share the library's own cache. Only single words are kept, never texts, so the time of a
+request can tell at most that somebody has used a word.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
-from itertools import pairwise
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
@@ -18,12 +35,225 @@ from engine.wire import CONTROL_TOKEN, TokenizerFiles
 from gateway.output.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
-from gateway.text.pieces import Pieces, expression_of
-from gateway.text.sizes import characters_per_token
-from gateway.text.special import ControlTokens, Marked
-from gateway.text.spelling import TokenizerError, spelling_of
-from gateway.text.vocabulary import Vocabulary
-from gateway.text.vocabulary_table import table_of
+from gateway.text.special import ControlTokens, Marked, any_of
+from gateway.text.vocabulary import BYTE_OF, Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
+
+_NFC_SHRINKS = 3
+"""Upper bound on the characters of a text for each byte of its NFC form. The worst known is 1.5 (u, diaeresis and macron become
+U+01D6)."""
+
+
+def characters_per_token(document: dict[str, Any], spelling: Spelling) -> int | None:
+    """Return the most characters of a text that one token can represent; None if there is no bound.
+
+    The bound is the length of the longest token. A byte-level token of n bytes represents at most n characters, and more if NFC
+    composes. There is no bound if characters may vanish (a vocabulary without all bytes, fused unknown tokens), if added tokens
+    absorb adjacent whitespace, or if the normaliser is of another kind.
+    """
+    model, added = document["model"], document.get("added_tokens") or []
+    if not isinstance(model["vocab"], dict) or any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return None
+    shrinks = _byte_level(document) if spelling.family == "byte_level" else _sentencepiece(document)
+    if shrinks is None:
+        return None
+    longest = max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
+    return longest * shrinks
+
+
+def _byte_level(document: dict[str, Any]) -> int | None:
+    if not BYTE_OF.keys() <= document["model"]["vocab"].keys():
+        return None
+    normalizer = document.get("normalizer")
+    if normalizer is None:
+        return 1
+    return _NFC_SHRINKS if normalizer["type"] == "NFC" else None
+
+
+def _sentencepiece(document: dict[str, Any]) -> int | None:
+    model, normalizer = document["model"], document.get("normalizer")
+    if not model.get("byte_fallback") or not {f"<0x{byte:02X}>" for byte in range(256)} <= model["vocab"].keys():
+        return None
+    steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    return 1 if all(map(_keeps_length, steps)) else None
+
+
+def _keeps_length(step: dict[str, Any] | None) -> bool:
+    """Whether a step of a normaliser never shortens a text."""
+    if step is None or step["type"] == "Prepend":
+        return True
+    return step["type"] == "Replace" and len(step["pattern"].get("String", "  ")) == 1 and len(step["content"]) >= 1
+
+
+def table_of(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:
+    """Return the bytes of all tokens of ``library``, those of its ``added`` tokens included."""
+    pieces = {id: spelling.bytes_of(piece) for piece, id in library.get_vocab(with_added_tokens=True).items()}
+    pieces |= {token["id"]: token["content"].encode() for token in added}
+    ends, end = array("I"), 0
+    for id in range(max(pieces) + 1):
+        end += len(pieces.get(id, b""))
+        ends.append(end)
+    return VocabularyTable(
+        b"".join(pieces[id] for id in sorted(pieces)),
+        ends.tobytes(),
+        [id for id in range(len(ends)) if id not in pieces],
+        [token["id"] for token in added if token["special"]],
+        spelling.strips_leading_space,
+    )
+
+
+MAX_PIECES = 1 << 15
+"""Most pieces that are kept, of some 300 bytes each. English prose of 400 kB has 6,000."""
+MAX_PIECE_CHARACTERS = 32
+"""Longest piece that is kept."""
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Expression of the library's ``ByteLevel`` pre-tokeniser."""
+
+_BLOCKS = [range(0x0250), range(0x0370, 0x0530), range(0x2000, 0x2600), range(0x3040, 0x3100), range(0x4E00, 0x9FA6)]
+"""Latin, Greek, Cyrillic, punctuation and symbols, Japanese syllables, Chinese characters."""
+_CLASSES = re.compile(r"\\p\{(\w+)\}|\\([sS])")
+
+
+class Pieces:
+    """The pieces of one tokeniser whose ids are known. Not safe to use from several threads."""
+
+    def __init__(
+        self,
+        expression: str,
+        added_tokens: Iterable[str],
+        encode: Callable[[list[str]], list[list[int]]],
+        dividing: Mapping[str, int] | None = None,
+    ) -> None:
+        """``encode``: returns the library's ids of each of several texts. ``dividing``: ids of the added tokens, if the library
+        divides texts at them before all else."""
+        self._dividing = dividing or {}
+        self._findall = re.compile(_translated(expression)).findall
+        self._added = any_of(added_tokens)
+        self._unsafe = _unsafe()
+        self._encode = encode
+        self._ids: dict[str, tuple[int, ...]] = {}  # the garbage collector skips tuples of integers, and this dictionary
+
+    def encode(self, text: str, *, parses: bool = False) -> list[int] | None:
+        """Return the ids of ``text``; None if the library must encode it. ``parses``: added tokens in it are tokens."""
+        match = self._added.search(text)
+        if match is None:
+            return self._encode_text(text)
+        ids: list[int] = []
+        start = 0
+        while match is not None:
+            id, before = self._dividing.get(match[0]) if parses else None, self._encode_text(text[start : match.start()])
+            if id is None or before is None:
+                return None
+            ids += before
+            ids.append(id)
+            start = match.end()
+            match = self._added.search(text, start)
+        rest = self._encode_text(text[start:])
+        return None if rest is None else ids + rest
+
+    def _encode_text(self, text: str) -> list[int] | None:
+        """Return the ids of a text without added tokens; None if the library must encode it."""
+        if not text.isascii() and self._unsafe.search(text):
+            return None
+        pieces: list[str] = self._findall(text)
+        if len("".join(pieces)) != len(text):
+            return None
+        known = self._ids
+        if new := [piece for piece in pieces if piece not in known]:
+            new = list(set(new))
+            encoded = dict(zip(new, map(tuple, self._encode(new)), strict=True))
+            known |= encoded
+            ids = list(chain.from_iterable(map(known.__getitem__, pieces)))
+            self._forget(encoded)
+            return ids
+        return list(chain.from_iterable(map(known.__getitem__, pieces)))
+
+    def _forget(self, encoded: dict[str, tuple[int, ...]]) -> None:
+        """Forget the long ones of pieces that were just added, and the earlier pieces if there are too many."""
+        for piece in encoded:
+            if len(piece) > MAX_PIECE_CHARACTERS:
+                del self._ids[piece]
+        if len(self._ids) > MAX_PIECES:
+            latest = [piece for piece in encoded if piece in self._ids][:MAX_PIECES]
+            kept = {piece: encoded[piece] for piece in latest}
+            self._ids.clear()
+            self._ids |= kept
+
+
+def expression_of(document: dict[str, Any]) -> str | None:
+    """Return the expression that divides texts in a ``tokenizer.json`` which has safe cuts; None if more than one step divides."""
+    pre_tokenizer = document["pre_tokenizer"]
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return GPT2
+    return str(steps[0]["pattern"]["Regex"]) if kinds == ["Split", "ByteLevel"] else None
+
+
+@cache
+def _safe_characters() -> list[str]:
+    """Return the characters of :data:`_BLOCKS` that every version of Unicode since 3.2 classifies alike, that NFC keeps and
+    composes with nothing, and that are no other case of an ASCII letter."""
+    old = unicodedata.ucd_3_2_0
+    chars = [chr(code) for block in _BLOCKS for code in block]
+    return [char for char in chars if old.category(char) == unicodedata.category(char) and _is_safe(char)]
+
+
+def _is_safe(char: str) -> bool:
+    if unicodedata.category(char)[0] in "MC" and not char.isascii():
+        return False
+    folded = {char.lower(), char.upper(), char.casefold()}
+    return char.isascii() or (unicodedata.normalize("NFC", char) == char and not any(map(str.isascii, folded)))
+
+
+@cache
+def _unsafe() -> re.Pattern[str]:
+    return re.compile(f"[^{_ranges(_safe_characters())}]")
+
+
+@cache
+def _members(name: str) -> str:
+    """Return the members of a class of characters, as they are written inside brackets. ``name``: as in ``\\p{L}``, or ``s``."""
+    if name == "s":
+        return _ranges([char for char in _safe_characters() if char.isspace() and char not in "\x1c\x1d\x1e\x1f"])
+    return _ranges([char for char in _safe_characters() if unicodedata.category(char).startswith(name)])
+
+
+def _ranges(chars: list[str]) -> str:
+    """Return ascending characters as ranges of a class."""
+    ranges: list[list[int]] = []
+    for code in map(ord, chars):
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
+
+
+def _translated(expression: str) -> str:
+    """Return an expression of ``cuts.py`` for Python's ``re``, which has no ``\\p{...}`` and another ``\\s``."""
+    parts, start, inside = [], 0, False
+    for match in _CLASSES.finditer(expression):
+        before = expression[start : match.start()]
+        inside = _is_inside(before, inside)
+        parts += [before, _written(match, inside=inside)]
+        start = match.end()
+    return "".join([*parts, expression[start:]])
+
+
+def _is_inside(text: str, inside: bool) -> bool:
+    """Whether brackets are open behind ``text``."""
+    opened, closed = text.rfind("["), text.rfind("]")
+    return inside if opened == closed else opened > closed
+
+
+def _written(match: re.Match[str], *, inside: bool) -> str:
+    name = match[1] or match[2]
+    if inside:
+        assert name != "S", "no known expression has this inside brackets"
+        return _members(name) or ""
+    members = _members(name.lower() if name == "S" else name)
+    return f"[{'^' * (name == 'S')}{members}]" if members else "(?!)"
+
 
 UNBOUNDED = 2**31
 SLICE_CHARACTERS = 1 << 16

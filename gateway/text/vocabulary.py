@@ -1,18 +1,88 @@
-"""Decoding of token ids to text, from plain tables with the bytes of every token.
+"""Decoding of token ids to text, from plain tables with the bytes of every token: whole texts, streams and stop strings.
 
-The event loop needs only this half of a tokeniser. Texts are encoded in worker processes (``forkserver.py``), because loading a
+The event loop needs only this half of a tokeniser. Texts are encoded in worker processes (``tokenizer.py``), because loading a
 large ``tokenizer.json`` holds the interpreter's lock for seconds.
+
+Two families of tokenisers are supported, which cover every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3),
+where each character of a token represents a byte, and SentencePiece style (Llama 2, Mistral), where ``▁`` is a space and ``<0xE2>``
+a byte.
 """
 
 from __future__ import annotations
 
+import codecs
+import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Fitted
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(ValueError):
+    """A model's ``tokenizer.json`` cannot be used."""
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """Mapping from tokens to bytes."""
+
+    family: Literal["byte_level", "sentencepiece"]
+    space: str = "▁"
+    """Representation of a space in a SentencePiece-style token."""
+    byte_fallback: bool = False
+    strips_leading_space: bool = False
+    """Whether encoding puts a space before the text, so that decoding must remove it."""
+
+    def bytes_of(self, piece: str) -> bytes:
+        """Return the bytes of a token of the vocabulary."""
+        if self.family == "byte_level":
+            return _byte_level(piece)
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace(self.space, " ").encode()
+
+
+def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
+    """Read the ``decoder`` part of a ``tokenizer.json``. Raises :class:`TokenizerError`."""
+    steps: list[dict[str, Any]] = (
+        decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": "none"}]
+    )
+    by_type = {step["type"]: step for step in steps}
+    if "ByteLevel" in by_type:
+        return Spelling("byte_level")
+    byte_fallback = "ByteFallback" in by_type
+    if metaspace := by_type.get("Metaspace"):
+        return Spelling("sentencepiece", metaspace["replacement"], byte_fallback, metaspace["prepend_scheme"] != "never")
+    replace = by_type.get("Replace", {})
+    if replace.get("content") == " " and "String" in replace["pattern"]:
+        strip = by_type.get("Strip", {"content": " ", "start": 0})
+        strips = strip["content"] == " " and strip["start"] > 0
+        return Spelling("sentencepiece", replace["pattern"]["String"], byte_fallback, strips)
+    kinds = ", ".join(by_type)
+    raise TokenizerError(f"tokenizer.json decodes with {kinds}; byte-level BPE and SentencePiece-style tokenisers are supported")
+
+
+def _byte_values() -> dict[str, int]:
+    """Return GPT-2's alphabet: each byte is a printable character, its own in Latin-1 if that prints, else from U+0100 on."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printing)]
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_values()
+"""The byte that each character of a byte-level token represents."""
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(BYTE_OF[char] for char in piece)
+    except KeyError:  # a token outside the alphabet is spelled as it is
+        return piece.encode()
+
 
 T = TypeVar("T")
 
@@ -40,7 +110,7 @@ class VocabularyTable(msgspec.Struct, frozen=True):
 
 
 class Vocabulary:
-    """Decodes from the exact bytes of each token, so that whole texts, streams (``detokenizer.py``) and log-probabilities agree,
+    """Decodes from the exact bytes of each token, so that whole texts, streams (:class:`Detokenizer`) and log-probabilities agree,
     and an invalid byte affects one character and not its neighbours."""
 
     def __init__(self, table: VocabularyTable) -> None:
@@ -136,3 +206,127 @@ class _Table(dict[int, T]):
                 self.clear()
             self[id] = made
         return made
+
+
+_UNFINISHED = 3
+"""Length of the longest incomplete UTF-8 character, in bytes."""
+_LOOK_BACK = 64
+"""Tokens at the prompt's end that may hold an incomplete character: more than 3, as special tokens add no bytes."""
+
+
+class Detokenizer:
+    """Converts the tokens of one sequence to text. It never splits a character or returns a part of one as U+FFFD.
+
+    The joined results of ``push`` and ``finish`` are the text that the tokens add to the prompt. With an empty prompt they equal
+    ``tokenizer.decode`` of all tokens; after a prompt, the space that a SentencePiece-style tokeniser has before the first word is
+    kept. A character that began in the prompt is returned whole. The state is at most one incomplete character, so each token
+    costs the same.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Vocabulary,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: Sequence[int] = (),
+    ) -> None:
+        """``shown``: special tokens that are not skipped."""
+        self._spelling = tokenizer.spellings(skip_special_tokens=skip_special_tokens, shown=shown).__getitem__
+        context = self._last_bytes(prompt_ids)
+        _, used = codecs.utf_8_decode(context, "replace", False)
+        self._unfinished = context[used:]
+        """The bytes of an incomplete character."""
+        self._strip_space = tokenizer.strips_leading_space and not context
+        self.clean = not (self._unfinished or self._strip_space)
+        """Whether the next token's text depends on its bytes alone."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that ``ids`` complete; "" while a character is incomplete."""
+        data = b"".join(map(self._spelling, ids))
+        if not self.clean:
+            return self._decode(data, final=False)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        if used < len(data):
+            self._unfinished, self.clean = data[used:], False
+        return text
+
+    def finish(self) -> str:
+        """Return U+FFFD if the last character is incomplete, else ""."""
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        if self._unfinished:
+            data = self._unfinished + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[used:]
+        if self._strip_space and text:
+            self._strip_space = False
+            text = text.removeprefix(" ")
+        self.clean = not (self._unfinished or self._strip_space)
+        return text
+
+    def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
+        """Return enough bytes of the prompt's end to complete its last character."""
+        context = b""
+        for piece in map(self._spelling, reversed(prompt_ids[-_LOOK_BACK:])):
+            context = piece + context
+            if len(context) >= _UNFINISHED:
+                break
+        return context
+
+
+class StopStrings:
+    """Passes text through until one of ``stops`` is complete, and drops that stop string and all that follows.
+
+    If several could match, the one that is complete first wins (of those, the one that begins first), so the result does not depend
+    on the division of the text into chunks. Only text that may still become a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises ``ValueError`` for an empty stop string, which would match everywhere."""
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._borders = [_borders(stop) for stop in stops]
+        self._begun = [0] * len(stops)  # number of characters of each stop string that the text ends with
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that is certain now, and whether a stop string is complete. Push nothing after that."""
+        for place, stop in enumerate(self._stops):
+            self._begun[place] = _advanced(stop, self._borders[place], self._begun[place], text)
+        text = self._held + text
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self._held = ""
+            return text[: min(matches)[1]], True
+        begin = len(text) - max(self._begun, default=0)
+        self._held = text[begin:]
+        return text[:begin], False
+
+    def finish(self) -> str:
+        """Return the held-back text at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _borders(stop: str) -> list[int]:
+    """Return, for each prefix of ``stop``, the length of its longest proper prefix that is also its suffix (Knuth, Morris and
+    Pratt). With these the work is linear in the text, however long and repetitive the stop strings are."""
+    borders, length = [0] * len(stop), 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return borders
+
+
+def _advanced(stop: str, borders: list[int], begun: int, text: str) -> int:
+    """Return the number of characters of ``stop`` that the text ends with, after ``text``; ``begun`` is the number before."""
+    for char in text:
+        while begun and (begun == len(stop) or stop[begun] != char):
+            begun = borders[begun - 1]
+        begun += stop[begun] == char
+    return begun

@@ -11,10 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from gateway.images.errors import Reason
+from gateway.images.decode import Reason
 from gateway.output.answer import Formats
-from gateway.text.bounds import Bounds
-from gateway.text.facts import Facts
+from gateway.text.bounds import Bounds, Facts
 from gateway.text.prepared import Packed
 
 HEADER = struct.Struct("<II?")
@@ -22,7 +21,7 @@ HEADER = struct.Struct("<II?")
 
 
 class Decode(msgspec.Struct, tag="decode", frozen=True):
-    """Decode and check the body, and keep the request for :class:`Read`. The answer is :class:`Decoded`."""
+    """Decode and check the body. The answer is :class:`Decoded`."""
 
     endpoint: str
 
@@ -36,8 +35,9 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
-    """Convert the kept request to token ids. The answer is :class:`Packed`."""
+    """Decode the body and convert the request to token ids. The answer is :class:`Packed`."""
 
+    endpoint: str
     text: str
     """Key of the model's tokeniser and template."""
     facts: Facts
@@ -47,17 +47,6 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     """Bytes of the body, before the contents of ``fetched``, that are :attr:`gateway.reading.endpoint.Model.earlier`."""
     fetched: list[Fetched] = []
     """Images that were fetched; their contents are the last bytes of the body."""
-
-
-class Whole(msgspec.Struct, tag="whole", frozen=True):
-    """:class:`Decode` and :class:`Read` in one step. The answer is :class:`Packed`."""
-
-    endpoint: str
-    read: Read
-
-
-class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """Drop the kept request. The answer is :class:`Dropped`."""
 
 
 class Decoded(msgspec.Struct, tag="decoded", frozen=True):
@@ -74,7 +63,7 @@ class Decoded(msgspec.Struct, tag="decoded", frozen=True):
 
 
 class Wanted(msgspec.Struct, tag="wanted", frozen=True):
-    """The request names images by URLs that must be fetched before it can be read; it is not kept."""
+    """The request names images by URLs that must be fetched before it can be read."""
 
     urls: dict[str, str]
     """The first field of the request with each URL."""
@@ -97,12 +86,8 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
     """The job exceeded its memory limit; the worker does not know the model's tokeniser; or a bug, which the log describes."""
 
 
-class Dropped(msgspec.Struct, tag="dropped", frozen=True):
-    """The request was dropped."""
-
-
-Job = Decode | Read | Whole | Drop
-Answer = Decoded | Packed | Wanted | Refused | Broken | Dropped
+Job = Decode | Read
+Answer = Decoded | Packed | Wanted | Refused | Broken
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.presets.select import builtin
+from gateway.presets.preset import builtin
 
 
 def yardstick(*arguments: str) -> subprocess.CompletedProcess[str]:

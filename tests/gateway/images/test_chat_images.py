@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.images.decode import decode
-from gateway.images.patches import prepare
+from gateway.images.decode import decode, prepare
 from tests.fakes import FakeEngine, with_vision
 from tests.gateway.conftest import Start, gateways, metric
 from tests.pictures import data_url, image_part, picture

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.images.errors import InvalidImage
+from gateway.images.decode import InvalidImage
 from gateway.images.fetch import ImageFetcher
 from gateway.metrics.images import ImageMetrics
 from gateway.process.fair_room import Tenant

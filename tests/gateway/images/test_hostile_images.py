@@ -11,10 +11,7 @@ import pytest
 from PIL import Image as Pillow
 
 from engine.wire import VisionInfo
-from gateway.images.data_url import read_data_url
-from gateway.images.decode import decode
-from gateway.images.errors import ImageError
-from gateway.images.patches import prepare
+from gateway.images.decode import ImageError, decode, prepare, read_data_url
 
 VISION = VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token=7)
 MAX_PIXELS = 1 << 20

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.images.decode import decode
-from gateway.images.patches import prepare
+from gateway.images.decode import decode, prepare
 from tests.fakes import FakeEngine, ids, logprobs_after, with_vision
 from tests.gateway.conftest import Start, gateways
 from tests.gateway.images.test_chat_images import refused, text

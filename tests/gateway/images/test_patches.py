@@ -16,9 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_resize
 
 from engine.wire import Image, VisionInfo
-from gateway.images.decode import decode
-from gateway.images.errors import ImageError
-from gateway.images.patches import prepare, smart_resize
+from gateway.images.decode import ImageError, decode, prepare, smart_resize
 
 VISION = VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token=7)
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "PA-like")

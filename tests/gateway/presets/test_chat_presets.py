@@ -15,15 +15,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.wire import TokenizerFiles
-from gateway.presets.select import builtin_presets
+from gateway.presets.preset import builtin_presets
 from gateway.reading.endpoint import Model, TextSide
 from gateway.reading.rerank import RERANK
 from gateway.reading.texts import CLASSIFY
 from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.rerank import RerankRequest
-from gateway.text.bounds import UNBOUND
+from gateway.text.bounds import UNBOUND, Facts
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.facts import Facts
 from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer

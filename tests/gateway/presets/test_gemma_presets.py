@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from engine.wire import TokenizerFiles
-from gateway.presets.select import builtin_presets
+from gateway.presets.preset import builtin_presets
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.wire import TokenizerFiles
-from gateway.presets.select import builtin_presets
+from gateway.presets.preset import builtin_presets
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import sentencepiece_with_bos

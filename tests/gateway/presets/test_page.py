@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.presets.preset import Preset, parse_preset
-from gateway.presets.select import builtin
+from gateway.presets.preset import Preset, builtin, parse_preset
 
 PAGE = (Path(__file__).parents[3] / "docs" / "presets.md").read_text("utf-8")
 

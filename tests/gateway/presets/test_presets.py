@@ -12,9 +12,20 @@ import pytest
 import tokenizers
 
 from engine import wire
-from gateway.presets.fitted import Fitted, log_sum, softmax
-from gateway.presets.preset import Preset, PresetError, parse_preset
-from gateway.presets.select import builtin, builtin_presets, choose, fallback_of, fits, unreadable
+from gateway.presets.preset import (
+    Fitted,
+    Preset,
+    PresetError,
+    builtin,
+    builtin_presets,
+    choose,
+    fallback_of,
+    fits,
+    log_sum,
+    parse_preset,
+    softmax,
+    unreadable,
+)
 from gateway.settings import Settings, SettingsError
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer

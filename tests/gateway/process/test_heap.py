@@ -14,7 +14,7 @@ from gateway.catalogues.record import packed
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
 from gateway.settings import CatalogueBounds
-from gateway.text.pieces import GPT2, Pieces
+from gateway.text.tokenizer import GPT2, Pieces
 from tests.gateway.catalogues.conftest import SPEC
 
 

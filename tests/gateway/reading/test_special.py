@@ -18,9 +18,8 @@ from gateway.schemas.chat import ChatMessage, ChatRequest
 from gateway.schemas.content import TextPart
 from gateway.schemas.length import LengthRequest
 from gateway.schemas.tools import EarlierCall, FunctionCall
-from gateway.text.bounds import Bounds
+from gateway.text.bounds import Bounds, Facts
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.facts import Facts
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import byte_level, byte_level_with_bos, from_library, sentencepiece
 from tests.gateway.text.test_chat_template import CHATML, HEADERS, PARTS

@@ -7,7 +7,7 @@ import math
 import httpx
 import pytest
 
-from gateway.presets.fitted import sigmoid, softmax
+from gateway.presets.preset import sigmoid, softmax
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from huggingface_hub import InferenceClient
 
-from gateway.presets.fitted import sigmoid, softmax
+from gateway.presets.preset import sigmoid, softmax
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.admission.test_key_limits import by, entry, write
 from tests.gateway.conftest import Start, gateways

@@ -1,6 +1,7 @@
 """Chat templates of the kinds that models come with, against transformers, and templates that misbehave."""
 
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +67,13 @@ PARTS = """{% for message in messages %}<|{{ message.role }}|>
 {% endif %}
 {% endfor %}"""
 
+FILES = [path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))]
+"""Templates with macros, namespaces, filters, dates and thinking sections, as models have them."""
+
 USER = {"role": "user", "content": ' Red <shoes> & "tables"? 東京 it\'s '}
 ASSISTANT = {"role": "assistant", "content": "Yes.\n"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+THINKING = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": {"colour": "rot & 'grün' <é>"}}}]}
 TOOL = {
     "type": "function",
@@ -92,6 +97,7 @@ def reference(library: Library, source: str, messages: list[dict[str, Any]], **v
         (HEADERS, [SYSTEM, USER, {"role": "ignored", "content": ""}, CALL, USER], {"tools": [TOOL]}),
         (ALTERNATING, [USER, ASSISTANT, USER, ASSISTANT], {}),
         (PARTS, [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "red"}, {"type": "text", "text": " shoes"}]}], {}),
+        *((source, messages, {}) for source in FILES for messages in ([USER], [USER, THINKING, USER, ASSISTANT, USER])),
     ],
 )
 def test_it_renders_what_transformers_renders(

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from gateway.text import pieces as module
-from gateway.text.pieces import Pieces, expression_of
-from gateway.text.tokenizer import Tokenizer
+from gateway.text import tokenizer as module
+from gateway.text.tokenizer import Pieces, Tokenizer, expression_of
 from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
 from tests.gateway.text.test_cuts import TEXT
 

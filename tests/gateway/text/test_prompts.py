@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from gateway.text.item_prompts import common_suffix, tokenise_items
-from gateway.text.prompts import EmptyPromptError, join_ids, tokenise_pairs
+from gateway.text.prompts import EmptyPromptError, common_suffix, join_ids, tokenise_items, tokenise_pairs
 from gateway.text.tokenizer import Tokenizer
 
 WORDS = st.lists(

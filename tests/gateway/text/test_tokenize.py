@@ -13,9 +13,8 @@ from gateway.reading.endpoint import Model, TextSide
 from gateway.reading.tokenize import TOKENIZE
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
-from gateway.text.bounds import Bounds
+from gateway.text.bounds import Bounds, Facts
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.facts import Facts
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.reading.test_special import KINDS, Chat
 from tests.gateway.text.test_tokenizer import TEXT

@@ -25,19 +25,14 @@ from hypothesis import strategies as st
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
 from gateway.metrics.telemetry import Telemetry
-from gateway.reading.worker import FIRST_BYTES, receive
+from gateway.reading.forkserver import FIRST_BYTES, receive
 from gateway.schemas.score import ScoreRequest
-from gateway.text.bounds import Bounds
-from gateway.text.facts import Facts
+from gateway.text.bounds import Bounds, Facts
 from gateway.text.prepared import Packed, unpack
-from gateway.text.spelling import TokenizerError
-from gateway.workers import channel as channel_module
-from gateway.workers.channel import WorkerLostError
-from gateway.workers.fair import FairJobQueue
-from gateway.workers.forks import Forks
-from gateway.workers.job_queue import Capacity, JobQueue, QueuedJob
-from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
-from gateway.workers.workers import BULK, Workers
+from gateway.text.vocabulary import TokenizerError
+from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused
+from gateway.workers.queue import LEAST_COST, SECONDS_PER_BYTE, Capacity, JobQueue, QueuedJob
+from gateway.workers.workers import BULK, GRACE_SECONDS, Forks, WorkerLostError, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
 from tests.warm import as_in_production
@@ -73,16 +68,16 @@ async def running(workers: int = 2, **capacity: Any) -> AsyncIterator[tuple[Work
 
 async def ask(workers: Workers, key: str, body: bytes = SCORE, *, tenant: str = "a", seconds: float = 20.0) -> Answer:
     async with workers.job(tenant=tenant, size=len(body), bulk=False) as channel:
-        return await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [body], seconds=seconds)
+        return await channel.ask(Read("score", key, FACTS, UNBOUND), [body], seconds=seconds)
 
 
 def children(pid: int) -> list[int]:
     return [int(each) for task in Path(f"/proc/{pid}/task").glob("*/children") for each in task.read_text().split()]
 
 
-def is_right(answer: Answer) -> bool:
+async def is_right(answer: Answer) -> bool:
     assert isinstance(answer, Packed), answer
-    prepared = unpack(answer)
+    prepared = await unpack(answer)
     texts = [[*prepared.prefix, *row] for row in prepared.rows]
     return texts == [ids("red shoes, blue"), ids("red shoes, red")]
 
@@ -90,11 +85,11 @@ def is_right(answer: Answer) -> bool:
 @pytest.mark.usefixtures("in_production")
 async def test_a_job_is_read_and_the_vocabulary_is_known() -> None:
     async with running() as (workers, key):
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
         refused = await ask(workers, key, b'{"query": 1}')
         assert isinstance(refused, Refused)
         assert refused.param == "query"
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_the_same_files_are_read_once_and_forgotten_with_their_last_user() -> None:
@@ -104,11 +99,11 @@ async def test_the_same_files_are_read_once_and_forgotten_with_their_last_user()
         other, second = await workers.load(msgspec.structs.replace(FILES, chat_template="x"))
         assert other != key
         assert second is not vocabulary
-        assert is_right(await ask(workers, other))
+        assert await is_right(await ask(workers, other))
         del second
         gc.collect()
         await until(lambda: other not in workers._files)
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_files_that_are_read_twice_at_once_stay_known() -> None:
@@ -130,7 +125,7 @@ async def test_files_that_cannot_be_used_are_a_typed_error(content: bytes) -> No
     async with running() as (workers, key):
         with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
             await workers.load(msgspec.structs.replace(FILES, tokenizer_json=content))
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_a_killed_worker_is_replaced() -> None:
@@ -140,7 +135,7 @@ async def test_a_killed_worker_is_replaced() -> None:
             os.kill(channel.pid, signal.SIGKILL)
         await until(lambda: not workers._idle or all(channel.answered == 0 for channel in workers._idle))
         await asyncio.sleep(1)
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 @pytest.mark.slow
@@ -150,7 +145,7 @@ async def test_a_worker_that_ends_before_its_job_is_sent_is_reported_at_once() -
         for _ in range(2):  # before and after the event loop reports the end of the connection
             with pytest.raises(WorkerLostError):
                 async with asyncio.timeout(2):
-                    await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [SCORE], seconds=20)
+                    await channel.ask(Read("score", key, FACTS, UNBOUND), [SCORE], seconds=20)
             await channel.gone
 
 
@@ -161,13 +156,13 @@ async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
         old = workers._forks._process.pid
         os.kill(old, signal.SIGKILL)
         await until(lambda: workers._forks is not None and workers._forks._process.pid != old and workers._idle)
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_workers_need_no_room_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "lost"))
     async with running(1) as (workers, key):
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_a_fork_server_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +180,7 @@ async def test_a_fork_server_that_cannot_be_used_is_ended(monkeypatch: pytest.Mo
         os.kill(workers._forks._process.pid, signal.SIGKILL)
         await until(lambda: len(failed) == 2 and workers._idle, 20)
         assert not _runs(failed[0])
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_a_job_over_its_time_is_killed_and_says_so() -> None:
@@ -195,7 +190,7 @@ async def test_a_job_over_its_time_is_killed_and_says_so() -> None:
             await ask(workers, key, SLOW, seconds=0.5)
         assert caught.value.loss == "slow"
         assert time.monotonic() - began < 20
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 @pytest.mark.usefixtures("in_production")
@@ -204,7 +199,7 @@ async def test_a_job_over_its_memory_harms_nobody() -> None:
         body = b'{"query": [1], "items": [' + b"[1]," * 5_000_000 + b'[1]], "label_token_ids": [1]}'
         answer = await ask(workers, key, body)
         assert answer == Broken("memory")
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 @pytest.mark.slow
@@ -219,7 +214,7 @@ async def test_memory_that_the_tokeniser_asks_for_ends_the_worker(monkeypatch: p
         except WorkerLostError as error:
             lost = Broken(error.loss)
         assert lost == Broken("memory")
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 @pytest.mark.slow
@@ -232,8 +227,8 @@ async def test_a_job_that_is_left_is_killed_after_a_grace() -> None:
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
         began = time.monotonic()
-        assert is_right(await ask(workers, key))
-        assert time.monotonic() - began < channel_module.GRACE_SECONDS + 15
+        assert await is_right(await ask(workers, key))
+        assert time.monotonic() - began < GRACE_SECONDS + 15
         assert not any(channel.pid == pid for channel in workers._open)
 
 
@@ -256,11 +251,11 @@ async def test_a_job_that_is_cancelled_as_a_worker_becomes_free_costs_no_worker(
             waiting.cancel()
         assert isinstance(*await asyncio.gather(waiting, return_exceptions=True), asyncio.CancelledError)
         assert len(workers._queue) == 0
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
 
 
 async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.workers.channel.GRACE_SECONDS", 10.0)  # a busy machine takes long for a short job
+    monkeypatch.setattr("gateway.workers.workers.GRACE_SECONDS", 10.0)  # a busy machine takes long for a short job
     async with running(1) as (workers, key):
         await until(lambda: workers._idle)
         pid = workers._idle[0].pid
@@ -268,24 +263,14 @@ async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: py
         await asyncio.sleep(0)
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
         assert [channel.pid for channel in workers._open] == [pid]
-
-
-async def test_a_request_that_is_decoded_and_left_is_dropped() -> None:
-    async with running(1) as (workers, key):
-        async with workers.job(tenant="a", size=len(SCORE), bulk=False) as channel:
-            assert isinstance(await channel.ask(Decode("score"), [SCORE], seconds=5), Decoded)
-            assert channel.keeps_request
-        await until(lambda: workers._idle == [channel])
-        assert not channel.keeps_request
-        assert await channel.ask(Read(key, FACTS, UNBOUND), seconds=5) == Broken("fault")
 
 
 def test_the_fork_server_imports_no_server() -> None:
     program = "import sys; import gateway.reading.forkserver; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "gateway.reading.worker" in modules
+    assert "gateway.reading.forkserver" in modules
     assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)
 
 
@@ -307,12 +292,12 @@ async def test_bulk_leaves_one_worker_to_others() -> None:
 
         async def bulk() -> None:
             async with workers.job(tenant="bulk", size=BULK + 1, bulk=True) as channel:
-                await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [SLOW], seconds=30)
+                await channel.ask(Read("score", key, FACTS, UNBOUND), [SLOW], seconds=30)
 
         jobs = [asyncio.create_task(bulk()) for _ in range(5)]
         await asyncio.sleep(0.3)
         began = time.monotonic()
-        assert is_right(await ask(workers, key))
+        assert await is_right(await ask(workers, key))
         assert time.monotonic() - began < 15
         for job in jobs:
             job.cancel()
@@ -326,13 +311,13 @@ async def test_jobs_that_wait_are_bounded_in_number_and_bytes() -> None:
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
                 await ask(workers, key)
-        assert all(map(is_right, await asyncio.gather(*waiting)))
+        assert all([await is_right(answer) for answer in await asyncio.gather(*waiting)])
         async with workers.job(tenant="a", size=1, bulk=False):
             waiting = [asyncio.create_task(ask(workers, key, SCORE))]
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
                 await ask(workers, key, SCORE + b" " * 1000)
-        assert is_right(await waiting[0])
+        assert await is_right(await waiting[0])
 
 
 async def test_nothing_is_left_when_it_stops() -> None:
@@ -388,88 +373,121 @@ def test_a_job_is_received_however_it_is_cut(message: int, body: int, cut: int) 
     sender.join()
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
-def test_the_queue_gives_everything_once(jobs: list[tuple[str, int, bool]]) -> None:
-    queue: FairJobQueue[tuple[int, bool]] = FairJobQueue()
-    for number, (tenant, cost, bulk) in enumerate(jobs):
-        queue.push((number, bulk), tenant=tenant, cost=cost, bulk=bulk)
-    small = []
-    while (item := queue.pop(bulk=False)) is not None:
-        small.append(item)
-    rest = []
-    while (item := queue.pop(bulk=True)) is not None:
-        rest.append(item)
-    assert sorted(small) == [(number, bulk) for number, (_, _, bulk) in enumerate(jobs) if not bulk]
-    assert sorted(rest) == [(number, bulk) for number, (_, _, bulk) in enumerate(jobs) if bulk]
+COST = LEAST_COST
+"""Bytes of a job of the least cost."""
+
+
+def queue_of(workers: int = 2) -> JobQueue:
+    return JobQueue(Capacity(workers, 64, 1000, 1 << 30))
+
+
+def taken(queue: JobQueue, count: int) -> list[str]:
+    """The tenants of the next jobs, each of which takes as long as it was expected to."""
+    tenants = []
+    for _ in range(count):
+        job = queue.pop()
+        assert job is not None
+        tenants.append(job.tenant)
+        end(queue, job)
+    return tenants
+
+
+def end(queue: JobQueue, job: QueuedJob, costs: float = 0.0) -> None:
+    """End ``job`` after its estimate, or after the time of ``costs`` jobs of the least cost."""
+    seconds = costs * COST * SECONDS_PER_BYTE or job.estimate
+    job.began = time.perf_counter() - seconds
+    queue.ended(job)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans(), st.booleans()), max_size=60))
+def test_the_queue_gives_everything_once(given: list[tuple[str, int, bool, bool]]) -> None:
+    queue, expected = queue_of(), []
+    for tenant, cost, bulk, left in given:
+        job = QueuedJob(tenant, cost * COST, bulk)
+        queue.push(job)
+        if left:
+            queue.discard(job)
+        else:
+            expected.append(job)
+    found = []
+    while (job := queue.pop()) is not None:
+        found.append(job)
+        end(queue, job)
+    assert sorted(found, key=id) == sorted(expected, key=id)
     assert len(queue) == 0
 
 
 def test_a_flood_of_one_tenant_leaves_every_other_job_to_another() -> None:
-    queue: FairJobQueue[str] = FairJobQueue()
-    for number in range(100):
-        queue.push(f"flood {number}", tenant="flood", cost=10)
-    assert [queue.pop(bulk=True) for _ in range(3)] == ["flood 0", "flood 1", "flood 2"]
-    for number in range(3):
-        queue.push(f"one {number}", tenant="one", cost=10)
-    assert {queue.pop(bulk=True) for _ in range(7)} >= {"one 0", "one 1", "one 2"}
+    queue = queue_of()
+    for _ in range(100):
+        queue.push(QueuedJob("flood", COST))
+    assert taken(queue, 3) == ["flood"] * 3
+    for _ in range(3):
+        queue.push(QueuedJob("one", COST))
+    assert taken(queue, 7).count("one") == 3
 
 
 def test_costs_and_weights_divide_the_queue() -> None:
-    queue: FairJobQueue[str] = FairJobQueue()
+    queue = queue_of()
     for _ in range(60):
-        queue.push("dear", tenant="dear", cost=30)
-        queue.push("cheap", tenant="cheap", cost=10)
-        queue.push("heavy", tenant="heavy", cost=30, weight=3)
-    taken = [queue.pop(bulk=True) for _ in range(70)]
-    assert taken.count("dear") == pytest.approx(10, abs=2)
-    assert taken.count("cheap") == pytest.approx(30, abs=2)
-    assert taken.count("heavy") == pytest.approx(30, abs=2)
+        queue.push(QueuedJob("dear", 3 * COST))
+        queue.push(QueuedJob("cheap", COST))
+        queue.push(QueuedJob("heavy", 3 * COST, weight=3))
+    tenants = taken(queue, 70)
+    assert tenants.count("dear") == pytest.approx(10, abs=2)
+    assert tenants.count("cheap") == pytest.approx(30, abs=2)
+    assert tenants.count("heavy") == pytest.approx(30, abs=2)
 
 
 def test_a_job_that_finds_the_queue_empty_counts_like_one_that_waits() -> None:
     orders = []
     for passes in (True, False):
-        queue: FairJobQueue[str] = FairJobQueue()
-        for cost in (30, 5):
+        queue = queue_of()
+        for cost in (6, 1):
+            job = QueuedJob("a", cost * COST)
             if passes:
-                queue.passed(tenant="a", cost=cost)
+                assert queue.passes(job)
             else:
-                queue.push("first", tenant="a", cost=cost)
-                assert queue.pop(bulk=True) == "first"
-        for number in range(3):
-            queue.push(f"a{number}", tenant="a", cost=10)
-            queue.push(f"b{number}", tenant="b", cost=10)
-        orders.append([queue.pop(bulk=True) for _ in range(6)])
+                queue.push(job)
+                assert queue.pop() is job
+            end(queue, job)
+        for _ in range(3):
+            queue.push(QueuedJob("a", 2 * COST))
+            queue.push(QueuedJob("b", 2 * COST))
+        orders.append(taken(queue, 6))
     assert orders[0] == orders[1]
-    assert orders[0][0] == "b0"
+    assert orders[0][0] == "b"
 
 
 def test_a_tenant_is_charged_the_time_that_its_jobs_took() -> None:
-    queue: FairJobQueue[str] = FairJobQueue()
+    queue = queue_of()
     for tenant in ("slow", "quick"):
         for _ in range(40):
-            queue.push(tenant, tenant=tenant, cost=1)
-    taken = []
+            queue.push(QueuedJob(tenant, COST))
+    tenants = []
     for _ in range(33):
-        tenant = queue.pop(bulk=True)
-        assert tenant is not None
-        taken.append(tenant)
-        queue.corrected(tenant=tenant, more=9 if tenant == "slow" else 0)
-    assert taken.count("slow") == pytest.approx(3, abs=1)
+        job = queue.pop()
+        assert job is not None
+        tenants.append(job.tenant)
+        end(queue, job, costs=10 if job.tenant == "slow" else 1)
+    assert tenants.count("slow") == pytest.approx(3, abs=1)
 
 
 def test_a_debt_outlives_the_jobs_and_idleness_saves_nothing() -> None:
-    queue: FairJobQueue[str] = FairJobQueue()
-    queue.passed(tenant="slow", cost=1)
-    queue.corrected(tenant="slow", more=9)
+    queue = queue_of()
+    slow = QueuedJob("slow", COST)
+    assert queue.passes(slow)
+    end(queue, slow, costs=100)
     for _ in range(20):
-        queue.passed(tenant="busy", cost=0.1)
-    for number in range(10):
+        busy = QueuedJob("busy", COST)
+        assert queue.passes(busy)
+        end(queue, busy)
+    for _ in range(10):
         for tenant in ("slow", "busy", "new"):
-            queue.push(f"{tenant} {number}", tenant=tenant, cost=1)
-    taken = [str(queue.pop(bulk=True)) for _ in range(12)]
-    assert sum(job.startswith("slow") for job in taken) == 0
-    assert sum(job.startswith("busy") for job in taken) == pytest.approx(6, abs=1)
+            queue.push(QueuedJob(tenant, COST))
+    tenants = taken(queue, 12)
+    assert tenants.count("slow") == 0
+    assert tenants.count("busy") == pytest.approx(6, abs=1)
 
 
 @pytest.mark.parametrize("bulk", [False, True])
@@ -486,15 +504,3 @@ async def test_no_job_passes_one_that_waits() -> None:
     queue = JobQueue(Capacity(2, 64, 10, 1000))
     queue.push(QueuedJob("a", 1))
     assert not queue.passes(QueuedJob("b", 1))
-
-
-def test_discarded_jobs_are_not_given() -> None:
-    queue: FairJobQueue[str] = FairJobQueue()
-    jobs = [f"{number}" for number in range(5)]
-    for job in jobs:
-        queue.push(job, tenant="a", cost=1)
-    queue.discard(jobs[0])
-    queue.discard(jobs[3])
-    assert len(queue) == 3
-    assert [queue.pop(bulk=True) for _ in range(4)] == ["1", "2", "4", None]
-    assert len(queue) == 0

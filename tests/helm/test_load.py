@@ -33,24 +33,12 @@ def options(job: Manifest) -> dict[str, Any]:
     return run.make_context("run", [container["command"][-1], *container["args"]]).params
 
 
-def test_it_is_off_unless_asked_for() -> None:
-    assert not [m for m in manifests({}) if m["kind"] == "Job" or "-load" in m["metadata"]["name"]]
-
-
 def test_the_scenario_is_one(tmp_path: Path) -> None:
     job, found = made({})
     (volume,) = [volume for volume in pod_of(job)["volumes"] if volume["name"] == "scenario"]
     file = tmp_path / "scenario.toml"
     file.write_text(one(found, "ConfigMap", volume["configMap"]["name"])["data"]["scenario.toml"])
     assert load(file).objectives == ("failures == 0",)
-
-
-def test_one_worker_leaves_its_records_in_the_log() -> None:
-    job, _ = made({})
-    given = options(job)
-    assert (given["url"], given["log_records"]) == ("http://yardstick:80", True)
-    assert "completionMode" not in job["spec"], "unknown to Kubernetes 1.20"
-    assert pod_of(job)["automountServiceAccountToken"] is False
 
 
 def test_workers_share_a_claim_and_start_together() -> None:

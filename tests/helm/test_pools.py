@@ -89,15 +89,6 @@ def test_gpus_that_do_not_fit_are_refused(engine: Values):
         render({"engine": engine})
 
 
-def test_processes_of_a_model_share_memory():
-    shared = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-    for engine in ({"tensorParallel": 2, "resources": GPUS}, {"tensorParallel": 2, "device": "cpu"}):
-        spec = engine_of(manifests({"engine": engine}))
-        assert shared in spec["volumes"]
-        assert {"name": "shared-memory", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
-    assert shared not in engine_of(manifests({}))["volumes"]
-
-
 def test_caches_are_not_on_the_volume_of_the_models():
     """The volume may be a shared claim that is mounted read-only."""
     for values, read_only in (({}, False), (BARE, False), (GITOPS, True)):
@@ -129,32 +120,6 @@ def test_names_leave_room_for_the_labels_of_revisions(pool: str):
     ], "short names stay as they were"
 
 
-def test_a_pool_can_be_updated_in_part():
-    engine = {"updateStrategy": {"partition": 3}}
-    found = manifests({"engine": engine, "pools": {"hand": {"updateStrategy": {"type": "OnDelete"}}}})
-    strategies = [one(found, "StatefulSet", f"yardstick-engine{name}")["spec"]["updateStrategy"] for name in ("", "-hand")]
-    assert strategies == [{"type": "RollingUpdate", "rollingUpdate": {"partition": 3}}, {"type": "OnDelete"}]
-
-
-def test_a_hung_loop_is_restarted_within_a_minute():
-    """/livez reports a loop that has stood still for 30 s (engine/serving/pulse.py)."""
-    probe = container_of({})["livenessProbe"]
-    assert probe["httpGet"] == {"path": "/livez", "port": "health"}
-    assert probe["periodSeconds"] * probe["failureThreshold"] <= 30
-
-
-def test_gateways_wait_for_the_slowest_pool():
-    found = manifests({"pools": {"slow": {"startupSeconds": 7200}}})
-    assert one(found, "Deployment", "yardstick")["spec"]["progressDeadlineSeconds"] > 7200
-
-
-def test_servers_listen_on_ipv4_and_ipv6():
-    found = manifests({})
-    assert "--host=*" in engine_of(found)["containers"][0]["args"]
-    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
-    assert {"name": "YARDSTICK_HOST", "value": "*"} in gateway["env"]
-
-
 def test_the_user_of_pods_can_be_left_to_the_cluster():
     """As OpenShift wants it, which gives each namespace its own range of users."""
     found = manifests({"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}})
@@ -166,12 +131,6 @@ def test_the_user_of_pods_can_be_left_to_the_cluster():
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             }
-
-
-def test_adapters_are_off_by_default():
-    container = container_of({})
-    assert not [argument for argument in container["args"] if "lora" in argument]
-    assert "adapters" not in {mount["name"] for mount in container["volumeMounts"]}
 
 
 def test_adapters_come_from_a_claim_and_by_name():
@@ -219,14 +178,6 @@ def test_pools_override_single_values_of_adapters(own: Values, flags: list[str])
     assert [argument for argument in container["args"] if "lora" in argument] == flags
     mounted = "adapters" in {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == ("adapters" in {volume["name"] for volume in pod["volumes"]}) == ("--lora-directory=/adapters" in flags)
-
-
-def test_removed_values_of_adapters_leave_them_off():
-    """Helm removes a value that is null, and a pool may have an empty group."""
-    lora = {"existingClaim": None, "directory": None}
-    assert not [argument for argument in container_of({"engine": {"lora": lora}})["args"] if "lora" in argument]
-    found = container_of({"pools": {"b": {"lora": {}}}}, "yardstick-engine-b")
-    assert not [argument for argument in found["args"] if "lora" in argument]
 
 
 def test_a_pool_with_another_model_inherits_nothing_of_the_first_model():

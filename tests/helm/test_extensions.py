@@ -85,15 +85,6 @@ def test_devices_may_come_from_dynamic_resource_allocation() -> None:
     assert not other["containers"][0]["image"].endswith("-cuda")
 
 
-def test_a_created_account_of_engines_has_no_token() -> None:
-    found = manifests({"engine": {"serviceAccount": {"create": True, "annotations": {"a": "b"}}}, "pools": {"small": {}}})
-    for name in ("yardstick-engine", "yardstick-engine-small"):
-        account = one(found, "ServiceAccount", name)
-        assert (account["automountServiceAccountToken"], account["metadata"]["annotations"]) == (False, {"a": "b"})
-        pod = one(found, "StatefulSet", name)["spec"]["template"]["spec"]
-        assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (name, False)
-
-
 def relabeled(values: Values, kind: str, name: str) -> list[dict[str, Any]]:
     monitor = one(manifests(values), kind, name)["spec"]
     (endpoint,) = monitor["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
@@ -139,13 +130,6 @@ def test_one_job_fills_the_claim_that_pods_share() -> None:
     assert len(names) == 2, "a Job cannot be changed, so another revision is another Job"
 
 
-def test_an_init_container_fills_the_volume_of_each_pod() -> None:
-    pod = engine({"engine": {"model": "org/ranker", "lenvmModel": "org/lengths", "modelCache": {"download": "init"}}})
-    (download,) = pod["initContainers"]
-    assert download["args"] == ["org/ranker", "org/lengths"]
-    assert "initContainers" not in engine({"engine": {"modelCache": {"download": "init"}}}), "the demo model is in the image"
-
-
 @pytest.mark.parametrize("download", ["init", "job"])
 def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
     """Engines are offline then, so an adapter that is not downloaded before would end them at their start."""
@@ -160,12 +144,3 @@ def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
     assert jobs == ([["org/ranker", "--lora=sql=org/sql-lora@v1"]] if download == "job" else [])
     alone = engine({"engine": {"modelCache": {"download": "init"}, "lora": {"adapters": {"sql": "org/sql-lora"}}}})
     assert alone["initContainers"][0]["args"] == ["--lora=sql=org/sql-lora"], "the demo model is in the image"
-
-
-@pytest.mark.parametrize(
-    ("cache", "words"),
-    [({"download": "job"}, "existingClaim"), ({"download": "init", "existingClaim": "m", "readOnly": True}, "readOnly")],
-)
-def test_downloads_that_cannot_work_are_refused(cache: Any, words: str) -> None:
-    with pytest.raises(helm().HelmError, match=words):
-        render({"engine": {"model": "org/ranker", "modelCache": cache}})

@@ -78,25 +78,6 @@ def test_a_change_makes_another_job(load_test: Values, others: Values) -> None:
     assert made({})[0]["metadata"]["name"] == made({})[0]["metadata"]["name"] != made(load_test, others)[0]["metadata"]["name"]
 
 
-def test_gateways_admit_it_where_a_policy_restricts_them() -> None:
-    peers = one(made({}, {"networkPolicy": {"gatewayFrom": [{"podSelector": {}}]}})[1], "NetworkPolicy", "yardstick")
-    (rule,) = peers["spec"]["ingress"]
-    components = [peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") for peer in rule["from"]]
-    assert "load" in components
-
-
-def test_gateways_have_a_name_for_each_of_their_pods() -> None:
-    """`target.metrics` reads all of them as `dns+http://yardstick-pods:8000/metrics`."""
-    _, found = made({}, {"monitoring": {"serviceMonitor": {"enabled": True}}})
-    service = one(found, "Service", "yardstick-pods")
-    assert (service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]) == ("None", 8000)
-    pods = one(found, "Deployment", "yardstick")["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= pods.items()
-    monitored = one(found, "ServiceMonitor", "yardstick-gateway")["spec"]["selector"]["matchLabels"]
-    assert not monitored.items() <= service["metadata"]["labels"].items(), "Prometheus would read each gateway twice"
-    assert not [m for m in manifests({}) if m["metadata"]["name"] == "yardstick-pods"]
-
-
 @pytest.mark.parametrize("url", ["", "https://elsewhere.example.com"])
 def test_it_may_read_metrics_of_gateways_and_engines(url: str) -> None:
     job, found = made({"url": url, "keySecret": "mine"})

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import kernels
-import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 from tests import warm
 from tests.parts import required
 

@@ -1,20 +1,13 @@
-"""Real Redis servers: in containers where Docker can start one, else processes of the ``redis-server`` on the path.
-
-``YARDSTICK_TEST_REDIS_IMAGE`` names the image; one that cannot be had is no error, as registries may be out of reach. Where there
-is neither, tests fail and say what to install. Containers share the host's network, so that ports and addresses are the same
-either way.
-"""
+"""Real Redis servers: processes of the ``redis-server`` on the path."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +18,6 @@ from redis.retry import Retry
 from tests.parts import need
 from tests.processes import free_port, wait_until
 
-IMAGE = os.environ.pop("YARDSTICK_TEST_REDIS_IMAGE", "redis:7.4-alpine")
-"""Taken out of the environment because gateways, which inherit it, refuse settings that they do not know."""
 START_SECONDS = 20
 BASE = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1")
 
@@ -40,7 +31,6 @@ class RedisServer:
         self._tls = tls
         listen = ["--port", str(self.port)] if tls is None else ["--port", "0", "--tls-port", str(self.port), *tls.arguments]
         self._arguments = [*BASE, *listen, "--dir", str(directory), *arguments]
-        self._runner: _Process | _Container
         self.boot()
 
     @classmethod
@@ -65,8 +55,8 @@ class RedisServer:
 
     def boot(self) -> None:
         """Start it, again after :meth:`kill`."""
-        image = _image()
-        self._runner = _Container(image, self._arguments, self._directory) if image else _Process(self._arguments)
+        command = [need("redis"), *self._arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def wait(self) -> RedisServer:
         """Until it answers, if only to say that it wants a password."""
@@ -89,20 +79,6 @@ class RedisServer:
 
     def pause(self) -> None:
         """It still has its connections, takes new ones, and answers nothing."""
-        self._runner.pause()
-
-    def resume(self) -> None:
-        self._runner.resume()
-
-    def kill(self) -> None:
-        self._runner.kill()
-
-
-class _Process:
-    def __init__(self, arguments: list[str]) -> None:
-        self._process = subprocess.Popen([need("redis"), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -111,46 +87,6 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-class _Container:
-    def __init__(self, image: str, arguments: list[str], directory: Path) -> None:
-        from testcontainers.core.container import DockerContainer
-
-        container = DockerContainer(image).with_command(["redis-server", *arguments])
-        container = container.with_volume_mapping(str(directory), str(directory), "rw")
-        self._container = container.with_kwargs(network_mode="host", user=str(os.getuid())).start()
-
-    def pause(self) -> None:
-        self._container.get_wrapped_container().pause()
-
-    def resume(self) -> None:
-        self._container.get_wrapped_container().unpause()
-
-    def kill(self) -> None:
-        self._container.stop(force=True)
-
-
-@cache
-def _image() -> str | None:
-    """The image, if Docker runs here and has it or can fetch it."""
-    command = shutil.which("docker")
-    # Asked before the library is: where nothing answers, that leaves a socket open.
-    if command is None or subprocess.run([command, "info"], capture_output=True).returncode != 0:
-        return None
-    import docker
-    from testcontainers.core.config import testcontainers_config
-
-    testcontainers_config.ryuk_disabled = True  # it would need another image; every server here ends with its block
-    with closing(docker.from_env(timeout=60)) as engine:
-        try:
-            engine.images.get(IMAGE)
-        except docker.errors.ImageNotFound:
-            try:
-                engine.images.pull(IMAGE)
-            except docker.errors.DockerException:
-                return None
-    return IMAGE
 
 
 class Certificates:

@@ -51,27 +51,13 @@ COMMANDS = {
     "load": ["load", "run", "--rate", "1", "--duration", "60", "--url", "URL"],
     "serve": ["serve", "--model", str(DEMO), "--port", "PORT"],
 }
-ASKED = -1.0
-"""Stands for the moment at which a server is asked."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "seconds"),
-    [
-        ("score", 0.0),
-        ("score", 0.2),
-        ("score", ASKED),
-        ("load", 0.0),
-        ("load", ASKED),
-        ("serve", 0.0),
-        ("serve", 0.2),
-        ("serve", 2.0),
-    ],
-)
-def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float, tmp_path: Path) -> None:
-    """Counted from the moment at which the command has set its first handler, before which Python handles signals itself. The
-    model is not ready, and the server never answers."""
+@pytest.mark.parametrize(("command", "seconds"), [("score", 0.0), ("score", None), ("load", None), ("serve", 0.0), ("serve", 2.0)])
+def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float | None, tmp_path: Path) -> None:
+    """Counted from the moment at which the command has set its first handler, before which Python handles signals itself; None:
+    once the server is asked, which never answers."""
     (tmp_path / "items.txt").write_text("one\n")
     with as_in_production(), socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
@@ -86,8 +72,8 @@ def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "began\n"
-        with closing(silent.accept()[0]) if seconds == ASKED else nullcontext():
-            time.sleep(max(0.0, seconds))
+        with closing(silent.accept()[0]) if seconds is None else nullcontext():
+            time.sleep(seconds or 0.0)
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=60)
     assert ("Traceback" in output, process.returncode) == (False, 0 if "Ready after" in output else 130), output

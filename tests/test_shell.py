@@ -151,75 +151,6 @@ MODULES_URL = "https://example.org/modules/flashinfer-0.6.6-aot-sm90a-cu130.zip"
 WHEEL = "yardstick_flashinfer_modules-0.6.6+sm90a.cu130-py3-none-manylinux_2_28_x86_64.whl"
 DOWNLOAD = 'echo "${@: -1}" >>"$LOG"; while [ "$1" != --output ]; do shift; done; cp "$ZIP" "$2"'
 """Stands for curl: logs the URL, and copies the file ``$ZIP``."""
-EXPRESSIONS = {
-    "matrix.part": "engine",
-    "github.token": "a-token",
-    "steps.build.outputs.digest": "sha256:0a",
-    "vars.FLASHINFER_ZIP_URL": MODULES_URL,
-    "vars.FLASHINFER_ZIP_SHA256": hashlib.sha256(MODULES).hexdigest(),
-}
-"""Values of the expressions in variables of the release's steps."""
-
-
-def test_the_steps_of_a_release(machine: Path) -> None:
-    """Each step runs as on GitHub, whose shell ends at an error but not at one within a pipe."""
-    root, version = machine.parent, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for name in ("scripts", "helm"):
-        shutil.copytree(ROOT / name, root / name)
-    for name in ("CHANGELOG.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, root)
-    (root / ".ci").mkdir()
-    pretend(root / ".ci", "run", 'echo ".ci/run" >>"$LOG"')
-    for name in ("cosign", "gh"):
-        pretend(machine, name, f'echo "{name} $*" >>"$LOG"')
-    pretend(machine, "helm", 'echo "helm $*" >>"$LOG"; echo "Digest: sha256:0b" >&2')
-    pretend(machine, "curl", DOWNLOAD)
-    (root / "modules.zip").write_bytes(MODULES)
-    pretend(machine, "python", 'echo "python $*" >>"$LOG"; mkdir -p dist; touch dist/yardstick_llm.whl')
-    variables = {"GITHUB_REF_NAME": f"v{version}", "GITHUB_REPOSITORY_OWNER": "Example-Org", "GITHUB_ACTOR": "someone"}
-    for job in yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"].values():
-        shutil.rmtree(root / "dist", ignore_errors=True)
-        added, of_job = root / "added", job.get("env", {})
-        added.write_text("")
-        for step in job["steps"]:
-            told = of_job | step.get("env", {})
-            given = {
-                name: re.sub(r"\$\{\{ ([\w.]+) \}\}", lambda found: EXPRESSIONS[found[1]], value) for name, value in told.items()
-            }
-            given |= dict(line.split("=", 1) for line in added.read_text().splitlines())
-            environment = variables | given | {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log")}
-            assert "${{" not in step.get("run", ""), "expressions are in variables only"
-            command = ["bash", "--noprofile", "--norc", "-e", "-c", step.get("run", "")]
-            subprocess.run(
-                command, cwd=root, env=environment | {"GITHUB_ENV": str(added), "ZIP": "modules.zip"}, check=True, timeout=60
-            )
-    package, wheel = f"dist/yardstick-{version}.tgz", "dist/yardstick_llm.whl"
-    torch, extras = "--extra-index-url https://download.pytorch.org/whl/cpu", "engine,parquet,tracing"
-    written, files = f"--output-file {wheel}.cdx.json", f"dist/SHA256SUMS {package} {package}.cdx.json {wheel}"
-    assert (root / "log").read_text().splitlines() == [
-        ".ci/run",
-        MODULES_URL,
-        "cosign sign --yes ghcr.io/example-org/yardstick-engine@sha256:0a",
-        "helm registry login ghcr.io --username someone --password-stdin",
-        "cosign login ghcr.io --username someone --password-stdin",
-        f"helm push {package} oci://ghcr.io/example-org/charts",
-        "cosign sign --yes ghcr.io/example-org/charts/yardstick@sha256:0b",
-        "python -m pip wheel --no-deps --wheel-dir dist .",
-        "python -m venv --without-pip parts",
-        f"python -m pip --python parts install --quiet --constraint constraints.txt {torch} dist/yardstick_llm.whl[{extras}]",
-        "python -m pip install --quiet cyclonedx-bom==7.5.0",
-        f"python -m cyclonedx_py environment parts --pyproject pyproject.toml --output-reproducible {written}",
-        f"gh release create v{version} --title v{version} --notes-file notes.md {files}",
-    ]
-    assert [path.name for path in (root / "wheels").iterdir()] == [WHEEL]
-    sums = dict(reversed(line.split()) for line in (root / "dist" / "SHA256SUMS").read_text().splitlines())
-    assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (root / "dist").glob("y*")}
-    assert (root / "notes.md").read_text().lstrip().startswith("### ")
-    rendered = helm().Chart.load(root / package).render({}, name="yardstick", namespace="apps", is_install=True)
-    images = set(re.findall(r"image: (\S*yardstick-\w+\S*)", "".join(rendered.values())))
-    assert images == {f"ghcr.io/example-org/yardstick-{part}:{version}" for part in ("engine", "gateway")}
-    parts = json.loads((root / f"{package}.cdx.json").read_text())["components"]
-    assert images < {part["bom-ref"] for part in parts}
 
 
 @pytest.mark.parametrize(
@@ -344,29 +275,6 @@ def copy(machine: Path) -> Path:
     pip = 'echo "$*" >>"$LOG"; mkdir -p wheels wheelhouse; case "$*" in *requirement*) cat >>"$LOG";; esac'
     pretend(machine, "python", f'case "$1" in -m) {pip};; *) exec {sys.executable} "$@";; esac')
     return machine.parent
-
-
-def test_wheels_for_the_images(machine: Path, copy: Path) -> None:
-    given = {"TORCH": "torch==1.0", "TORCH_INDEX": "https://index.example.com", "IMAGE_PYTHON": "3.11"}
-    subprocess.run([copy / "scripts" / "wheels.sh"], env=os.environ | tools_of(machine, "python") | given, timeout=60, check=True)
-    torch, rest, *asked = (machine / "log").read_text().splitlines()
-    download = "-m pip download --quiet --dest wheels --only-binary=:all: --python-version 3.11"
-    assert torch == f"{download} --no-deps --retries 1 --extra-index-url https://index.example.com torch==1.0"
-    assert rest == f"{download} --find-links wheels --constraint constraints.txt --requirement /dev/stdin async-timeout"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    assert asked == [*project["dependencies"], *extras["engine"], *extras["tracing"]]
-
-
-def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:
-    subprocess.run([copy / "scripts" / "wheelhouse.sh"], env=os.environ | tools_of(machine, "python"), timeout=60, check=True)
-    lines = (machine / "log").read_text().splitlines()
-    second = max(place for place, line in enumerate(lines) if line.startswith("-m pip"))
-    names = {Requirement(line).name for line in lines[1:second]}
-    assert {"litestar", "pytest", "pyzmq"} <= names
-    assert not {"torch", "triton", "transformers", "ruff", "flashinfer-python"} & names
-    assert "--no-deps" in lines[second]
-    assert {Requirement(line).name for line in lines[second + 1 :]} >= {"flashinfer-python", "apache-tvm-ffi"}
 
 
 def test_wheels_that_a_gpu_host_has_are_left_out(machine: Path, copy: Path) -> None:

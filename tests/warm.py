@@ -25,11 +25,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
+from functools import cache
 from typing import Any, NoReturn
 
 import msgspec
 
 from engine.serving.environment import with_defaults
+from engine.wire import TokenizerFiles
 from gateway.process.parent import ending_with
 
 _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.reading.forkserver")
@@ -182,12 +184,23 @@ def serve(connection: socket.socket) -> None:
         first = f"{command.module} {command.arguments[0]}" if command.arguments else ""
         for module in IMPORTS.get(first) or IMPORTS.get(command.module, ()):
             importlib.import_module(module)
+        if "gateway.reading.forkserver" in sys.modules:
+            _read_a_tokenizer()
         gc.freeze()
         pid = _forked(command, files, connection)
         for file in files:
             os.close(file)
         with suppress(BrokenPipeError):
             connection.sendall(pid.to_bytes(_PID_BYTES))
+
+
+@cache
+def _read_a_tokenizer() -> None:
+    """What the first tokeniser of a process computes for all others takes 70 ms, which each gateway would spend."""
+    from gateway.text.tokenizer import Tokenizer
+    from tests.fakes import library
+
+    Tokenizer.from_files(TokenizerFiles(library().to_str().encode(), "", {}, None, ""))
 
 
 def _forked(command: Command, files: list[int], connection: socket.socket) -> int:

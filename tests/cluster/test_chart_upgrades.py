@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.chart.kube import HelmError, Release, first_chart, wait_for
+from tests.cluster.chart.kube import HelmError, Release, wait_for
 from tests.helm.chart import Values
 
 pytestmark = [
@@ -51,26 +50,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.release.delete_namespace()
-
-
-def test_secrets_are_kept_and_redis_is_not_restarted(cluster: Cluster) -> None:
-    cluster.install({})
-    names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys", "yardstick-redis"]
-    before, redis = [cluster.secret(name) for name in names], cluster.annotations("yardstick-redis")
-    cluster.upgrade({"gateway": {"replicas": 3}})
-    assert [cluster.secret(name) for name in names] == before
-    assert cluster.annotations("yardstick-redis") == redis
-
-
-def test_the_chart_of_version_0_1_0_is_upgraded(cluster: Cluster, tmp_path: Path) -> None:
-    """Kubernetes refuses an upgrade that changes selectors, names of Services or claims."""
-    cluster.release.install({"engine": {"replicas": 2}}, wait=False, source=first_chart(tmp_path))
-    names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys"]
-    before, password = [cluster.secret(name) for name in names], cluster.secret("yardstick-redis")["password"]
-    cluster.upgrade({})
-    assert [cluster.secret(name) for name in names] == before
-    assert cluster.secret("yardstick-redis")["password"] == password
-    assert cluster.replicas() == 2
 
 
 def test_a_changed_password_of_an_existing_secret_restarts_redis(cluster: Cluster) -> None:

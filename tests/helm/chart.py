@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -183,8 +184,13 @@ def render(values: Values, version: str = "v1.30.0", name: str = "yardstick") ->
 
 
 def manifests(values: Values, version: str = "v1.30.0", name: str = "yardstick") -> list[Manifest]:
-    """Every object of the release, without the notes."""
-    rendered = render(values, version, name)
+    """Every object of the release, without the notes. The same for the same values, so no test may change them."""
+    return _manifests(json.dumps(values), version, name)
+
+
+@cache
+def _manifests(values: str, version: str, name: str) -> list[Manifest]:
+    rendered = render(json.loads(values), version, name)
     texts = [rendered[path] for path in sorted(rendered) if path.endswith(".yaml")]
     return [manifest for text in texts for manifest in yaml.load_all(text, Loader=LOADER) if manifest]
 

@@ -1,4 +1,4 @@
-"""Alerts and the dashboard, checked by Prometheus's own ``promtool``; alerts about requests are evaluated on made-up series."""
+"""Alerts and the dashboard, checked by Prometheus's own ``promtool``; alerts are evaluated on made-up series."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.parser import text_string_to_metric_families
 
-from engine import wire
-from engine.serving import metrics
-from gateway.metrics.collectors import KeySample
-from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 from tests.parts import need
 
 RULES: Values = {"monitoring": {"rules": {"enabled": True}}}
 MINUTES = 12
 """Duration of the made-up series, with a sample each minute: longer than the rate's window and the alert's delay together."""
+Series = dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -34,47 +29,244 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def promtool(*arguments: str | Path) -> None:
-    done = subprocess.run([need("promtool"), *arguments], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([need("promtool"), *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def requests(per_minute: int, status: int, model: str = "a", route: str = "/v1/score", start: int = 0) -> dict[str, str]:
+def requests(per_minute: int, status: int, model: str = "a", route: str = "/v1/score", start: int = 0) -> Series:
     labels = f'namespace="apps",route="{route}",status="{status}",model="{model}"'
     return {"series": f"yardstick_requests_total{{{labels}}}", "values": f"{start}+{per_minute}x{MINUTES}"}
 
 
-def broken(per_minute: int, model: str = "a") -> dict[str, str]:
-    labels = f'namespace="apps",code="engine_lost",model="{model}"'
-    return {"series": f"yardstick_broken_streams_total{{{labels}}}", "values": f"0+{per_minute}x{MINUTES}"}
+def counted(metric: str, per_minute: int, model: str = "a", pod: str = "one", **labels: str) -> Series:
+    told = ",".join(f'{name}="{value}"' for name, value in {"namespace": "apps", "model": model, "pod": pod, **labels}.items())
+    return {"series": f"{metric}{{{told}}}", "values": f"0+{per_minute}x{MINUTES}"}
 
 
-def check(rules: Path, alert: str, series: list[dict[str, str]], expected: list[dict[str, Any]]) -> None:
-    """Fail unless ``alert`` fires at the end of ``series`` as ``expected``."""
-    case = {"eval_time": f"{MINUTES}m", "alertname": alert, "exp_alerts": expected}
-    tests = [{"interval": "1m", "input_series": series, "alert_rule_test": [case]}]
-    file = rules.with_name("tests.yaml")
-    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": tests}))
-    promtool("test", "rules", file)
+def broken(per_minute: int) -> Series:
+    return counted("yardstick_broken_streams_total", per_minute, code="engine_lost")
 
 
-def errors(*models: str) -> list[dict[str, Any]]:
-    """The alert for these models; an empty name stands for no model."""
-    summary = "More than 1 % of the requests{} fail, including broken streams."
-    return [alarm("critical", model, summary) for model in models]
+def failed(per_minute: int, model: str, code: str = "engine_lost", pod: str = "one") -> Series:
+    return counted("yardstick_engine_errors_total", per_minute, model, pod, code=code)
 
 
-def refusals(*models: str) -> list[dict[str, Any]]:
-    return [alarm("warning", model, "More than 5 % of the requests{} are refused with 429.") for model in models]
+def silent(per_minute: int, model: str, pod: str = "one") -> Series:
+    return counted("yardstick_engine_silences_total", per_minute, model, pod)
 
 
-def alarm(severity: str, model: str, summary: str) -> dict[str, Any]:
-    labels = {"severity": severity} | ({"model": model} if model else {})
-    of_model = f" of the model {model}" if model else ""
-    return {"exp_labels": labels, "exp_annotations": {"summary": summary.format(of_model)}}
+def waiting(requests: int, pool: str, pod: str) -> Series:
+    return counted("yardstick_engine_requests_waiting", 0, "a", pod, pool=pool) | {"values": f"{requests}x{MINUTES}"}
 
 
-def test_promtool_accepts_all_rules(rules: Path) -> None:
+def times(metric: str, seconds: float, **labels: str) -> list[Series]:
+    """A histogram of 60 answers a minute, which all take longer than ``seconds`` and less than its next bound."""
+    bounds = {"0.5": 0.5, "1": 1, "5": 5, "10": 10, "60": 60, "300": 300, "+Inf": 1000}
+    return [counted(f"{metric}_bucket", 60 if bound > seconds else 0, le=le, **labels) for le, bound in bounds.items()]
+
+
+def of_models(alert: str, severity: str, summary: str, cases: dict[str, tuple[list[Series], list[str]]]) -> list[dict[str, Any]]:
+    """Tests of an alert with one label, the model. A case has series, and the models for which it fires ("": no model)."""
+    return [
+        case(
+            f"{alert}: {name}",
+            alert,
+            series,
+            [
+                fired(severity, summary.format(f" of the model {model}" if model else ""), **({"model": model} if model else {}))
+                for model in firing
+            ],
+        )
+        for name, (series, firing) in cases.items()
+    ]
+
+
+def case(name: str, alert: str, series: list[Series], expected: list[dict[str, Any]]) -> dict[str, Any]:
+    """A test of promtool: ``alert`` fires at the end of ``series`` as ``expected``."""
+    test = {"eval_time": f"{MINUTES}m", "alertname": alert, "exp_alerts": expected}
+    return {"name": name, "interval": "1m", "input_series": series, "alert_rule_test": [test]}
+
+
+def fired(severity: str, summary: str, **labels: str) -> dict[str, Any]:
+    return {"exp_labels": {"severity": severity} | labels, "exp_annotations": {"summary": summary}}
+
+
+PROBES = requests(60, 503, "", "/readyz")
+SCRAPES = requests(4, 200, "", "/metrics")
+SECONDS, FIRST = "yardstick_request_seconds", "yardstick_first_byte_seconds"
+CHATS = "/v1/chat/completions"
+
+
+def slow(name: str, series: list[Series], *routes: str) -> dict[str, Any]:
+    summary = "One request in a hundred to {} of the model a takes too long."
+    return case(name, "YardstickSlow", series, [fired("warning", summary.format(at), model="a", route=at) for at in routes])
+
+
+def late(name: str, series: list[Series], *routes: str) -> dict[str, Any]:
+    summary = "One stream in a hundred of {} of the model a begins after more than 5 s."
+    return case(name, "YardstickStreamsSlow", series, [fired("warning", summary.format(at), model="a", route=at) for at in routes])
+
+
+def signal(alert: str, summary: str, quiet: list[Series], loud: list[Series], **labels: str) -> list[dict[str, Any]]:
+    told = [fired("warning", summary, **labels)]
+    return [case(f"{alert}: quiet", alert, quiet, []), case(f"{alert}: fires", alert, loud, told)]
+
+
+def redis_errors(kind: str) -> Series:
+    return {"series": f'yardstick_redis_errors_total{{namespace="apps",kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
+
+
+TESTS = [
+    *of_models(
+        "YardstickErrors",
+        "critical",
+        "More than 1 % of the requests{} fail, including broken streams.",
+        {
+            "no series": ([], []),
+            "only probes, which answer 503": ([PROBES, SCRAPES], []),
+            "failures of an earlier day": ([PROBES, requests(0, 200), requests(0, 500, start=7)], []),
+            "refusals": ([requests(60, 200), requests(60, 429)], []),
+            "half a percent": ([requests(995, 200), requests(5, 500)], []),
+            "five percent": ([requests(95, 200), requests(5, 500)], ["a"]),
+            "no engine": ([requests(0, 200), requests(5, 503)], ["a"]),
+            "broken streams alone": ([requests(95, 200), broken(5)], ["a"]),
+            "a small model beside another": ([requests(99_000, 200, "b"), requests(95, 200), requests(5, 500)], ["a"]),
+            "two of three models": ([requests(9, 502), requests(9, 504, "b"), requests(99, 200, "c")], ["a", "b"]),
+            "before any model is known": ([requests(1, 503, "", CHATS)], [""]),
+            "few failures before the model is known": ([requests(990, 200), requests(1, 500, "")], []),
+            "many failures before the model is known": ([requests(90, 200), requests(9, 503, "")], [""]),
+        },
+    ),
+    *of_models(
+        "YardstickRefusals",
+        "warning",
+        "More than 5 % of the requests{} are refused with 429.",
+        {
+            "a model whose engines are full": ([requests(90, 200), requests(10, 429), requests(90, 200, "b")], ["a"]),
+            "a gateway that is full": ([requests(90, 200), requests(10, 429, "")], [""]),
+            "one percent": ([requests(990, 200), requests(10, 429, "")], []),
+        },
+    ),
+    *of_models(
+        "YardstickEngineErrors",
+        "warning",
+        "Calls of engines{} fail more than once a second.",
+        {
+            "two models, each with less than one a second": ([failed(50, "a"), failed(50, "b")], []),
+            "codes of one model together": ([failed(40, "a"), failed(40, "a", "overloaded"), failed(40, "b")], ["a"]),
+            "gateways together": ([failed(40, "a"), failed(40, "a", pod="two")], ["a"]),
+            "a model that is not known": ([failed(90, "")], [""]),
+        },
+    ),
+    *of_models(
+        "YardstickEnginesSilent",
+        "warning",
+        "Engines{} repeatedly do not answer probes.",
+        {
+            "never": ([silent(0, "a")], []),
+            "two gateways, two models": ([silent(1, "a"), silent(1, "a", "two"), silent(1, "b"), silent(0, "c")], ["a", "b"]),
+        },
+    ),
+    *of_models(
+        "YardstickNoEngine",
+        "critical",
+        "A gateway has no ready engine{}.",
+        {
+            "one of two": (
+                [
+                    counted("yardstick_model_engines_ready", 0) | {"values": f"2x{MINUTES}"},
+                    counted("yardstick_model_engines_ready", 0, "b"),
+                ],
+                ["b"],
+            )
+        },
+    ),
+    *signal(
+        "YardstickRedisFull",
+        "Redis has no memory left, or cannot save to its disk, so nothing more is stored in it.",
+        [redis_errors("timeout")],
+        [redis_errors("full"), redis_errors("disk")],
+    ),
+    *signal(
+        "YardstickQueue",
+        "More than 100 requests wait in the queue of each engine of the pool blue.",
+        [],
+        [waiting(150, "blue", "one"), waiting(60, "blue", "two"), waiting(190, "green", "three"), waiting(10, "green", "four")],
+        model="a",
+        pool="blue",
+    ),
+    slow("quick scores", times(SECONDS, 1, route="/v1/score")),
+    slow(
+        "slow scores, embeddings and texts",
+        [
+            *times(SECONDS, 5, route="/v1/score"),
+            *times(SECONDS, 5, route="/v1/embeddings"),
+            *times(SECONDS, 10, route="/tokenize"),
+        ],
+        "/tokenize",
+        "/v1/embeddings",
+        "/v1/score",
+    ),
+    slow("loads and probes", times(SECONDS, 60, route="/v1/load_lora_adapter") + times(SECONDS, 60, route="/metrics")),
+    slow("warm-ups", times(SECONDS, 60, route="/v1/catalogues/{name}/warm")),
+    slow("long chats", times(FIRST, 10, route=CHATS, stream="false")),
+    slow("responses of minutes", times(FIRST, 60, route="/v1/responses", stream="false"), "/v1/responses"),
+    slow("streams of minutes", times(SECONDS, 60, route="/v1/responses")),
+    late("streams that begin soon", times(FIRST, 1, route="/v1/responses", stream="true")),
+    late("no streams", times(FIRST, 10, route="/v1/responses", stream="false")),
+    late(
+        "late streams",
+        [series for route in (CHATS, "/v1/completions", "/v1/responses") for series in times(FIRST, 5, route=route, stream="true")],
+        CHATS,
+        "/v1/completions",
+        "/v1/responses",
+    ),
+    *signal(
+        "YardstickTextWorkersBusy",
+        "One request in a hundred waits for a text worker for more than 0.5 s.",
+        times("yardstick_text_wait_seconds", 0),
+        times("yardstick_text_wait_seconds", 0.5),
+    ),
+    *signal(
+        "YardstickResponsesDropped",
+        "Responses that clients asked to store were not stored.",
+        [counted("yardstick_stored_responses_total", 5, result="stored")],
+        [counted("yardstick_stored_responses_total", 1, result="dropped")],
+    ),
+    *signal(
+        "YardstickSettlementsLost",
+        "Ended requests of keys with limits were not settled in Redis, and stay charged their expected cost.",
+        [counted("yardstick_settlements_lost_total", 0)],
+        [counted("yardstick_settlements_lost_total", 2)],
+    ),
+    *signal(
+        "YardstickEventLoopBlocked",
+        "A gateway blocks its event loop for more than 50 ms at a time.",
+        [counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05")],
+        [
+            counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05"),
+            counted("yardstick_event_loop_blocked_seconds_count", 12),
+        ],
+    ),
+    *signal(
+        "YardstickGrammarsSlow",
+        "An engine of the pool blue compiles grammars for more than half of the time.",
+        [counted("yardstick_engine_grammar_compile_seconds_total", 24, "a", pool="blue")],
+        [counted("yardstick_engine_grammar_compile_seconds_total", 36, "a", pool="blue")],
+        model="a",
+        namespace="apps",
+        pod="one",
+        pool="blue",
+    ),
+]
+
+
+def test_alerts_fire_when_they_should(rules: Path) -> None:
+    """All series in one run of promtool, which names those whose alerts differ."""
     promtool("check", "rules", rules)
+    file = rules.with_name("tests.yaml")
+    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": TESTS}))
+    promtool("test", "rules", file)
 
 
 def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> None:
@@ -88,234 +280,6 @@ def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> N
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
     promtool("check", "rules", file)
-
-
-PROBES = requests(60, 503, "", "/readyz")
-SCRAPES = requests(4, 200, "", "/metrics")
-
-
-@pytest.mark.parametrize(
-    ("series", "firing"),
-    [
-        pytest.param([], [], id="no series"),
-        pytest.param([PROBES, SCRAPES], [], id="only probes, which answer 503"),
-        pytest.param([PROBES, requests(0, 200)], [], id="a model without traffic"),
-        pytest.param([PROBES, requests(0, 200), requests(0, 500, start=7)], [], id="failures of an earlier day"),
-        pytest.param([PROBES, requests(60, 200)], [], id="probes answer 503, requests succeed"),
-        pytest.param([requests(60, 200), requests(60, 429)], [], id="refusals"),
-        pytest.param([requests(995, 200), requests(5, 500)], [], id="half a percent"),
-        pytest.param([requests(95, 200), requests(5, 500)], ["a"], id="five percent"),
-        pytest.param([requests(0, 200), requests(5, 503)], ["a"], id="no engine"),
-        pytest.param([requests(95, 200), broken(5)], ["a"], id="broken streams alone"),
-        pytest.param([requests(99_000, 200, "b"), requests(95, 200), requests(5, 500)], ["a"], id="a small model beside another"),
-        pytest.param([requests(9, 502), requests(9, 504, "b"), requests(99, 200, "c")], ["a", "b"], id="two of three models"),
-        pytest.param([requests(1, 503, "", "/v1/chat/completions")], [""], id="before any model is known"),
-        pytest.param([requests(990, 200), requests(1, 500, "")], [], id="few failures before the model is known"),
-        pytest.param([requests(90, 200), requests(9, 503, "")], [""], id="many failures before the model is known"),
-    ],
-)
-def test_errors_are_a_share_of_each_models_requests(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
-    check(rules, "YardstickErrors", series, errors(*firing))
-
-
-@pytest.mark.parametrize(
-    ("series", "firing"),
-    [
-        pytest.param([requests(90, 200), requests(10, 429), requests(90, 200, "b")], ["a"], id="a model whose engines are full"),
-        pytest.param([requests(90, 200), requests(10, 429, "")], [""], id="a gateway that is full"),
-        pytest.param([requests(990, 200), requests(10, 429, "")], [], id="one percent"),
-        pytest.param([PROBES], [], id="probes"),
-    ],
-)
-def test_refusals_are_a_share_of_each_models_requests(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
-    check(rules, "YardstickRefusals", series, refusals(*firing))
-
-
-def counted(metric: str, per_minute: int, model: str = "a", pod: str = "one", **labels: str) -> dict[str, str]:
-    told = ",".join(f'{name}="{value}"' for name, value in {"namespace": "apps", "model": model, "pod": pod, **labels}.items())
-    return {"series": f"{metric}{{{told}}}", "values": f"0+{per_minute}x{MINUTES}"}
-
-
-def failed(per_minute: int, model: str, code: str = "engine_lost", pod: str = "one") -> dict[str, str]:
-    return counted("yardstick_engine_errors_total", per_minute, model, pod, code=code)
-
-
-@pytest.mark.parametrize(
-    ("series", "firing"),
-    [
-        pytest.param([], [], id="no series"),
-        pytest.param([failed(50, "a"), failed(50, "b")], [], id="two models, each with less than one a second"),
-        pytest.param([failed(90, "a"), failed(6, "b")], ["a"], id="one of two models"),
-        pytest.param([failed(40, "a"), failed(40, "a", "overloaded"), failed(40, "b")], ["a"], id="codes of one model together"),
-        pytest.param([failed(40, "a"), failed(40, "a", pod="two")], ["a"], id="gateways together"),
-        pytest.param([failed(90, "")], [""], id="a model that is not known"),
-    ],
-)
-def test_calls_of_each_models_engines_fail(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
-    summary = "Calls of engines{} fail more than once a second."
-    check(rules, "YardstickEngineErrors", series, [alarm("warning", model, summary) for model in firing])
-
-
-def silent(per_minute: int, model: str, pod: str = "one") -> dict[str, str]:
-    return counted("yardstick_engine_silences_total", per_minute, model, pod)
-
-
-@pytest.mark.parametrize(
-    ("series", "firing"),
-    [
-        pytest.param([silent(0, "a")], [], id="never"),
-        pytest.param([silent(1, "a"), silent(0, "b")], ["a"], id="one of two models"),
-        pytest.param([silent(1, "a"), silent(1, "a", "two"), silent(1, "b")], ["a", "b"], id="two gateways, two models"),
-    ],
-)
-def test_each_models_silent_engines(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
-    summary = "Engines{} repeatedly do not answer probes."
-    check(rules, "YardstickEnginesSilent", series, [alarm("warning", model, summary) for model in firing])
-
-
-def waiting(requests: int, model: str, pool: str, pod: str) -> dict[str, str]:
-    labels = f'namespace="apps",model="{model}",pool="{pool}",pod="{pod}"'
-    return {"series": f"yardstick_engine_requests_waiting{{{labels}}}", "values": f"{requests}x{MINUTES}"}
-
-
-@pytest.mark.parametrize(("kind", "fires"), [("full", True), ("disk", True), ("timeout", False)])
-def test_a_redis_that_takes_no_writes_is_told(rules: Path, kind: str, fires: bool) -> None:
-    series = {"series": f'yardstick_redis_errors_total{{namespace="apps",kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
-    told = {
-        "exp_labels": {"severity": "warning"},
-        "exp_annotations": {"summary": "Redis has no memory left, or cannot save to its disk, so nothing more is stored in it."},
-    }
-    check(rules, "YardstickRedisFull", [series], [told] if fires else [])
-
-
-def test_a_queue_is_one_of_a_pool(rules: Path) -> None:
-    series = [waiting(150, "a", "blue", "one"), waiting(60, "a", "blue", "two"), waiting(190, "a", "green", "three")]
-    series.append(waiting(10, "a", "green", "four"))
-    summary = "More than 100 requests wait in the queue of each engine of the pool blue."
-    labels = {"severity": "warning", "model": "a", "pool": "blue"}
-    check(rules, "YardstickQueue", series, [{"exp_labels": labels, "exp_annotations": {"summary": summary}}])
-
-
-def test_a_model_without_engines_is_named(rules: Path) -> None:
-    ready = {model: counted("yardstick_model_engines_ready", 0, model) for model in ("a", "b")}
-    ready["a"]["values"] = f"2x{MINUTES}"
-    check(rules, "YardstickNoEngine", list(ready.values()), [alarm("critical", "b", "A gateway has no ready engine{}.")])
-
-
-def times(metric: str, seconds: float, **labels: str) -> list[dict[str, str]]:
-    """A histogram of 60 answers a minute, which all take longer than ``seconds`` and less than its next bound."""
-    bounds = {"0.5": 0.5, "1": 1, "5": 5, "10": 10, "60": 60, "300": 300, "+Inf": 1000}
-    return [counted(f"{metric}_bucket", 60 if bound > seconds else 0, le=le, **labels) for le, bound in bounds.items()]
-
-
-SECONDS, FIRST = "yardstick_request_seconds", "yardstick_first_byte_seconds"
-
-
-@pytest.mark.parametrize(
-    ("alert", "series", "routes"),
-    [
-        pytest.param("YardstickSlow", times(SECONDS, 1, route="/v1/score"), [], id="quick scores"),
-        pytest.param("YardstickSlow", times(SECONDS, 5, route="/v1/score"), ["/v1/score"], id="slow scores"),
-        pytest.param(
-            "YardstickSlow",
-            times(SECONDS, 5, route="/v1/embeddings") + times(SECONDS, 10, route="/tokenize"),
-            ["/tokenize", "/v1/embeddings"],
-            id="slow embeddings, slow texts",
-        ),
-        pytest.param(
-            "YardstickSlow",
-            times(SECONDS, 60, route="/v1/load_lora_adapter") + times(SECONDS, 60, route="/metrics"),
-            [],
-            id="loads and probes",
-        ),
-        pytest.param("YardstickSlow", times(SECONDS, 60, route="/v1/catalogues/{name}/warm"), [], id="warm-ups"),
-        pytest.param("YardstickSlow", times(FIRST, 10, route="/v1/chat/completions", stream="false"), [], id="long chats"),
-        pytest.param(
-            "YardstickSlow", times(FIRST, 60, route="/v1/responses", stream="false"), ["/v1/responses"], id="responses of minutes"
-        ),
-        pytest.param("YardstickSlow", times(SECONDS, 60, route="/v1/responses"), [], id="streams of minutes"),
-        pytest.param(
-            "YardstickStreamsSlow", times(FIRST, 1, route="/v1/responses", stream="true"), [], id="streams that begin soon"
-        ),
-        pytest.param("YardstickStreamsSlow", times(FIRST, 10, route="/v1/responses", stream="false"), [], id="no streams"),
-        *(
-            pytest.param(
-                "YardstickStreamsSlow", times(FIRST, 5, route=route, stream="true"), [route], id=f"late streams of {route}"
-            )
-            for route in ("/v1/responses", "/v1/completions", "/v1/chat/completions")
-        ),
-    ],
-)
-def test_every_endpoint_may_be_slow(rules: Path, alert: str, series: list[dict[str, str]], routes: list[str]) -> None:
-    words = {
-        "YardstickSlow": "One request in a hundred to {} of the model a takes too long.",
-        "YardstickStreamsSlow": "One stream in a hundred of {} of the model a begins after more than 5 s.",
-    }[alert]
-    expected = [
-        {"exp_labels": {"severity": "warning", "model": "a", "route": route}, "exp_annotations": {"summary": words.format(route)}}
-        for route in routes
-    ]
-    check(rules, alert, series, expected)
-
-
-SIGNALS = {
-    "YardstickTextWorkersBusy": "One request in a hundred waits for a text worker for more than 0.5 s.",
-    "YardstickResponsesDropped": "Responses that clients asked to store were not stored.",
-    "YardstickSettlementsLost": (
-        "Ended requests of keys with limits were not settled in Redis, and stay charged their expected cost."
-    ),
-    "YardstickEventLoopBlocked": "A gateway blocks its event loop for more than 50 ms at a time.",
-}
-
-
-@pytest.mark.parametrize(
-    ("alert", "series", "fires"),
-    [
-        ("YardstickTextWorkersBusy", times("yardstick_text_wait_seconds", 0), False),
-        ("YardstickTextWorkersBusy", times("yardstick_text_wait_seconds", 0.5), True),
-        ("YardstickResponsesDropped", [counted("yardstick_stored_responses_total", 5, result="stored")], False),
-        ("YardstickResponsesDropped", [counted("yardstick_stored_responses_total", 1, result="dropped")], True),
-        ("YardstickSettlementsLost", [counted("yardstick_settlements_lost_total", 0)], False),
-        ("YardstickSettlementsLost", [counted("yardstick_settlements_lost_total", 2)], True),
-        ("YardstickEventLoopBlocked", [counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05")], False),
-        (
-            "YardstickEventLoopBlocked",
-            [
-                counted("yardstick_event_loop_blocked_seconds_bucket", 9, le="0.05"),
-                counted("yardstick_event_loop_blocked_seconds_count", 12),
-            ],
-            True,
-        ),
-    ],
-)
-def test_signals_of_a_gateway(rules: Path, alert: str, series: list[dict[str, str]], fires: bool) -> None:
-    told = {"exp_labels": {"severity": "warning"}, "exp_annotations": {"summary": SIGNALS[alert]}}
-    check(rules, alert, series, [told] if fires else [])
-
-
-@pytest.mark.parametrize(("per_minute", "fires"), [(24, False), (36, True)])
-def test_an_engine_that_compiles_grammars_all_the_time(rules: Path, per_minute: int, fires: bool) -> None:
-    series = counted("yardstick_engine_grammar_compile_seconds_total", per_minute, "a", pool="blue")
-    told = {
-        "exp_labels": {"severity": "warning", "model": "a", "namespace": "apps", "pod": "one", "pool": "blue"},
-        "exp_annotations": {"summary": "An engine of the pool blue compiles grammars for more than half of the time."},
-    }
-    check(rules, "YardstickGrammarsSlow", [series], [told] if fires else [])
-
-
-def test_dashboard_and_alerts_read_metrics_that_exist(rules: Path) -> None:
-    telemetry = Telemetry(usage_keys=1)
-    telemetry.watch_log(int)
-    telemetry.watch_traces(int)
-    telemetry.watch_keys(lambda: KeySample(0, 0.0, False))
-    telemetry.watch_replicas(list, list)
-    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
-    pages = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
-    known = set(re.findall(r"^# TYPE (\w+)", pages, re.M))
-    text = (CHART / "dashboards" / "yardstick.json").read_text() + rules.read_text()
-    asked = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"yardstick_\w+", text)}
-    assert len(asked) > 50
-    assert asked <= known
 
 
 NAMED = 'namespace="apps",service="yardstick"'
@@ -368,22 +332,3 @@ def test_a_request_without_an_engine_wakes_its_pool(
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump({"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": cases}]}))
     promtool("test", "rules", file)
-
-
-def test_the_dashboard_filters_each_series_that_has_a_model_or_a_pool() -> None:
-    """Series of the gateway by their labels; engines' series get theirs from Prometheus (`yardstick.relabelings`)."""
-    of_models = ("yardstick_engines", "yardstick_model_", "yardstick_engine_")  # and those of the collectors
-    counters = {collector for collector in Telemetry()._registry._collector_to_names if isinstance(collector, MetricWrapperBase)}
-    labelled = {collector._name for collector in counters if "model" in collector._labelnames}
-    assert labelled >= {"yardstick_cache_lookups", "yardstick_engine_errors", "yardstick_requests"}
-    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
-    page = text_string_to_metric_families(metrics.render(stats, 0.0, 0))
-    of_engines = {sample.name for family in page for sample in family.samples}
-    dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    found = [pair for expression in asked for pair in re.findall(r"(yardstick_\w+)\{([^}]*)\}", expression)]
-    assert len(found) > 40
-    for name, selector in found:
-        has_model = re.sub(r"_(total|bucket|sum|count)$", "", name) in labelled or name.startswith(of_models)
-        assert ('model=~"$model"' in selector) == has_model, name
-        assert ('pool=~"$pool"' in selector) == (name in of_engines), name

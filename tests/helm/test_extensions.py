@@ -31,23 +31,6 @@ def test_an_http_route_admits_what_the_ingress_admits_and_allows_long_streams() 
         render({"gateway": {"httpRoute": {"enabled": True}}})
 
 
-def test_an_http_route_for_older_versions_of_the_gateway_api() -> None:
-    """Time limits are in the standard channel since 1.2; stricter definitions refuse a field that they do not know."""
-    route = {"enabled": True, "parentRefs": [{"name": "public"}], "timeout": ""}
-    rules = one(manifests({"gateway": {"httpRoute": route}}), "HTTPRoute", "yardstick")["spec"]["rules"]
-    assert {key for rule in rules for key in rule} == {"matches", "backendRefs"}
-
-
-@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
-def test_the_service_of_the_gateways_takes_what_clouds_ask_for(kind: str) -> None:
-    service = {"type": kind, "ipFamilyPolicy": "PreferDualStack", "externalTrafficPolicy": "Local"}
-    service |= {"loadBalancerClass": "example.com/internal"} if kind == "LoadBalancer" else {}
-    found = one(manifests({"gateway": {"service": service}}), "Service", "yardstick")
-    kubernetes_validate.validate(found, "1.30", strict=True)
-    assert service.items() <= found["spec"].items()
-    assert set(one(manifests({}), "Service", "yardstick")["spec"]) == {"type", "selector", "ports"}
-
-
 @pytest.mark.parametrize(
     "service",
     [
@@ -102,44 +85,6 @@ def test_devices_may_come_from_dynamic_resource_allocation() -> None:
     assert not other["containers"][0]["image"].endswith("-cuda")
 
 
-def test_a_digest_decides_what_runs() -> None:
-    found = manifests({"engine": {"digest": DIGEST}, "gateway": {"digest": DIGEST}})
-    for kind, name in (("StatefulSet", "yardstick-engine"), ("Deployment", "yardstick")):
-        image = one(found, kind, name)["spec"]["template"]["spec"]["containers"][0]["image"]
-        assert image.endswith(f"@{DIGEST}")
-    with pytest.raises(helm().HelmValuesError):
-        render({"engine": {"digest": "latest"}})
-
-
-@pytest.mark.parametrize(("account", "name"), [({}, None), ({"name": "mine"}, "mine")])
-def test_engines_use_an_account_of_the_cluster(account: Any, name: str | None) -> None:
-    assert engine({"engine": {"serviceAccount": account}}).get("serviceAccountName") == name
-
-
-def test_a_created_account_of_engines_has_no_token() -> None:
-    found = manifests({"engine": {"serviceAccount": {"create": True, "annotations": {"a": "b"}}}, "pools": {"small": {}}})
-    for name in ("yardstick-engine", "yardstick-engine-small"):
-        account = one(found, "ServiceAccount", name)
-        assert (account["automountServiceAccountToken"], account["metadata"]["annotations"]) == (False, {"a": "b"})
-        pod = one(found, "StatefulSet", name)["spec"]["template"]["spec"]
-        assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (name, False)
-
-
-def test_other_containers_stand_beside_ours() -> None:
-    """Ours is the first one, which `kubectl logs` and `kubectl exec` take by default."""
-    more = {"initContainers": [{"name": "before", "image": "a"}], "extraContainers": [{"name": "beside", "image": "b"}]}
-    found = manifests({"engine": more, "gateway": more})
-    for kind, name, own in (("StatefulSet", "yardstick-engine", "engine"), ("Deployment", "yardstick", "gateway")):
-        pod = one(found, kind, name)["spec"]["template"]["spec"]
-        assert [container["name"] for container in pod["initContainers"]] == ["before"]
-        assert [container["name"] for container in pod["containers"]] == [own, "beside"]
-
-
-def test_other_objects_are_templates() -> None:
-    thing = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}, "data": {"a": "b"}}
-    assert one(manifests({"extraObjects": [thing]}), "ConfigMap", "yardstick-more")["data"] == {"a": "b"}
-
-
 def relabeled(values: Values, kind: str, name: str) -> list[dict[str, Any]]:
     monitor = one(manifests(values), kind, name)["spec"]
     (endpoint,) = monitor["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
@@ -185,13 +130,6 @@ def test_one_job_fills_the_claim_that_pods_share() -> None:
     assert len(names) == 2, "a Job cannot be changed, so another revision is another Job"
 
 
-def test_an_init_container_fills_the_volume_of_each_pod() -> None:
-    pod = engine({"engine": {"model": "org/ranker", "lenvmModel": "org/lengths", "modelCache": {"download": "init"}}})
-    (download,) = pod["initContainers"]
-    assert download["args"] == ["org/ranker", "org/lengths"]
-    assert "initContainers" not in engine({"engine": {"modelCache": {"download": "init"}}}), "the demo model is in the image"
-
-
 @pytest.mark.parametrize("download", ["init", "job"])
 def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
     """Engines are offline then, so an adapter that is not downloaded before would end them at their start."""
@@ -206,58 +144,3 @@ def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
     assert jobs == ([["org/ranker", "--lora=sql=org/sql-lora@v1"]] if download == "job" else [])
     alone = engine({"engine": {"modelCache": {"download": "init"}, "lora": {"adapters": {"sql": "org/sql-lora"}}}})
     assert alone["initContainers"][0]["args"] == ["--lora=sql=org/sql-lora"], "the demo model is in the image"
-
-
-PLACEMENT: Values = {
-    "nodeSelector": {"pool": "gpu"},
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-    "affinity": {"nodeAffinity": {}},
-    "priorityClassName": "serving",
-}
-JOB: Values = {"existingClaim": "models", "download": "job"}
-
-
-def job_of(values: Values) -> Manifest:
-    (job,) = [manifest for manifest in manifests(values) if manifest["kind"] == "Job"]
-    return job
-
-
-def test_downloads_run_where_engines_may_run() -> None:
-    limits = {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "6Gi"}}
-    values: Values = {
-        "engine": PLACEMENT
-        | {"model": "org/ranker", "modelCache": JOB | {"downloadResources": limits}, "serviceAccount": {"create": True}}
-    }
-    job = job_of(values)
-    kubernetes_validate.validate(job, "1.30", strict=True)
-    pod = job["spec"]["template"]["spec"]
-    assert {key: pod[key] for key in PLACEMENT} == PLACEMENT
-    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("yardstick-engine", False)
-    assert pod["containers"][0]["resources"] == limits == engine(values)["initContainers"][0]["resources"]
-    assert "topologySpreadConstraints" not in pod, "they count pods of the engine"
-
-
-@pytest.mark.parametrize(
-    "change", [{"tolerations": PLACEMENT["tolerations"]}, {"podLabels": {"a": "b"}}, {"priorityClassName": "low"}]
-)
-def test_a_change_of_the_download_makes_another_job(change: Values) -> None:
-    """Kubernetes refuses to change a Job."""
-    values: Values = {"model": "org/ranker", "modelCache": JOB}
-    assert job_of({"engine": values})["metadata"]["name"] != job_of({"engine": values | change})["metadata"]["name"]
-
-
-def test_the_test_runs_where_gateways_may_run() -> None:
-    pod = one(manifests({"gateway": PLACEMENT}), "Pod", "yardstick-test")["spec"]
-    assert {key: pod[key] for key in PLACEMENT} == PLACEMENT
-    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("yardstick", False)
-    assert pod["containers"][0]["resources"]["limits"], "a quota of the namespace may demand them"
-    assert "serviceAccountName" not in one(manifests({"gateway": {"discovery": "dns"}}), "Pod", "yardstick-test")["spec"]
-
-
-@pytest.mark.parametrize(
-    ("cache", "words"),
-    [({"download": "job"}, "existingClaim"), ({"download": "init", "existingClaim": "m", "readOnly": True}, "readOnly")],
-)
-def test_downloads_that_cannot_work_are_refused(cache: Any, words: str) -> None:
-    with pytest.raises(helm().HelmError, match=words):
-        render({"engine": {"model": "org/ranker", "modelCache": cache}})

@@ -33,24 +33,12 @@ def options(job: Manifest) -> dict[str, Any]:
     return run.make_context("run", [container["command"][-1], *container["args"]]).params
 
 
-def test_it_is_off_unless_asked_for() -> None:
-    assert not [m for m in manifests({}) if m["kind"] == "Job" or "-load" in m["metadata"]["name"]]
-
-
 def test_the_scenario_is_one(tmp_path: Path) -> None:
     job, found = made({})
     (volume,) = [volume for volume in pod_of(job)["volumes"] if volume["name"] == "scenario"]
     file = tmp_path / "scenario.toml"
     file.write_text(one(found, "ConfigMap", volume["configMap"]["name"])["data"]["scenario.toml"])
     assert load(file).objectives == ("failures == 0",)
-
-
-def test_one_worker_leaves_its_records_in_the_log() -> None:
-    job, _ = made({})
-    given = options(job)
-    assert (given["url"], given["log_records"]) == ("http://yardstick:80", True)
-    assert "completionMode" not in job["spec"], "unknown to Kubernetes 1.20"
-    assert pod_of(job)["automountServiceAccountToken"] is False
 
 
 def test_workers_share_a_claim_and_start_together() -> None:
@@ -88,25 +76,6 @@ def test_the_key_is_the_first_or_a_given_one() -> None:
 def test_a_change_makes_another_job(load_test: Values, others: Values) -> None:
     """Kubernetes refuses to change a Job."""
     assert made({})[0]["metadata"]["name"] == made({})[0]["metadata"]["name"] != made(load_test, others)[0]["metadata"]["name"]
-
-
-def test_gateways_admit_it_where_a_policy_restricts_them() -> None:
-    peers = one(made({}, {"networkPolicy": {"gatewayFrom": [{"podSelector": {}}]}})[1], "NetworkPolicy", "yardstick")
-    (rule,) = peers["spec"]["ingress"]
-    components = [peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") for peer in rule["from"]]
-    assert "load" in components
-
-
-def test_gateways_have_a_name_for_each_of_their_pods() -> None:
-    """`target.metrics` reads all of them as `dns+http://yardstick-pods:8000/metrics`."""
-    _, found = made({}, {"monitoring": {"serviceMonitor": {"enabled": True}}})
-    service = one(found, "Service", "yardstick-pods")
-    assert (service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]) == ("None", 8000)
-    pods = one(found, "Deployment", "yardstick")["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= pods.items()
-    monitored = one(found, "ServiceMonitor", "yardstick-gateway")["spec"]["selector"]["matchLabels"]
-    assert not monitored.items() <= service["metadata"]["labels"].items(), "Prometheus would read each gateway twice"
-    assert not [m for m in manifests({}) if m["metadata"]["name"] == "yardstick-pods"]
 
 
 @pytest.mark.parametrize("url", ["", "https://elsewhere.example.com"])

@@ -10,7 +10,7 @@ from gateway.settings import load_settings
 from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
-RULES: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
+MONITORED: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
 
 
 def scaled(values: Values, replicas: int = 1, **autoscaling: Any) -> list[Manifest]:
@@ -31,18 +31,6 @@ def test_pods_that_compute_count_as_much_as_pods_that_queue():
     assert names == ["yardstick_engine_requests"], "of several, an HPA takes the largest, not the sum"
 
 
-@pytest.mark.parametrize("kind", ["keda", "hpa"])
-def test_scaling_down_at_once_is_valid(kind: str):
-    found = scaled({}, kind=kind, scaleDownSeconds=0)
-    if kind == "keda":
-        spec = one(found, "ScaledObject", "yardstick-engine")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
-    else:
-        spec = one(found, "HorizontalPodAutoscaler", "yardstick-engine")["spec"]
-    down = spec["behavior"]["scaleDown"]
-    assert down["stabilizationWindowSeconds"] == 0
-    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 1}], "Kubernetes takes 1 to 1800"
-
-
 def test_an_autoscaled_pool_begins_with_its_replicas():
     """Without the field a StatefulSet would have one pod from its creation, or from an upgrade, until the autoscaler acts."""
     assert one(scaled({}, replicas=5), "StatefulSet", "yardstick-engine")["spec"]["replicas"] == 5
@@ -53,7 +41,7 @@ def test_an_autoscaled_pool_begins_with_its_replicas():
 
 def test_a_pool_may_be_scaled_to_zero():
     """Woken by requests that wait in gateways, and by gateways that do not know the model yet."""
-    found = manifests(ZERO | RULES)
+    found = manifests(ZERO | MONITORED)
     assert one(found, "ScaledObject", "yardstick-engine")["spec"]["minReplicaCount"] == 0
     gateways = 'namespace="apps",service="yardstick"'
     query = query_of(found)
@@ -71,12 +59,8 @@ def expression(found: list[Manifest], alert: str) -> str:
     return rule["expr"]
 
 
-def test_each_model_must_have_an_engine():
-    assert "min by (model) (yardstick_model_engines_ready{" in expression(manifests(RULES), "YardstickNoEngine")
-
-
 def test_series_of_engines_have_pool_and_model():
-    found = manifests(RULES | {"pools": {"b": {"model": "org/b"}}})
+    found = manifests(MONITORED | {"pools": {"b": {"model": "org/b"}}})
     (endpoint,) = one(found, "ServiceMonitor", "yardstick-engine")["spec"]["endpoints"]
     targets = {rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]}
     assert targets == {
@@ -89,7 +73,7 @@ def test_series_of_engines_have_pool_and_model():
 
 
 def test_links_of_alerts_resolve_or_are_absent():
-    rules = one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
+    rules = one(manifests(MONITORED), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
     assert all("runbook_url" not in rule["annotations"] for rule in rules)
     with pytest.raises(helm().HelmValuesError):
         render({"monitoring": {"rules": {"enabled": True, "runbookURL": "docs/operations.md"}}})
@@ -157,14 +141,3 @@ def test_gateways_and_engines_may_connect_to_the_collector(policy: str):
     assert rule in egress(TRACING, policy)
     assert rule not in egress(TRACING, "yardstick-test")
     assert {"ports": [{"port": 4318, "protocol": "TCP"}]} in egress({"tracing": {"endpoint": "http://collector:4318"}}, policy)
-
-
-def test_traces_are_off_by_default():
-    assert "tracing" not in str(manifests({})).lower()
-    assert "OTEL" not in str(manifests({"tracing": {"headersSecret": "collector"}}))
-
-
-@pytest.mark.parametrize("tracing", [{"endpoint": "collector:4318"}, {"endpoint": "http://me:secret@collector"}, {"ratio": 2}])
-def test_what_cannot_be_traced_is_refused(tracing: Values):
-    with pytest.raises(helm().HelmValuesError):
-        render({"tracing": tracing})

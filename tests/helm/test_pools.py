@@ -1,4 +1,4 @@
-"""Engine pods of a pool: image, device, names, inherited values, volumes and updates."""
+"""Engine pods of a pool: image, device, names, inherited values, volumes and updates; and pools that cannot work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.chart import BARE, GITOPS, GPU, Manifest, Values, helm, manifests, one, render
+from tests.helm.chart import BARE, GITOPS, Manifest, Values, helm, manifests, one, render
 
 LONG = "yardstick-of-a-team-with-a-long-release-name"
 GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
@@ -36,12 +36,6 @@ def container_of(values: Values, name: str = "yardstick-engine") -> dict[str, An
 )
 def test_a_tag_keeps_the_variant(image: Values, engine: Values, tag: str):
     assert container_of({"image": image, "engine": engine})["image"] == f"localhost/yardstick-engine:{tag}"
-
-
-@pytest.mark.parametrize(("engine", "flags"), [({}, []), (GPU["engine"], ["--device=cuda"]), ({"device": "cpu"}, ["--device=cpu"])])
-def test_a_gpu_in_the_limits_is_demanded(engine: Values, flags: list[str]):
-    """Without the flag an engine that finds no GPU would serve on the CPU."""
-    assert [argument for argument in container_of({"engine": engine})["args"] if argument.startswith("--device")] == flags
 
 
 def test_a_cpu_pool_beside_a_gpu_default():
@@ -89,15 +83,6 @@ def test_gpus_that_do_not_fit_are_refused(engine: Values):
         render({"engine": engine})
 
 
-def test_processes_of_a_model_share_memory():
-    shared = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-    for engine in ({"tensorParallel": 2, "resources": GPUS}, {"tensorParallel": 2, "device": "cpu"}):
-        spec = engine_of(manifests({"engine": engine}))
-        assert shared in spec["volumes"]
-        assert {"name": "shared-memory", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
-    assert shared not in engine_of(manifests({}))["volumes"]
-
-
 def test_caches_are_not_on_the_volume_of_the_models():
     """The volume may be a shared claim that is mounted read-only."""
     for values, read_only in (({}, False), (BARE, False), (GITOPS, True)):
@@ -129,32 +114,6 @@ def test_names_leave_room_for_the_labels_of_revisions(pool: str):
     ], "short names stay as they were"
 
 
-def test_a_pool_can_be_updated_in_part():
-    engine = {"updateStrategy": {"partition": 3}}
-    found = manifests({"engine": engine, "pools": {"hand": {"updateStrategy": {"type": "OnDelete"}}}})
-    strategies = [one(found, "StatefulSet", f"yardstick-engine{name}")["spec"]["updateStrategy"] for name in ("", "-hand")]
-    assert strategies == [{"type": "RollingUpdate", "rollingUpdate": {"partition": 3}}, {"type": "OnDelete"}]
-
-
-def test_a_hung_loop_is_restarted_within_a_minute():
-    """/livez reports a loop that has stood still for 30 s (engine/serving/pulse.py)."""
-    probe = container_of({})["livenessProbe"]
-    assert probe["httpGet"] == {"path": "/livez", "port": "health"}
-    assert probe["periodSeconds"] * probe["failureThreshold"] <= 30
-
-
-def test_gateways_wait_for_the_slowest_pool():
-    found = manifests({"pools": {"slow": {"startupSeconds": 7200}}})
-    assert one(found, "Deployment", "yardstick")["spec"]["progressDeadlineSeconds"] > 7200
-
-
-def test_servers_listen_on_ipv4_and_ipv6():
-    found = manifests({})
-    assert "--host=*" in engine_of(found)["containers"][0]["args"]
-    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
-    assert {"name": "YARDSTICK_HOST", "value": "*"} in gateway["env"]
-
-
 def test_the_user_of_pods_can_be_left_to_the_cluster():
     """As OpenShift wants it, which gives each namespace its own range of users."""
     found = manifests({"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}})
@@ -166,40 +125,6 @@ def test_the_user_of_pods_can_be_left_to_the_cluster():
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             }
-
-
-def test_adapters_are_off_by_default():
-    container = container_of({})
-    assert not [argument for argument in container["args"] if "lora" in argument]
-    assert "adapters" not in {mount["name"] for mount in container["volumeMounts"]}
-
-
-def test_adapters_come_from_a_claim_and_by_name():
-    lora = {
-        "adapters": {"support": "/models/support", "sql": "org/sql-lora"},
-        "existingClaim": "tuned",
-        "root": "/adapters",
-        "maxLoras": 32,
-        "maxLorasDevice": 8,
-        "maxLoraRank": 128,
-        "modules": "lm_head",
-    }
-    pod = engine_of(manifests({"engine": {"lora": lora}}))
-    (container,) = pod["containers"]
-    assert [argument for argument in container["args"] if "lora" in argument] == [
-        "--lora=sql=org/sql-lora",
-        "--lora=support=/models/support",
-        "--lora-directory=/adapters",
-        "--lora-root=/adapters",
-        "--max-loras=32",
-        "--max-loras-device=8",
-        "--max-lora-rank=128",
-        "--lora-modules=lm_head",
-    ]
-    assert {"name": "adapters", "mountPath": "/adapters", "readOnly": True} in container["volumeMounts"]
-    assert {"name": "adapters", "persistentVolumeClaim": {"claimName": "tuned", "readOnly": True}} in pod["volumes"]
-    own = container_of({"engine": {"lora": lora}, "pools": {"b": {"lora": {"directory": "/models/tuned"}}}}, "yardstick-engine-b")
-    assert "--lora-directory=/models/tuned" in own["args"]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +144,6 @@ def test_pools_override_single_values_of_adapters(own: Values, flags: list[str])
     assert [argument for argument in container["args"] if "lora" in argument] == flags
     mounted = "adapters" in {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == ("adapters" in {volume["name"] for volume in pod["volumes"]}) == ("--lora-directory=/adapters" in flags)
-
-
-def test_removed_values_of_adapters_leave_them_off():
-    """Helm removes a value that is null, and a pool may have an empty group."""
-    lora = {"existingClaim": None, "directory": None}
-    assert not [argument for argument in container_of({"engine": {"lora": lora}})["args"] if "lora" in argument]
-    found = container_of({"pools": {"b": {"lora": {}}}}, "yardstick-engine-b")
-    assert not [argument for argument in found["args"] if "lora" in argument]
 
 
 def test_a_pool_with_another_model_inherits_nothing_of_the_first_model():
@@ -262,9 +179,78 @@ def test_a_pool_with_another_model_inherits_nothing_of_the_first_model():
     assert {"--name=ranker", "--revision=v2"} <= set(kept)
 
 
+CLAIM: Values = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]}
+CLAIMED: Values = CLAIM | {"resources": {"claims": [{"name": "gpu"}]}}
+
+
+def refused(values: Values, words: str, name: str = "yardstick") -> None:
+    with pytest.raises(helm().HelmError, match=words):
+        render(values, name=name)
+
+
 @pytest.mark.parametrize(
-    "lora", [{"adapters": {"a:b": "/x"}}, {"directory": "x"}, {"maxLoraRank": 129}, {"modules": "norm"}, {"loras": 1}]
+    ("engine", "words"),
+    [
+        ({"device": "cuda"}, "0 GPUs and `device` is cuda.*nvidia.com/gpu"),
+        ({"device": "cuda"} | CLAIM, "0 GPUs and `device` is cuda.*resources.claims"),
+        ({"device": "cuda", "tensorParallel": 2}, "0 GPUs and `device` is cuda"),
+        ({"device": "cuda", "tensorParallel": 4, "resources": GPUS}, "2 GPUs and `tensorParallel` is 4"),
+        ({"device": "cuda", "resources": GPUS}, "2 GPUs and `tensorParallel` is 1"),
+        (CLAIMED, "`resourceClaims`.*set `device` to cuda or to cpu"),
+        ({"tensorParallel": 2, "expertParallel": 4, "resources": GPUS}, "`expertParallel` is 4, and must be 1 or .* which is 2"),
+        ({"expertParallel": 2}, "`expertParallel` is 2"),
+        ({"modelCache": {"readOnly": True}}, "set `modelCache.existingClaim`"),
+        ({"modelCache": {"readOnly": True, "persistent": True}}, "set `modelCache.existingClaim`"),
+        ({"autoscaling": {"enabled": True, "minReplicas": 5}}, "`autoscaling.minReplicas` is 5 and `maxReplicas` is 4; raise"),
+        ({"tensorParallel": 2, "resources": GPUS, "lora": {"existingClaim": "a"}}, "`tensorParallel`; set it to 1"),
+        ({"tensorParallel": 2, "device": "cpu", "lora": {"adapters": {"a": "/a"}}}, "`tensorParallel`; set it to 1"),
+        ({"kvDtype": "fp8", "lora": {"root": "/adapters"}}, "`kvDtype: fp8`; set it to auto"),
+    ],
 )
-def test_wrong_values_of_adapters_are_errors(lora: Values):
+def test_pools_that_cannot_work_are_refused(engine: Values, words: str) -> None:
+    refused({"engine": engine}, f"the pool default.*{words}")
+    refused({"pools": {"other": engine}}, f"the pool other.*{words}")
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_series_are_read_once(both: bool) -> None:
+    values: Values = {"monitoring": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": both}}}
+    if both:
+        refused(values, "count it twice; enable one of them")
+    else:
+        render(values)
+
+
+@pytest.mark.parametrize("name", ["1st", "team.search"])
+def test_names_are_names_of_services(name: str) -> None:
+    refused({}, f"named {name}-yardstick.*set `fullnameOverride`", name=name)
+    found = manifests({"fullnameOverride": "ranking"}, name=name)
+    assert [m["metadata"]["name"] for m in found if m["kind"] == "Deployment"] == ["ranking", "ranking-redis"]
     with pytest.raises(helm().HelmValuesError):
-        render({"engine": {"lora": lora}})
+        render({"fullnameOverride": name})
+
+
+def test_long_names_stay_apart() -> None:
+    """Two releases whose names begin with the same 40 characters."""
+
+    def names(release: str) -> set[tuple[str, str]]:
+        return {identity(manifest) for manifest in manifests({}, name=release)}
+
+    long = "ranking-of-products-for-the-shop-in-country-"
+    assert not names(f"{long}a") & names(f"{long}b")
+    assert all(len(name) <= 63 for _, name in names(f"{long}a"))
+    assert ("Deployment", "short-yardstick") in names("short")
+
+
+def identity(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"auth": {"existingSecret": "keys"}}, {"auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]}}],
+)
+def test_a_load_test_without_a_key_is_refused(others: Values) -> None:
+    refused({"loadTest": {"enabled": True}} | others, "set `loadTest.keySecret`")
+    for given in ({"keySecret": "mine"}, {"url": "https://elsewhere.example.com"}):
+        render({"loadTest": {"enabled": True} | given} | others)

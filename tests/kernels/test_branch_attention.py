@@ -78,16 +78,10 @@ def test_branches_side_by_side(prefixes: list[int], device: torch.device) -> Non
         torch.testing.assert_close(found[:total], apart[real], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 6, 8])
-@pytest.mark.parametrize("branches", [1, 5, 16])
-def test_groups_and_branches(group: int, branches: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("group", "branches", "head_dim"), [(1, 5, 32), (3, 1, 64), (2, 16, 32), (6, 5, 128), (8, 16, 32)])
+def test_groups_branches_and_heads(group: int, branches: int, head_dim: int, device: torch.device) -> None:
     counts = [min(count, branches) for count in COUNTS]
-    check(arguments(PREFIXES, counts, device, group=group, branches=branches, kv_heads=1))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_head_dims(head_dim: int, device: torch.device) -> None:
-    check(arguments(PREFIXES, COUNTS, device, head_dim=head_dim))
+    check(arguments(PREFIXES, counts, device, group=group, branches=branches, kv_heads=1, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
@@ -103,24 +97,12 @@ def test_long_prefixes_are_read_by_several_programs(branches: int, device: torch
     check(given)
 
 
-def test_results_of_heads_that_do_not_fill_a_program_are_merged(device: torch.device) -> None:
-    given = arguments([700, 5], [2, 1], device, branches=2, group=3)
-    assert chunks_of(len(given[6]) // 2, 4) > 1
-    check(given)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_many_rows(dtype: torch.dtype, device: torch.device) -> None:
     prefixes = np.random.default_rng(0).integers(0, 4000, 300).tolist()
     counts = np.random.default_rng(1).integers(0, 6, 300).tolist()
     check(arguments(prefixes, counts, device, dtype, group=6, head_dim=128))
-
-
-def test_parts_of_the_fused_projection(device: torch.device) -> None:
-    _, _, _, keys, values, kv_indptr, kv_indices, counts = arguments(PREFIXES, COUNTS, device)
-    qkv = torch.randn(25, 8, 32, device=device)
-    check((qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], keys, values, kv_indptr, kv_indices, counts))
 
 
 def test_padding_and_foreign_slots_are_not_read(device: torch.device) -> None:

@@ -133,14 +133,6 @@ def test_no_rows(operation: Operation, device: torch.device) -> None:
     assert [list(column.shape) for column in found] == [[0, 8], [0, 8], [0]]
 
 
-def test_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, parameters = torch.randn(9, 100), _parameters(9, 8, torch.device("cpu"))
-    whole = candidates_reference(logits, *parameters, 8)
-    monkeypatch.setattr("kernels.row_chunks.CPU_CHUNK_ELEMENTS", 250)
-    for part, expected in zip(candidates_reference(logits, *parameters, 8), whole, strict=True):
-        assert torch.equal(part, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [4, 8, 64])
 @pytest.mark.parametrize("rows", [1, 33, 300])

@@ -145,7 +145,7 @@ def attention() -> dict[str, Launch]:
         "attention, groups of 2": Launch(lambda: step(2, 8, 128, BF16), (NARROW, WIDE)),
         "attention, groups of 7": Launch(lambda: step(7, 2, 64, torch.float16), (NARROW, WIDE)),
         "attention, windows and caps": Launch(lambda: step(2, 4, 256, BF16, gemma2), (NARROW,)),
-        "attention in float32": Launch(lambda: step(2, 8, 64, torch.float32), (r"(?s)\A(?!.*mma)",)),
+        "attention in float32": Launch(lambda: step(2, 8, 64, torch.float32), (r"(?s)\A(?!.*mma)",), 256),
         "attention of codes": Launch(lambda: step(2, 8, 128, BF16, coded=True), (NARROW, WIDE, CODES)),
         "branches, few": Launch(lambda: branches(9, 6, 5, False), (NARROW,)),
         "branches, few, packed, long prefix": Launch(lambda: branches(900, 6, 5, True), (NARROW,)),

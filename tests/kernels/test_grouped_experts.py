@@ -19,7 +19,6 @@ from kernels.grouped_experts import (
     route,
 )
 from kernels.quantize import quantize_rows_reference, supported
-from tests.engine.device import no_waiting
 
 SHAPES = [(1, 4, 2, 32, 16), (9, 8, 3, 70, 50), (270, 3, 2, 64, 40), (5, 6, 1, 33, 130), (0, 4, 2, 16, 16)]
 """(rows, experts, chosen, in, out): few pairs, many of each expert, sizes that fill no block, and nothing at all."""
@@ -78,22 +77,6 @@ def test_products_in_fp8(shape: tuple[int, int, int, int, int], by_pair: bool, d
         assert operation(*operands, experts, torch.bfloat16, by_pair=by_pair).dtype == torch.bfloat16
 
 
-class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_the_fp8_reference_is_the_same_on_a_gpu() -> None:
-    """In float32 and with sides of any length, neither of which a GPU's own product takes."""
-    x, weight, experts = inputs(9, 8, 3, 70, 50, torch.device("cpu"))
-    operands = quantized(x), quantized(weight)
-    expected = grouped_scaled_linear_reference(*operands, experts, torch.float32)
-    codes, scales = ([part.as_subclass(OnGpu) for part in pair] for pair in zip(*operands, strict=True))
-    found = grouped_scaled_linear_reference((codes[0], scales[0]), (codes[1], scales[1]), experts, torch.float32)
-    assert torch.equal(found.as_subclass(torch.Tensor), expected)
-
-
 @pytest.mark.parametrize("rows", [9, 300])
 def test_experts_elsewhere_are_left_out(rows: int, device: torch.device) -> None:
     """Rows of the others are as if these were not there; their own are not defined."""
@@ -110,12 +93,6 @@ def test_experts_elsewhere_are_left_out(rows: int, device: torch.device) -> None
         for operation in (grouped_scaled_linear, grouped_scaled_linear_reference, grouped_scaled_linear_triton):
             found = operation(*operands, given, torch.float32)
             torch.testing.assert_close(found[here.flatten()], exact, atol=2e-3, rtol=2e-3)
-
-
-def test_one_expert_gets_everything_and_others_nothing(device: torch.device) -> None:
-    x, weight, experts = inputs(150, 8, 1, 32, 16, device)
-    experts.fill_(5)
-    torch.testing.assert_close(grouped_linear_triton(x, weight, experts), row_by_row(x, weight, experts), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 3), (7, 3), (300, 5), (40, 128), (700, 4)])
@@ -148,23 +125,3 @@ def test_arguments_are_checked(device: torch.device) -> None:
     x, weight, experts = inputs(3, 4, 2, 8, 16, device)
     with pytest.raises(ValueError, match=r"x has shape \[2, 8\], where \[3, 8\] is expected"):
         grouped_linear_triton(x[:2], weight, experts)
-
-
-def test_arguments_in_fp8_are_checked(device: torch.device) -> None:
-    x, weight, experts = inputs(3, 4, 2, 8, 16, device)
-    given, matrices = quantized(x), quantized(weight)
-    wrong = {
-        "x is torch.float32": ((x, given[1]), matrices),
-    }
-    for message, operands in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            grouped_scaled_linear_triton(*operands, experts, torch.bfloat16)
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
-    x, weight, experts = inputs(100, 8, 2, 128, 256, device, torch.bfloat16)
-    grouped_linear_triton(x, weight, experts)
-    torch.cuda.synchronize()
-    with no_waiting():
-        grouped_linear_triton(x, weight, experts)

@@ -51,7 +51,7 @@ def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: fl
 
 @BOTH
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 5.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_definition(
     operation: Operation, case: tuple[int, float, float], temperature: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +75,7 @@ PATHS = [(64, 1.0), (64, 0.7), (5, 0.5), (65, 1.0), (65, 0.6), (0, 0.1), (0, 0.5
 
 
 @INFINITIES
-@pytest.mark.parametrize("room", [kernels.keep_thresholds.ROOM, 5])
-@pytest.mark.parametrize("flatness", [0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize(("flatness", "room"), [(0.01, 5), (4.0, kernels.keep_thresholds.ROOM), (30.0, 5)])
 def test_each_path_finds_the_threshold_of_the_reference(
     flatness: float, room: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +88,7 @@ def test_each_path_finds_the_threshold_of_the_reference(
     logits[:, 192:256] = -math.inf
     logits = logits.to(device)
     parameters = _parameters([(top_k, top_p, 0.0) for top_k, top_p in PATHS], device)
-    for temperature in (1.0, 0.05, 20.0):
+    for temperature in (1.0, 0.05):
         temperatures = torch.full((len(PATHS),), temperature, device=device)
         found = keep_thresholds_triton(logits, temperatures, *parameters)
         assert torch.equal(found, keep_thresholds_reference(logits, temperatures, *parameters)), temperature
@@ -123,33 +122,10 @@ def test_equals_of_the_last_are_kept(operation: Operation, device: torch.device)
 
 
 @BOTH
-@pytest.mark.parametrize("case", [(1000, 1.0, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.0)], ids=str)
-def test_a_limit_at_or_above_the_vocabulary_keeps_all(
-    operation: Operation, case: tuple[int, float, float], device: torch.device
-) -> None:
-    assert _kept(operation, torch.randn(5), case, device) == set(range(5))
-
-
-@BOTH
-@INFINITIES
-@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e30])
-def test_extreme_temperatures(operation: Operation, temperature: float, device: torch.device) -> None:
-    logits = torch.tensor([100.0, 101.0, -1000.0, -math.inf])
-    assert 1 in _kept(operation, logits, (2, 0.9, 0.0), device, temperature)
-    assert _kept(operation, logits, (0, 0.9, 0.0), device, temperature) == ({0, 1, 2} if temperature > 1 else {1})
-
-
-@BOTH
 def test_excluded_tokens_stay_out(operation: Operation, device: torch.device) -> None:
     logits = torch.tensor([-math.inf, 1.0, -math.inf, 0.0])
     assert _kept(operation, logits, (2, 1.0, 0.0), device) == {1, 3}
     assert _kept(operation, logits, (0, 0.99, 0.0), device) == {1, 3}
-
-
-@BOTH
-def test_greedy_rows_are_not_filtered(operation: Operation, device: torch.device) -> None:
-    found = operation(torch.randn(1, 50, device=device), torch.zeros(1, device=device), *_parameters([(5, 0.5, 0.1)], device))
-    assert found.item() == pytest.approx(math.log(0.1))
 
 
 @pytest.mark.gpu

@@ -53,12 +53,12 @@ def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_written(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key's code lies between the codes of two numbers as far from the exact key as an error of float32; values are exact."""
-    given, scales = inputs(200, 6, 2, 128, dtype, device), torch.tensor(SCALES, device=device)
+    given, scales = inputs(40, 6, 2, 128, dtype, device), torch.tensor(SCALES, device=device)
     lowest, highest, exact_values = nearest_codes(given, scales)
     # The interpreter does not carry when it rounds to FP8, so torch rounds there.
     stored = FP8 if device.type == "cuda" else torch.float32
     monkeypatch.setattr("kernels.qk_norm_rope.FP8", stored)
-    keys, values = torch.zeros(2, 205, 2, 128, device=device).to(stored)
+    keys, values = torch.zeros(2, 45, 2, 128, device=device).to(stored)
     qk_norm_rope_write_triton(*given._replace(keys=keys, values=values), scales)
     found = keys.to(FP8).float()
     assert ((lowest <= found) & (found <= highest)).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,13 +58,6 @@ def test_kernel_at_full_size(rows: int, dtype: torch.dtype, device: torch.device
     torch.testing.assert_close(label_logprobs_triton(*given), _expected(*given), atol=1e-4, rtol=1e-5)
 
 
-def test_large_logits(device: torch.device) -> None:
-    hidden, head = torch.full((1, 16), 100.0, device=device), torch.eye(16, device=device) * 100
-    head[3] *= 2
-    found = label_logprobs_triton(hidden, head, torch.tensor([[3, 0]], device=device))
-    torch.testing.assert_close(found, torch.tensor([[0.0, -10000.0]], device=device))
-
-
 def test_never_above_zero(device: torch.device) -> None:
     hidden, _, labels = _inputs(64, 20, 64, 1, torch.float32, device)
     head = torch.zeros(20, 64, device=device)
@@ -73,15 +68,14 @@ def test_never_above_zero(device: torch.device) -> None:
     assert (found[:10] > -1e-3).all()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 65, 1000, 2500, 100_000])
-@pytest.mark.parametrize("vocab", [1, 300, 50_000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_schedule_covers_the_vocabulary_and_wastes_little(rows: int, vocab: int, dtype: torch.dtype) -> None:
-    tiles = tiles_for(rows, dtype)
-    row_blocks, splits, each = schedule(rows, vocab, tiles, processors=132)
-    assert row_blocks * tiles.rows >= rows > (row_blocks - 1) * tiles.rows
-    assert splits * each * tiles.vocab >= vocab > (splits - 1) * each * tiles.vocab
-    assert splits == 1 or row_blocks * splits <= 4 * 132
+def test_schedule_covers_the_vocabulary_and_wastes_little(dtype: torch.dtype) -> None:
+    for rows, vocab in product([1, 16, 17, 65, 1000, 2500, 100_000], [1, 300, 50_000, 151_936]):
+        tiles = tiles_for(rows, dtype)
+        row_blocks, splits, each = schedule(rows, vocab, tiles, processors=132)
+        assert row_blocks * tiles.rows >= rows > (row_blocks - 1) * tiles.rows
+        assert splits * each * tiles.vocab >= vocab > (splits - 1) * each * tiles.vocab
+        assert splits == 1 or row_blocks * splits <= 4 * 132
 
 
 def test_arguments_are_checked(device: torch.device) -> None:

@@ -207,16 +207,6 @@ def test_rows_do_not_see_each_other(operation: Operation, device: torch.device) 
     assert len({tuple(row) for row in together}) >= 18  # the rules do differ
 
 
-@BOTH
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("eq", "ge", "le", "eq_soft")])
-def test_a_larger_scale_is_longer(operation: Operation, rule: str, device: torch.device) -> None:
-    p, z = [0.5, 0.3, 0.15, 0.05], [1.5, -0.5, 0.2, 3.0]
-    cases = [Case(rule, p, z, [False] * 4, scale) for scale in (0.2, 0.6, 1.1, 1.3)]
-    means = [sum(a / (1 + math.exp(-raw)) for a, raw in zip(row, z, strict=True)) for row in compute(operation, cases, device)]
-    assert means == sorted(means)
-    assert means[-1] - means[0] > 0.01
-
-
 def test_what_is_decided_without_the_model() -> None:
     found = Candidates(
         ids=torch.zeros(4, 2, dtype=torch.int64),

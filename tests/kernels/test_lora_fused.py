@@ -29,11 +29,9 @@ ADAPTERS = {
 }
 """Ranks of the slots, and rows without adapter and of each slot."""
 HEADS = {
-    "heads of 64": (4, 2, 64, 64),
     "a part of heads of 80": (2, 1, 80, 32),
     "heads of 2": (3, 1, 2, 2),
     "heads of 256": (2, 1, 256, 256),
-    "a part of heads of 16": (3, 1, 16, 8),
 }
 """Query heads, key heads, elements of a head, and those of them that are rotated."""
 
@@ -73,7 +71,7 @@ def added(given: Inputs, x: Tensor, delta: LoraDelta, rows: LoraRows) -> tuple[T
     return qk_norm_rope_write_reference(qkv, *own[1:]), own.keys, own.values
 
 
-PARTS = ((40, 40), (80,), (2, 2), (260, 260))
+PARTS = ((40, 40), (80,), (2, 2))
 
 
 def in_turn(names: Iterable[str], others: Iterable[Any]) -> list[tuple[str, Any, bool]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention_layout
-from kernels.attention_layout import FEW_NARROW, MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
+from kernels.attention_layout import FEW_NARROW, MOST_MERGES, MOST_NARROW, Layout, Room, lay_out
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.engine.depth import seeds
@@ -70,13 +70,13 @@ def test_reference_is_the_formula(spec: AttentionSpec) -> None:
                 torch.testing.assert_close(found[qo_indptr[segment] + nth, head].double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (1, 128), (2, 64), (4, 32), (4, 128), (8, 64)])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (1, 128), (2, 64), (3, 32), (4, 128), (7, 32), (8, 64)])
 def test_groups_and_head_dims(group: int, head_dim: int, device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device, group=group, head_dim=head_dim, kv_heads=1 if group > 2 else 2)
     check(q, keys, values, layout_of(MIXED, q, keys))
 
 
-@pytest.mark.parametrize("window", [1, 3, 90, 128, 1000])
+@pytest.mark.parametrize("window", [1, 90, 1000])
 def test_windows(window: int, device: torch.device) -> None:
     """Windows that begin before a segment, within it, and behind the part of a context that some of several programs read."""
     shapes = [*MIXED, (1, 2000)]
@@ -95,19 +95,13 @@ def test_scales_and_soft_caps(spec: AttentionSpec, device: torch.device) -> None
     assert (plain - other).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("group", [3, 7])
-def test_groups_that_do_not_fill_a_block(group: int, device: torch.device) -> None:
-    q, keys, values = tensors(MIXED, device, group=group)
-    check(q, keys, values, layout_of(MIXED, q, keys))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device, dtype, head_dim=64)
     check(q, keys, values, layout_of(MIXED, q, keys))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_shapes(seed: int, device: torch.device) -> None:
     generator = np.random.default_rng(seed)
     contexts = generator.integers(1, 400, 5)
@@ -136,7 +130,7 @@ def test_results_of_all_heads_are_merged(group: int, kv_heads: int, head_dim: in
     check(q, keys, values, layout)
 
 
-@pytest.mark.parametrize("context", [20_000, pytest.param(100_000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("context", [5_000, pytest.param(100_000, marks=pytest.mark.gpu)])
 def test_decoding_far_into_a_context(context: int, device: torch.device) -> None:
     q, keys, values = tensors([(1, context)], device, slots=context)
     check(q, keys, values, layout_of([(1, context)], q, keys))
@@ -150,11 +144,6 @@ def test_long_prompts(dtype: torch.dtype, device: torch.device) -> None:
     check(q, keys, values, layout_of(shapes, q, keys))
 
 
-def test_nothing_to_attend(device: torch.device) -> None:
-    q, keys, values = tensors([], device)
-    assert paged_attention_triton(q, keys, values, layout_of([], q, keys)).shape == (0, 2, 32)
-
-
 def test_large_scores(device: torch.device) -> None:
     """Thousands: their powers overflow unless taken relative to the largest."""
     q, keys, values = tensors([(4, 300)], device)
@@ -164,12 +153,6 @@ def test_large_scores(device: torch.device) -> None:
         paged_attention_reference(1000 * q, keys, values, layout),
     )
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
-
-
-def test_queries_that_are_part_of_the_fused_projection(device: torch.device) -> None:
-    _, keys, values = tensors(MIXED, device)
-    qkv = torch.randn(sum(n for n, _ in MIXED), 6, 32, device=device)
-    check(qkv[:, 1:3], keys, values, layout_of(MIXED, qkv[:, 1:3], keys))
 
 
 def test_foreign_slots_are_not_read(device: torch.device) -> None:
@@ -217,7 +200,7 @@ def test_tables_of_fixed_size_change_nothing(device: torch.device, monkeypatch: 
         assert torch.equal(found[:33], expected)
 
 
-@pytest.mark.parametrize("seed", seeds(quick=6, slow=6, deep=40))
+@pytest.mark.parametrize("seed", seeds(quick=2, slow=4, deep=40))
 def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
     """But for more narrow items or merges than there is ever room for, and then nothing is packed."""
     generator = np.random.default_rng(seed)
@@ -242,18 +225,7 @@ def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
         assert len(packed) == room.numbers + len(layout.kv_indices)
 
 
-def test_programs_of_padding() -> None:
-    """One request of 1,920 tokens in the largest bucket of a 0.6B model: what starts in each layer, most of it for nothing."""
-    room = Room.of(2048, group=2, kv_heads=8, rows=128)
-    assert (8 * room.narrow, 8 * (room.items - room.narrow), room.merges) == (3328, 2072, 1024)
-    lengths, contexts = [120] + [180] * 10, [np.arange(120)] + [np.arange(300)] * 10
-    packed = room.pack(lay_out(lengths, contexts, group=2, kv_heads=8, rows=128), 0)
-    assert packed is not None
-    decoding = [np.arange(1000)] * 256  # beside the most rows that decode, and the ends of some prompts
-    assert room.pack(lay_out([1] * 256 + [195] * 9, [*decoding, *contexts[1:10]], group=2, kv_heads=8, rows=128), 0) is not None
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
     generator = np.random.default_rng(seed)
     contexts = generator.integers(1, 3000 if seed % 2 else 60, generator.integers(1, 12))
@@ -280,7 +252,7 @@ def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
     assert layout.out_cache_loc.tolist() == [int(slot) for n, slots in zip(lengths, lists, strict=True) for slot in slots[-n:]]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_partial_results_have_rows_of_their_own(seed: int) -> None:
     generator = np.random.default_rng(seed)
     contexts = generator.integers(300, 5000, 4)
@@ -294,24 +266,6 @@ def test_partial_results_have_rows_of_their_own(seed: int) -> None:
     assert sorted(row for mine in rows.values() for row in mine) == list(range(layout.partials))
     merges = {query: [first + nth * step for nth in range(items)] for query, first, items, step in layout.merges.tolist()}
     assert merges == rows
-
-
-def test_small_items_come_first_and_long_ones_before_short_ones() -> None:
-    contexts = [np.arange(n) for n in (100, 900, 120, 40, 300)]
-    layout = lay_out([100, 1, 1, 3, 130], contexts, group=2, kv_heads=2, rows=128)
-    rows = (layout.items[:, 1] * 2).tolist()
-    assert all(row <= NARROW for row in rows[: layout.narrow])
-    assert all(row > NARROW for row in rows[layout.narrow :])
-    lengths = layout.items[:, 3] - layout.items[:, 2]
-    for part in (lengths[: layout.narrow], lengths[layout.narrow :]):
-        assert part.tolist() == sorted(part.tolist(), reverse=True)
-
-
-def test_a_busy_step_is_not_cut_further() -> None:
-    """Enough rows to occupy a GPU: nothing to merge."""
-    layout = lay_out([1] * 300, [np.arange(4 * MIN_CHUNK)] * 300, group=2, kv_heads=8, rows=128)
-    assert len(layout.items) == 300
-    assert layout.partials == len(layout.merges) == 0
 
 
 def test_what_the_kernel_cannot_take(device: torch.device) -> None:

@@ -45,7 +45,7 @@ def inputs(
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim"),
-    [(3, 2, 1, 64), (2, 14, 2, 64), (2, 16, 8, 128), (1, 28, 4, 128), (2, 4, 4, 80), (0, 2, 1, 64), (1, 3, 1, 2)],
+    [(3, 14, 2, 64), (2, 16, 8, 128), (2, 4, 4, 80), (0, 2, 1, 64), (1, 3, 1, 2)],
 )
 def test_kernel(
     tokens: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, device: torch.device
@@ -58,7 +58,7 @@ def test_kernel(
     assert torch.equal(given.values, other.values)
 
 
-@pytest.mark.parametrize(("head_dim", "rotated"), [(128, 96), (64, 32), (80, 64), (16, 2)])
+@pytest.mark.parametrize(("head_dim", "rotated"), [(128, 96), (80, 64), (16, 2)])
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 def test_a_part_of_each_head_is_rotated(head_dim: int, rotated: int, normed: bool, device: torch.device) -> None:
     given = inputs(2, 6, 2, head_dim, torch.float32, device, normed)

@@ -26,8 +26,3 @@ def test_nan_is_the_largest() -> None:
     rows = torch.randn(2, 2 * BLOCK + 5)
     rows[0, BLOCK + 7] = rows[1, -1] = math.nan
     assert row_argmax(rows).tolist() == [BLOCK + 7, 2 * BLOCK + 4]
-
-
-def test_rows_of_a_wider_tensor() -> None:
-    wide = torch.randn(3, 4 * BLOCK)
-    assert torch.equal(row_argmax(wide[:, 5:-9]), wide[:, 5:-9].argmax(-1))

@@ -109,13 +109,6 @@ def test_a_row_without_any_possible_token_gives_a_valid_id(
     assert drawn.item() in range(3)
 
 
-@BOTH
-def test_excluded_tokens_are_never_drawn(operation: Operation, device: torch.device) -> None:
-    logits = torch.full((200, 9), -math.inf, device=device)
-    logits[:, [2, 6]] = torch.tensor([0.0, 1.0], device=device)
-    assert set(operation(logits, torch.ones(200, device=device), _keys(200, device), None).tolist()) == {2, 6}
-
-
 @pytest.mark.parametrize(("rows", "width"), [(60, 8), (20, 64), (5, 1), (0, 8)])
 def test_kernel_chooses_as_the_reference(rows: int, width: int, device: torch.device) -> None:
     """Among them candidates without a chance."""

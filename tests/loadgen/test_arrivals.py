@@ -11,7 +11,7 @@ from statistics import fmean, pstdev, pvariance
 
 import pytest
 
-from loadgen.arrivals import Closed, Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
+from loadgen.arrivals import Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
 from loadgen.content import Empirical, LogNormal, Uniform, draw
 from loadgen.errors import LoadError
 
@@ -41,11 +41,6 @@ def test_poisson_arrivals_are_poisson(seed: int, workers: int) -> None:
     assert pvariance(windows) == pytest.approx(fmean(windows), rel=0.13), "counts: variance equals mean"
     halves = fmean((a - 0.01) * (b - 0.01) for a, b in pairwise(gaps)) / 0.01**2
     assert abs(halves) < 0.04, "gaps are independent"
-
-
-def test_a_seed_repeats_a_schedule() -> None:
-    assert times(Poisson(rate=50), 10, 3) == times(Poisson(rate=50), 10, 3)
-    assert times(Poisson(rate=50), 10, 3) != times(Poisson(rate=50), 10, 4)
 
 
 def test_constant_gaps_of_several_workers_interleave() -> None:
@@ -98,13 +93,6 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, says: str
         times(Trace(file=str(file)), 1)
     with pytest.raises(LoadError, match="no such file"):
         times(Trace(file=str(tmp_path / "none")), 1)
-
-
-@pytest.mark.parametrize(("clients", "workers"), [(10, 3), (2, 3), (1, 1)])
-def test_clients_of_a_closed_loop_are_shared_out(clients: int, workers: int) -> None:
-    parts = [Closed(clients=clients).clients_of(Share(index, workers)) for index in range(workers)]
-    assert sum(parts) == clients
-    assert max(parts) - min(parts) <= 1
 
 
 SOME: list[tuple[int | Uniform | LogNormal | Empirical, Callable[[list[int]], bool]]] = [

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadgen.arrivals import Share
-from loadgen.errors import LoadError
-from loadgen.records import Record, Run
+from loadgen.records import Run
 from loadgen.runner import run
 from loadgen.scenario import load
 from loadgen.statistics import evaluate
@@ -114,15 +109,26 @@ FAULTS: list[tuple[Handler, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("handler", "failure", "says"), FAULTS)
-def test_failures_have_kinds(handler: Handler, failure: str, says: str) -> None:
-    with serving(handler) as url:
-        done = drive(url, *SCORE, "target.timeout_s=0.3", key="sk-secret")
-    assert [record.failure for record in done.records] == [failure] * 5
-    assert all(says in record.detail and "sk-secret" not in record.detail for record in done.records)
+def in_turn(handlers: Iterable[Handler]) -> Handler:
+    """Each request has the next handler."""
+    left = list(handlers)
+
+    async def handle(request: Request, writer: asyncio.StreamWriter) -> None:
+        await left.pop(0)(request, writer)
+
+    return handle
+
+
+def test_failures_have_kinds() -> None:
+    with serving(in_turn(handler for handler, _, _ in FAULTS)) as url:
+        done = drive(url, *SCORE, "target.timeout_s=0.3", f"duration_s={len(FAULTS) / 20}", key="sk-secret")
+    assert sorted(record.failure or "" for record in done.records) == sorted(kind for _, kind, _ in FAULTS)
+    for _, kind, says in FAULTS:
+        assert any(record.failure == kind and says in record.detail for record in done.records), kind
+    assert not any("sk-secret" in record.detail for record in done.records)
     results = evaluate(done)
-    assert results.total.failures == {"status 429" if failure == "status" else failure: 5}
-    assert results.retry_after == (5 if failure == "status" else 0)
+    assert results.total.failures == {"status 429": 1, "timeout": 2, "lost": 1, "cut": 1, "bad_body": 4}
+    assert results.retry_after == 1
     assert not results.passed
 
 
@@ -133,24 +139,6 @@ def test_no_server_and_no_such_name() -> None:
     assert {record.failure for record in done.records} == {"connect"}
     done = drive("http://nowhere.invalid", *SCORE, "duration_s=0.05")
     assert {record.failure for record in done.records} == {"connect"}
-
-
-@pytest.mark.slow
-def test_running_out_of_descriptors_is_the_generators_fault() -> None:
-    program = """
-import resource, sys
-from loadgen import runner
-from tests.loadgen.test_client import drive, SCORE
-runner._raise_limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-done = drive(sys.argv[1], *SCORE, "arrivals.rate=400", "target.timeout_s=1")
-from loadgen.statistics import evaluate
-from loadgen.report import warnings
-print(evaluate(done).total.failures, warnings(evaluate(done)))
-"""
-    with serving(hanging) as url:
-        done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, timeout=60, check=True)
-    assert "'exhausted'" in done.stdout
-    assert "ulimit" in done.stdout
 
 
 CHUNKS = [piece("a"), piece(""), piece("b"), piece("", "length")]
@@ -196,13 +184,11 @@ BROKEN: list[tuple[Handler, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("handler", "failure"), BROKEN)
-def test_broken_streams_have_kinds(handler: Handler, failure: str) -> None:
-    with serving(handler) as url:
+def test_broken_streams_have_kinds() -> None:
+    with serving(in_turn(handler for handler, _ in BROKEN)) as url:
         done = drive(url, *CHAT)
-    assert [record.failure for record in done.records] == [failure] * 5
-    if failure == "stream_error":
-        assert done.records[0].detail == "the engine was lost"
+    assert sorted(record.failure or "" for record in done.records) == sorted(kind for _, kind in BROKEN)
+    assert "the engine was lost" in [record.detail for record in done.records]
 
 
 def test_latency_counts_from_the_schedule_and_nobody_waits_for_an_answer() -> None:
@@ -244,22 +230,6 @@ def test_a_closed_loop_waits_and_its_clients_are_bounded() -> None:
     assert all(record.scheduled < 1 for record in done.records)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keep_alive", ["true", "false"])
-def test_connections_are_kept_or_not(keep_alive: str) -> None:
-    peers: Counter[Any] = Counter()
-
-    async def noting(request: Request, writer: asyncio.StreamWriter) -> None:
-        peers[writer.get_extra_info("peername")] += 1
-        answer(writer, scores(request))
-
-    with serving(noting) as url:
-        closed = ("arrivals.kind=closed", "arrivals.clients=1", "arrivals.think_s=0.02", "duration_s=1")
-        done = drive(url, *SCORE, *closed, f"target.keep_alive={keep_alive}")
-    assert len(done.records) > 1
-    assert len(peers) == (1 if keep_alive == "true" else len(done.records))
-
-
 def test_what_is_sent() -> None:
     got: list[Request] = []
 
@@ -293,26 +263,3 @@ def test_a_signal_ends_a_run_with_what_there_is(number: signal.Signals) -> None:
     assert done.interrupted
     assert 0 < len(done.records) < 30
     assert {record.failure for record in done.records} == {"unfinished"}
-
-
-def test_a_trace_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"arrivals\.file.*no such file"):
-        drive("http://127.0.0.1:1", "arrivals.kind=trace", f"arrivals.file={tmp_path / 'none'}")
-
-
-def test_a_record_of_one_token_has_no_tpot() -> None:
-    one = Record("chat", 0.0, 0.0, 1.0, first_token=0.5, last_token=0.5, completion_tokens=1)
-    assert (one.ttft, one.tpot) == (0.5, None)
-
-
-@pytest.mark.slow
-def test_descriptors_are_given_back() -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    with serving(good) as url:
-        drive(url, *SCORE)
-        before = descriptors()
-        drive(url, *SCORE)
-        assert descriptors() <= before + 5
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1024

@@ -12,7 +12,7 @@ import pytest
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
 from loadgen.records import Record, Run, RunInfo, encode, from_log, merge, parse, to_log
-from loadgen.report import as_json, as_text, differing, warnings
+from loadgen.report import as_json, as_text
 from loadgen.scenario import Objective, as_settings, load
 from loadgen.statistics import evaluate, percentile
 
@@ -62,14 +62,6 @@ def test_sums_and_rates() -> None:
     assert results.retry_after == 1
     assert [verdict.met for verdict in results.verdicts] == [True, False]
     assert not results.passed
-
-
-def test_a_warm_up_is_left_out() -> None:
-    records = [failed(0.5), ok(0.9, 5), ok(1.0, 0.1), ok(2.0, 0.2)]
-    results = evaluate(run_of(records, "warmup_s=1", 'objectives=["failures == 0", "max <= 201ms"]'))
-    assert results.total.requests == 2
-    assert results.passed
-    assert results.total.seconds == pytest.approx(1.2)
 
 
 def test_stages() -> None:
@@ -126,18 +118,6 @@ def test_objectives(text: str, value: float | None, met: bool) -> None:
     assert Objective.parse(text).met(value) is met
 
 
-@pytest.mark.parametrize("records", [[], [failed(0)]])
-def test_a_run_without_an_answer_passes_nothing(records: list[Record]) -> None:
-    assert not evaluate(run_of(records)).passed
-    assert not evaluate(run_of([], 'objectives=["failures == 0"]')).verdicts[0].met
-
-
-def test_an_interrupted_run_does_not_pass() -> None:
-    results = evaluate(run_of([ok(0, 0.1)], interrupted=True))
-    assert not results.passed
-    assert any("was interrupted" in warning for warning in warnings(results))
-
-
 def test_a_generator_that_lags_says_so() -> None:
     quick = evaluate(run_of([ok(0, 0.1)]))
     assert quick.lagging is None
@@ -187,22 +167,3 @@ def test_files_and_logs_give_back_what_was_put_in() -> None:
         from_log([*logs[0][1:], *logs[1]])
     with pytest.raises(LoadError, match="--log-records"):
         from_log(noise)
-
-
-def test_a_file_without_an_end_is_of_a_run_that_was_killed() -> None:
-    (run,) = parse(encode(runs_of_two()[0]).splitlines()[:-1], "test")
-    assert run.interrupted
-
-
-@pytest.mark.parametrize("text", [b"hello", b'{"workload":"score"}'])
-def test_a_file_that_has_no_records(text: bytes) -> None:
-    with pytest.raises(LoadError, match="does not begin"):
-        list(parse([text], "notes.txt"))
-    good = encode(runs_of_two()[0]).splitlines()[:3]
-    with pytest.raises(LoadError, match=r"notes\.txt, line 4"):
-        list(parse([*good, b'{"workload":'], "notes.txt"))
-
-
-def test_differences_are_named() -> None:
-    one, other = {"a": {"b": [1, {"c": 2}]}, "d": 1}, {"a": {"b": [1, {"c": 3}]}, "e": 1}
-    assert dict(differing(one, other)) == {"a.b[1].c": (2, 3), "d": (1, None), "e": (None, 1)}

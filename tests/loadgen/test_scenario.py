@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages, Trace
+from loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages
 from loadgen.cli import _stages
 from loadgen.content import LogNormal
 from loadgen.errors import LoadError
-from loadgen.scenario import Scenario, load
+from loadgen.scenario import load
 from loadgen.workloads import Chat, Score
 
 FULL = """
@@ -57,10 +57,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert (chat.title, chat.length_guidance) == ("short", {"target_length": 80})
 
 
-def test_the_default_is_the_standard_workload() -> None:
-    assert load(None) == Scenario()
-
-
 def test_settings_change_everything(tmp_path: Path) -> None:
     file = write(tmp_path, FULL)
     changed = load(file, ["arrivals.rate=9", "workloads[1].max_tokens=7", "target.model=ranker", "objectives=[]", "seed=8"])
@@ -71,11 +67,6 @@ def test_settings_change_everything(tmp_path: Path) -> None:
     assert load(file, ["arrivals.kind=poisson", "arrivals.rate=2"]).arrivals == Poisson(rate=2)
     added = load(None, ["workloads[1].kind=chat", "workloads[1].length_guidance.target_length=80"])
     assert added.workloads == (Score(), Chat(length_guidance={"target_length": 80}))
-
-
-def test_a_trace_lies_beside_its_scenario(tmp_path: Path) -> None:
-    scenario = load(write(tmp_path, '[arrivals]\nkind = "trace"\nfile = "times.txt"\n'))
-    assert scenario.arrivals == Trace(file=str(tmp_path / "times.txt"))
 
 
 def test_stages_set_the_duration(tmp_path: Path) -> None:
@@ -150,23 +141,3 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     assert str(raised.value).startswith(str(file))
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("arrivals", "KEY=VALUE"),
-        ("a-b=1", "KEY=VALUE"),
-        ("workloads[3].items=1", r"workloads has no \[3\]"),
-        ("seed.x=1", "is not a setting|plain value|expected `int`"),
-        ("sed=1", "did you mean `seed`"),
-    ],
-)
-def test_settings_that_are_wrong(setting: str, says: str) -> None:
-    with pytest.raises(LoadError, match=says):
-        load(None, [setting])
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="no such file"):
-        load(tmp_path / "none.toml")

@@ -11,15 +11,12 @@ import pytest
 from loadgen import scrapes
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
-from loadgen.records import Run, Scrape, encode, merge
-from loadgen.records import parse as parse_records
-from loadgen.report import as_text, warnings
+from loadgen.records import Run, Scrape
 from loadgen.runner import run
 from loadgen.scenario import load
 from loadgen.scrapes import parse
-from loadgen.statistics import Series, evaluate, summarise
+from loadgen.statistics import Series, summarise
 from tests.loadgen.servers import Request, answer, scores, serving
-from tests.loadgen.test_report import ok, run_of
 
 PAGE = """
 # TYPE yardstick_tokens counter
@@ -59,21 +56,6 @@ def test_increases_means_and_gauges() -> None:
     two = reads((0, 0, 0, 0), (5, 0, 0, 0)) + reads((0, 0, 0, 0), (9, 0, 0, 0), url="v")
     assert [(series.url, series.value) for series in summarise(two)] == [("u", 5), ("v", 9)]
     assert summarise([]) == []
-
-
-def test_reports_and_records() -> None:
-    done = run_of([ok(0, 0.1)], 'target.metrics=["http://a/metrics"]')
-    done.scrapes = [
-        *reads((100, 10, 1.0, 0), (150, 14, 2.0, 6), url="http://a/metrics"),
-        Scrape("http://b/metrics", 2.0, error="status 500"),
-    ]
-    (again,) = parse_records(encode(done).splitlines(), "records")
-    assert again.scrapes == done.scrapes
-    results = evaluate(merge([again]))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in as_text(results).splitlines()]
-    assert [TOKENS, "50", "increase"] in rows
-    assert ["yardstick_engine_wait_seconds", "0.25", "mean of 4"] in rows
-    assert "Not all reads of http://b/metrics succeeded (status 500)" in warnings(results)[0]
 
 
 @pytest.fixture
@@ -154,11 +136,6 @@ async def test_each_address_of_a_name_is_read() -> None:
         (2.0, entry, {}, "Name or service not known"),
     ]
     assert await scrapes.addresses("127.0.0.1") == ["127.0.0.1"]
-
-
-def test_series_are_bounded() -> None:
-    many = "# TYPE a gauge\n" + "".join(f'a{{b="{place}"}} 1\n' for place in range(scrapes.MOST_SERIES + 10))
-    assert len(parse("u", 0, many.encode()).gauges) == scrapes.MOST_SERIES
 
 
 def test_urls_are_checked() -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from loadgen.errors import LoadError
 from loadgen.scenario import Scenario, load
-from loadgen.search import LEAST_RATE, Found, Plan, as_json, rows, search, verdict, warnings
+from loadgen.search import LEAST_RATE, Found, Plan, search
 from loadgen.statistics import Results, evaluate
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
@@ -73,39 +72,6 @@ def test_every_bound_ends_the_search() -> None:
     assert server.now <= 400
     assert (found := Server(30, interrupt_at=3).search()).reason == "interrupted"
     assert (len(found.probes), found.rate) == (2, 2), "without the run that was interrupted"
-
-
-def test_what_cannot_be_searched() -> None:
-    def fails(says: str, *settings: str, **changed: Any) -> None:
-        given = {"start": 1.0, "most": 10.0, "tolerance": 0.05, "probes": 5, "seconds": 1000.0} | changed
-        with pytest.raises(LoadError, match=says):
-            search(load(None, settings), Plan(**given), "command", Server(1).measure)
-
-    fails("needs objectives")
-    fails("whose rate it changes", OBJECTIVE, "arrivals.kind=closed", "arrivals.clients=3")
-    fails("one run may take 90 s", OBJECTIVE, seconds=89)
-    fails("--start 0", OBJECTIVE, start=0)
-    fails("--start 11 and --most 10", OBJECTIVE, start=11)
-    fails("--start nan", OBJECTIVE, start=math.nan)
-    fails("--tolerance 0", OBJECTIVE, tolerance=0)
-    fails("--probes 0", OBJECTIVE, probes=0)
-
-
-def test_the_report() -> None:
-    found = Server(10).search(tolerance=0.5)
-    assert verdict(found) == "8 requests a second met the objectives, 11.31 did not (within the tolerance)"
-    table = list(rows(found))
-    assert [row[0] for row in table] == ["1", "2", "4", "8", "11.31", "16"]
-    assert [row[-1] for row in table] == ["met"] * 4 + ["missed: p99 <= 500ms"] * 2
-    told = json.loads(as_json(found))
-    assert (told["rate"], told["reason"]) == (8, "found")
-    assert [probe["rate"] for probe in told["probes"]][-2:] == [16, pytest.approx(11.31, abs=0.01)]
-    assert warnings(found) == []
-    late = found.probes[-2].results
-    late.total.values["lag_p99"] = 0.006
-    assert "At 16 requests a second the generator lagged" in warnings(found)[0]
-    none = Server(0).search(probes=1)
-    assert verdict(none).startswith("no rate met the objectives, 1 did not")
 
 
 PACE, SECONDS, BOUND = 0.02, 1.0, 0.15

@@ -1,9 +1,10 @@
-"""Bodies of requests: what the API's own types say about them, how much repeats, and that a seed repeats all."""
+"""Bodies of requests: what the API's own types say about them, how much repeats, and content of files."""
 
 from __future__ import annotations
 
 import json
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +15,10 @@ from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest
-from loadgen.arrivals import Constant, Share
-from loadgen.content import Content, Uniform
-from loadgen.maker import Order, make
-from loadgen.scenario import Scenario
+from loadgen.arrivals import Share
+from loadgen.content import Content, Data, Uniform
+from loadgen.errors import LoadError
+from loadgen.scenario import load
 from loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
 
 
@@ -37,13 +38,6 @@ def test_the_standard_workload() -> None:
     seen = [tuple(item) for document in (first, second) for item in document["items"]]
     assert len(set(seen)) == 20
     assert first["query"] != second["query"]
-
-
-@pytest.mark.parametrize("vocab_size", [2, 1000, 65_536, 151_936])
-def test_token_ids_fill_the_vocabulary(vocab_size: int) -> None:
-    tokens = [token for document in documents(Score(vocab_size=vocab_size), 20) for item in document["items"] for token in item]
-    assert 0 <= min(tokens) < 0.01 * vocab_size
-    assert 0.99 * (vocab_size - 1) <= max(tokens) < vocab_size
 
 
 WORKLOADS: list[tuple[AnyWorkload, type[msgspec.Struct]]] = [
@@ -101,10 +95,6 @@ def share_repeated(workload: Score, count: int = 600) -> tuple[float, float, flo
     return found[0] / count, found[1] / asked, found[2] / asked
 
 
-def test_nothing_repeats_unless_asked_for() -> None:
-    assert share_repeated(Score(query_length=8, item_length=8)) == (0, 0, 0)
-
-
 def test_shares_of_repeats() -> None:
     def shares(queries: float, items: float) -> tuple[float, float, float]:
         return share_repeated(Score(query_length=8, item_length=8, repeated_queries=queries, repeated_items=items))
@@ -127,15 +117,123 @@ def test_a_seed_repeats_everything_and_workers_differ() -> None:
         assert bodies(workload, 3)[0] != bodies(workload, 3, Share(1, 2))[0]
 
 
-def test_a_mix_is_drawn_by_weight() -> None:
-    scenario = Scenario(
-        duration_s=40,
-        arrivals=Constant(rate=100),
-        workloads=(Score(weight=3, items=2, query_length=1, item_length=1), Chat(prompt_length=1)),
-    )
-    dues = list(make(Order(scenario, Share())))
-    assert [due.scheduled for due in dues] == [place / 100 for place in range(4000)]
-    scores = [due for due in dues if due.workload == 0]
-    assert 2850 < len(scores) < 3150
-    assert all(due.items == 2 and b'"items"' in due.body for due in scores)
-    assert all(due.items == 0 and b'"messages"' in due.body for due in dues if due.workload == 1)
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "gpt", "value": "Welcome."}]},
+    {
+        "id": "b",
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "Hi “you”"},
+            {"from": "gpt", "value": "Hello."},
+            {"from": "human", "value": "Bye"},
+        ],
+    },
+    {"id": "c", "conversations": [{"from": "human", "value": "Why?"}]},
+]
+
+
+def write(folder: Path, *documents: Any) -> Data:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{document if isinstance(document, str) else json.dumps(document)}\n" for document in documents))
+    return Data(file=str(file))
+
+
+def asked(workload: AnyWorkload, count: int, share: Share | None = None) -> list[dict[str, Any]]:
+    return [json.loads(ask.body) for ask in islice(workload.asks(Content(0, share or Share(), 0), None), count)]
+
+
+def test_each_kind_takes_its_fields(tmp_path: Path) -> None:
+    pairs = write(tmp_path, {"query": "shoes", "items": [" red", " blue"], "id": 7}, "", {"query": [1, 2], "items": [[3], [4, 5]]})
+    first, second, third = asked(Score(data=pairs), 3)
+    assert (first["query"], first["items"]) == ("shoes", [" red", " blue"])
+    assert (second["query"], second["items"]) == ([1, 2], [[3], [4, 5]])
+    assert third == first, "from the beginning again"
+    assert [ask.items for ask in islice(Rerank(data=pairs).asks(Content(0, Share(), 0), None), 2)] == [2, 2]
+    assert asked(Rerank(data=pairs), 1)[0]["documents"] == [" red", " blue"]
+    assert asked(Embeddings(data=pairs), 1)[0]["input"] == [" red", " blue"]
+
+    prompts = write(tmp_path, {"prompt": "Hi"}, {"prompt": "Bye"})
+    assert [body["prompt"] for body in asked(Completions(data=prompts), 2)] == ["Hi", "Bye"]
+    assert [body["input"] for body in asked(Embeddings(data=prompts), 2)] == [["Hi"], ["Bye"]]
+    assert asked(Chat(data=prompts), 1)[0]["messages"] == [{"role": "user", "content": "Hi"}]
+
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    talk = write(tmp_path, {"messages": messages})
+    assert asked(Chat(data=talk), 1)[0]["messages"] == messages, "unchanged, as one request"
+    (ask,) = islice(Chat(data=talk, turns=5).asks(Content(0, Share(), 0), None), 1)
+    assert json.loads(ask.body)["messages"] == messages[:1]
+    assert ask.later == (b'"c"',), "the file's answers are left out, as the server gives its own"
+
+
+def test_conversations_of_sharegpt(tmp_path: Path) -> None:
+    file = tmp_path / "share.json"
+    file.write_text(json.dumps(SHAREGPT))
+    source = Data(file=str(file), format="sharegpt")
+    assert [body["prompt"] for body in asked(Completions(data=source), 3)] == ["Hi “you”", "Why?", "Hi “you”"]
+    system = {"role": "system", "content": "Be brief."}
+    one, two = islice(Chat(data=source, turns=2).asks(Content(0, Share(), 0), None), 2)
+    assert json.loads(one.body)["messages"] == [system, {"role": "user", "content": "Hi “you”"}]
+    assert (one.later, two.later) == ((b'"Bye"',), ())
+    (single,) = islice(Chat(data=source).asks(Content(0, Share(), 0), None), 1)
+    assert (json.loads(single.body)["messages"], single.later) == (json.loads(one.body)["messages"], ())
+
+
+def test_rows_in_order_a_random_choice_and_workers(tmp_path: Path) -> None:
+    source = write(tmp_path, *({"prompt": f"{number}"} for number in range(1000)))
+
+    def prompts(count: int, share: Share | None = None, **settings: Any) -> list[int]:
+        changed = Data(file=source.file, **settings)
+        return [int(body["prompt"]) for body in asked(Completions(data=changed), count, share)]
+
+    assert prompts(5, rows=3) == [0, 1, 2, 0, 1]
+    chosen = prompts(100, rows=100, sample=True)
+    assert len(set(chosen)) == 100
+    assert sum(number >= 500 for number in chosen) in range(30, 71), "from the whole file"
+    assert chosen != sorted(chosen)
+    assert prompts(100, rows=100, sample=True) == chosen, "the seed repeats it"
+    workers = [prompts(50, Share(index, 2), rows=100, sample=True) for index in (0, 1)]
+    assert [number for pair in zip(*workers, strict=True) for number in pair] == chosen
+
+
+WRONG = [
+    (Score(), ['{"query": "a", "items": ["b"]}', "", '{"query": "a"}'], "line 3: it has no `query` with `items`"),
+    (Rerank(), ['{"query": "a", "items": []}'], "line 1: it has no `query` with `items`"),
+    (Score(), ['{"query": 5}'], "line 1: Expected `str | array | null`, got `int` - at `$.query`"),
+    (Chat(), ['{"prompt": "a"}', '{"prompt": '], "line 2: Input data was truncated"),
+    (Chat(), ['{"text": "a"}'], "line 1: it has neither `messages` nor `prompt`"),
+    (Chat(turns=2), ['{"messages": [{"role": "system", "content": "a"}]}'], "line 1: its `messages` have none of the role `user`"),
+    (Completions(), ['{"prompt": ""}'], "line 1: it has no `prompt`"),
+    (Embeddings(), ["{}"], "line 1: it has neither `items` nor `prompt`"),
+    (Chat(), [], "has no row that this workload can use"),
+    (Chat(), ['{"prompt": "\ud800"}'.encode("utf-8", "surrogatepass").decode("latin-1")], "line 1"),
+]
+
+
+@pytest.mark.parametrize(("workload", "lines", "says"), WRONG)
+def test_a_wrong_row_is_named(tmp_path: Path, workload: AnyWorkload, lines: list[str], says: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(line.encode("latin-1") + b"\n" for line in lines))
+    settings = {name: getattr(workload, name) for name in workload.__struct_fields__} | {"data": Data(file=str(file))}
+    with pytest.raises(LoadError) as raised:
+        asked(type(workload)(**settings), 1)
+    assert str(raised.value).startswith(str(file))
+    assert says in str(raised.value)
+
+
+def test_a_file_lies_beside_its_scenario_and_keys_are_checked(tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text('[[workloads]]\nkind = "chat"\ndata = { file = "a.jsonl" }\n')
+    assert load(scenario).workloads[0].data == Data(file=str(tmp_path / "a.jsonl"))
+    for text, says in [
+        ('data = { file = "a", row = 5 }', "`workloads[0].data.row` is not a setting; did you mean `rows`?"),
+        ('data = { file = "a", rows = 0 }', "`workloads[0].data.rows`"),
+        ('data = { file = "a", format = "csv" }', "`workloads[0].data.format`"),
+        ('data = { file = "a" }\nprompts = ["b"]', "`prompts` does not go with `data`"),
+        ("turns = 101", "`turns` is above 100"),
+    ]:
+        scenario.write_text(f'[[workloads]]\nkind = "chat"\n{text}\n')
+        with pytest.raises(LoadError) as raised:
+            load(scenario)
+        assert says in str(raised.value)
+    with pytest.raises(LoadError, match="`repeated_items` do not go with `data`"):
+        load(None, ["workloads[0].data.file=a", "workloads[0].repeated_items=0.5"])

@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.collector import Collector, collecting
-from tests.processes import Pod, Program, free_port, wait_until
+from tests.processes import free_port, wait_until
 from tracing.setup import open_exporter
 from tracing.spans import Span
 
@@ -70,29 +69,3 @@ def test_a_trace_passes_through(url: str, behind: Collector) -> None:
     assert spans[1].attributes == {"gen_ai.request.model": "m", "yardstick.attempt": 2, "error.type": "engine_lost"}
     assert spans[1].events == ["first_token"]
     assert (spans[1].begin, spans[1].end) == (child.begin, child.end)
-
-
-@pytest.mark.slow
-def test_traces_of_gateway_and_engine_pass_through(url: str, behind: Collector, tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "tiny", "qwen3", num_hidden_layers=1)
-    pod = Pod(model, "--name", "tiny", "--tracing-endpoint", url)
-    pod.wait_ready()
-    gateway = Program("gateway", "--engine", pod.url, YARDSTICK_TRACING_ENDPOINT=url, YARDSTICK_TRACING_RATIO="0").wait_ready()
-    try:
-        wait_until(lambda: "yardstick_engines_ready 1" in gateway.client.get("/metrics").text, pause=0.05)
-        parent = {"traceparent": f"00-{0xDEF:032x}-00000000000000aa-01", "tracestate": "a=1"}
-        body = {"model": "tiny", "query": "Is it red?", "items": ["a", "b"], "labels": ["Yes"]}
-        gateway.client.post("/v1/score", json=body, headers=parent).raise_for_status()
-        spans = {span.name: span for span in behind.trace(f"{0xDEF:032x}", 9)}
-        for program in (gateway, pod):
-            assert "spans_dropped_total 0.0" in program.client.get("/metrics").text
-    finally:
-        gateway.close()
-        pod.close()
-    first, attempt, whole = (spans[name] for name in ("POST /v1/score", "gateway.attempt", "engine.score"))
-    assert [first.parent_id, attempt.parent_id, whole.parent_id] == [f"{0xAA:016x}", first.span_id, attempt.span_id]
-    assert [span.service for span in (first, whole)] == ["yardstick-gateway", "yardstick-engine"]
-    assert {span.parent_id for span in (spans["engine.queue"], spans["engine.prefill"])} == {whole.span_id}
-    assert first.begin <= attempt.begin <= whole.begin <= whole.end <= attempt.end <= first.end
-    assert (first.state, whole.state, whole.attributes["yardstick.rows"]) == ("a=1", "a=1", 2)
-    assert not any(span.failed for span in spans.values())

@@ -20,7 +20,6 @@ from benchmarks.engine.decode import DRAFTS, LOGPROBS, measure
 from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Store
-from benchmarks.engine.step import measure as measure_steps
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from engine.demo import MODELS
@@ -158,6 +157,7 @@ def test_every_setting_writes_all_texts(engine: Engine, name: str) -> None:
     assert 9 < found["steady_context"] < 19
 
 
+@pytest.mark.slow
 def test_the_command_continues_where_it_was_cut(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --requests 3 --prompt 5 --output 8 --slots 1024 --max-batched-tokens 32"
     command = ["decode", *sizes.split()]
@@ -223,6 +223,7 @@ def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: 
     assert "left out: openvino, float32" in (tmp_path / "out" / "tables.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
 def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
@@ -236,23 +237,7 @@ def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_measured_steps_are_full() -> None:
-    found = measure_steps(lambda: random_decoder(TINY), "float32", 400, 2)
-    assert found["tokens"] == 400
-    assert len(found["walls_ms"]) == 2
-    assert sum(kernel["ms"] for kernel in found["kernels"]) == pytest.approx(sum(found["kinds_ms"].values()))
-    products = next(kernel for kernel in found["kernels"] if kernel["name"] in ("aten::mm", "aten::addmm"))
-    assert products["launches"] >= 4 * TINY.num_layers
-    assert found["gap_ms"] == pytest.approx(found["wall_ms"] - found["busy_ms"])
-
-
-def test_adapters_are_a_part_of_the_steps() -> None:
-    found = measure_steps(lambda: random_decoder(TINY), "float32", 400, 1, adapters=2)
-    assert found["tokens"] == 400
-    products = next(kernel for kernel in found["kernels"] if kernel["name"] in ("aten::mm", "aten::addmm"))
-    assert products["launches"] > 4 * TINY.num_layers + 1
-
-
+@pytest.mark.slow
 def test_the_profile_measures_each_number_of_tokens_once(
     tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,13 +60,6 @@ def test_an_engine_is_killed(ingress: IngressProxy, release: Release):
         release.rolled_out(ENGINES)
 
 
-def test_an_engine_pod_is_torn_away(ingress: IngressProxy, release: Release):
-    with undisturbed(ingress, release):
-        release.delete_pod("yardstick-engine-1", grace_seconds=0)
-        time.sleep(5)
-        release.rolled_out(ENGINES)
-
-
 def test_more_engines_are_used_and_fewer_lose_nothing(ingress: IngressProxy, release: Release):
     with undisturbed(ingress, release):
         release.scale(ENGINES, 3)

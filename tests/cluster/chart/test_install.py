@@ -14,9 +14,8 @@ from kubernetes.client.exceptions import ApiException
 
 from tests.cluster.chart.conftest import VALUES
 from tests.cluster.chart.ingress import IngressProxy
-from tests.cluster.chart.kube import HelmError, Release, api, wait_for
+from tests.cluster.chart.kube import Release, api, wait_for
 from tests.cluster.chart.readme import commands, follow
-from tests.helm.chart import Values
 
 KINDS = [
     ("v1", "Pod"),
@@ -95,16 +94,6 @@ def test_pods_run_as_nobody_on_a_root_that_cannot_be_written(release: Release):
         assert release.run_in(pod, "id", "-u").strip() == "10001"
         assert "Read-only" in release.run_in(pod, "touch", "/opt/x")
     assert "No module named 'torch'" in release.run_in(gateway, "python", "-c", "import torch")
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"engine": {"modle": "x"}}, "modle.* not allowed"), ({"gateway": {"replicas": "two"}}, r"replicas.*\binteger\b")],
-)
-def test_wrong_values_are_refused(release: Release, values: Values, words: str):
-    with pytest.raises(HelmError, match=words):
-        Release(release.namespace, "wrong").install(values)
-    assert not [name for name in release.objects(*KINDS) if "wrong" in name]
 
 
 def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):

@@ -75,12 +75,6 @@ def test_a_job_tells_how_it_goes_and_its_log_is_the_run(release: Release, tmp_pa
     assert made["failures_by_kind"] == {}
 
 
-def test_a_missed_objective_fails_the_job(release: Release, tmp_path: Path):
-    apply(release, tmp_path, duration_s="4", warmup_s="0", objectives='["p50 <= 0.001ms"]')
-    release.job_ended(JOB, "Failed", 60)
-    assert "p50 <= 0.001ms" in release.log(LABEL)
-
-
 def test_the_chart_runs_a_load(release: Release, tmp_path: Path):
     """The Job of ``loadTest``, without a claim and a store: its log is the run."""
     scenario = (

@@ -50,28 +50,6 @@ def no_load_left(release: Release) -> Iterator[None]:
     wait_for(lambda: not release.pods("load"), 60, "its pods are gone")
 
 
-def run_load(release: Release, claim: str) -> str:
-    """Run the load test until its Job is complete; returns the Job's name."""
-    results = {"existingClaim": claim}
-    release.upgrade({"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "results": results}}, wait=False)
-    (job,) = release.batch.list_namespaced_job(release.namespace, label_selector=LOAD).items
-    release.job_ended(job.metadata.name, "Complete", 120)
-    return str(job.metadata.name)
-
-
-def test_results_are_kept_on_a_claim(release: Release, claim: Disk, tmp_path: Path) -> None:
-    job = run_load(release, claim.name)
-    kept = claim.files(job)
-    assert set(kept) == FILES
-    summary = json.loads(kept["summary.json"])
-    assert summary["requests"] > 2
-    assert summary["failures_by_kind"] == {}
-    assert "yardstick-load-records" not in release.log(LOAD), "the records are on the claim"
-    for name, content in kept.items():
-        (tmp_path / name).write_bytes(content)
-    assert again(tmp_path)["requests"] == summary["requests"]
-
-
 def test_workers_share_a_claim_and_start_together(release: Release, claim: Disk, tmp_path: Path) -> None:
     """The pods of an Indexed Job, made from its template one after another, because such Jobs need Kubernetes 1.21."""
     values = VALUES | {"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "workers": 2}}

@@ -74,7 +74,7 @@ def test_the_cuda_image_compiles_launchers_and_no_kernels_of_flashinfer() -> Non
     last = text.rpartition("\nFROM ")[2]
     assert re.search(r"apt-get install --yes --no-install-recommends gcc libc6-dev \$\{headers\}", last)
     assert not re.search(r"cuda-toolkit|nvidia-cuda-nvcc|cuda:", text)
-    assert text.index("USER 10001") < text.index("python -m engine.startup.image_check"), "as the user of the pods"
+    assert text.index("USER 10001") < text.index("python -m engine.server.image_check"), "as the user of the pods"
     assert "yardstick_flashinfer_modules-*.whl" in text
 
 

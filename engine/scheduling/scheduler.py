@@ -1,9 +1,9 @@
 """Fills each step with tokens, up to one budget that scoring and decoding share.
 
 Order within a tenant: running requests come first, in order of admission. Each decoding branch gets its one token; prompts and
-items get the rest of the budget. Waiting requests are admitted in the order of :func:`~engine.scheduling.flow.rank`, which is the
-time of arrival, corrected by priority. While there is a request with a priority other than 0, running requests get their tokens in
-this order too, and a waiting request is admitted before running prompts and items of a higher rank get theirs. A running request
+items get the rest of the budget. Waiting requests are admitted in the order of :func:`~engine.scheduling.fair_queue.rank`, which is
+the time of arrival, corrected by priority. While there is a request with a priority other than 0, running requests get their tokens
+in this order too, and a waiting request is admitted before running prompts and items of a higher rank get theirs. A running request
 that finds no free slot evicts from the prefix cache, then preempts the request that was admitted last; the preempted tokens are
 computed again later. A waiting request only evicts from the cache. So the request that was admitted first finds slots. Neither
 scoring nor decoding starves: every generated sequence gets its token in every step, and prompts and items get at least a
@@ -16,40 +16,76 @@ Between tenants, resources are divided by weight:
 - *Length of a step*: while several tenants share the engine, steps have a :data:`CONTENDED_SHARE` of the budget, because a new
   request waits for the step in progress, and a flood of requests fills every step.
 - *Running requests and slots*: a tenant takes them from requests of tenants that have more for their weight
-  (:mod:`engine.scheduling.preemption`), and leaves room for the others (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`).
+  (:mod:`engine.scheduling.allocation`), and leaves room for the others (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`).
 - *Queue places*: see :meth:`Scheduler.displace`.
 
 With one tenant none of these rules applies.
 
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
-:mod:`engine.scheduling.composer` and, for sequences that continue by one token, :mod:`engine.scheduling.decoding` add their tokens
-to the step, and :mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has slots of its own.
+:mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their
+slots. A length model has slots of its own.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from engine import wire
-from engine.batch import Batch, CandidatePass
-from engine.kvcache.prefix_cache import PrefixCache
-from engine.kvcache.slots import SlotPool
-from engine.requests.core import Branch, Request
+from engine.kvcache.prefix_cache import PrefixCache, SlotPool
+from engine.requests.batch import Batch, CandidatePass
+from engine.requests.core import Branch, ItemGroup, Request
 from engine.requests.generation import GenerateRequest
-from engine.requests.item_group import ItemGroup
 from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
-from engine.scheduling.composer import StepComposer
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.decoding import decode, decoding_branch
+from engine.scheduling.composer import StepComposer, decode, decoding_branch
 from engine.scheduling.drafting import Drafting, LookupSettings
-from engine.scheduling.fair_queue import FairQueue
-from engine.scheduling.flow import rank
-from engine.scheduling.wait_estimator import WaitEstimator
+from engine.scheduling.fair_queue import FairQueue, WaitEstimator, rank
 from engine.settings import RESERVED_SHARE
+
+FEW = 64
+
+
+class Deadlines:
+    """The requests that have a deadline. It refers to them by id, so that it keeps no request that has ended: most end long before
+    their deadline, and each has its prompt."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        """``requests``: those that have not ended, by id."""
+        self._requests = requests
+        self._heap: list[tuple[float, int, str]] = []
+        """Deadline, arrival and id."""
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        """Note the deadline of a request, if it has one."""
+        if request.expires is None:
+            return
+        heapq.heappush(self._heap, (request.expires, request.arrival, request.id))
+        if len(self._heap) > 2 * len(self._requests) + FEW:
+            self._heap = [entry for entry in self._heap if self._of(entry) is not None]
+            heapq.heapify(self._heap)
+
+    def passed(self, now: float) -> list[Request]:
+        """Forget the deadlines at ``now`` or before, and return their requests."""
+        late = []
+        while self._heap and self._heap[0][0] <= now:
+            request = self._of(heapq.heappop(self._heap))
+            if request is not None:
+                late.append(request)
+        return late
+
+    def _of(self, entry: tuple[float, int, str]) -> Request | None:
+        """The request of an entry; None if it has ended. A later request may have its id."""
+        _, arrival, request_id = entry
+        request = self._requests.get(request_id)
+        return request if request is not None and request.arrival == arrival else None
+
 
 PREFILL_SHARE = CONTENDED_SHARE = 0.25
 """Part of the budget for prompts and items, and the part that a step has while several tenants share the engine."""

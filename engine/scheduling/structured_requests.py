@@ -14,8 +14,7 @@ from engine.requests.core import Branch, Request
 from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Scheduler
 from engine.structured.compiler import Compiler, NoRoomError
-from engine.structured.constraint import Constraint, GrammarError
-from engine.structured.masks import MaskThreads
+from engine.structured.constraint import Constraint, GrammarError, MaskThreads
 from engine.structured.vocabulary import Vocabulary
 
 NO_ROOM = "The grammars in use take all the memory that the engine has for them; try again later."

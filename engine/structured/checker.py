@@ -1,7 +1,7 @@
 """Compiles each new grammar in a child process first, which is ended when it takes too much time or memory.
 
 llguidance cannot be interrupted, its limits do not bound all of its work (``multipleOf`` with a large number compiles for minutes),
-and the heap of an engine keeps freed memory (:mod:`engine.serving.environment`). Therefore a process that has only the vocabulary,
+and the heap of an engine keeps freed memory (:mod:`engine.server.loop_client`). Therefore a process that has only the vocabulary,
 ``python -m engine.structured.checker SOCKET``, forks a child for each grammar. The engine compiles what its child could compile.
 """
 

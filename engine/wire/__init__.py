@@ -28,37 +28,55 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 
 from __future__ import annotations
 
-from engine.wire.adapters import ADAPTER_NAME, Adapter, Adapters, LoadAdapter, UnloadAdapter
-from engine.wire.common import ADAPTERS_HEADER, MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
-from engine.wire.frames import MAX_FRAME, MEDIA_TYPE, FrameReader, Reply, Request, encode, pack_frame
-from engine.wire.generation import (
-    MAX_DRAFT_TOKENS,
-    MAX_NGRAM,
-    PROMPT_PART,
-    Delta,
-    DraftOptions,
-    FinishReason,
-    Generate,
-    Logprobs,
-    prompt_parts,
+import struct
+
+import msgspec
+
+from engine.wire.common import (
+    ADAPTER_NAME,
+    ADAPTERS_HEADER,
+    IMAGE_TOKENS,
+    MAX_IMAGES,
+    MODEL_HEADER,
+    STATUS_OF_CODE,
+    Abort,
+    Adapter,
+    Adapters,
+    Caller,
+    ErrorCode,
+    Failed,
+    Image,
+    LoadAdapter,
+    UnloadAdapter,
+    VisionInfo,
+    image_digest,
+    pack_ids,
 )
-from engine.wire.ids import pack_ids
-from engine.wire.images import IMAGE_TOKENS, MAX_IMAGES, Image, VisionInfo, image_digest
-from engine.wire.sampling import (
+from engine.wire.generation import (
     CONTROL_TOKEN,
     GRAMMAR_BOUNDS,
     GRAMMAR_LIMITS,
     MAX_BAD_TOKENS,
+    MAX_DRAFT_TOKENS,
     MAX_GRAMMAR_BYTES,
+    MAX_NGRAM,
     NEUTRAL_SCALE,
+    PROMPT_PART,
     SMALLEST_VALUE,
+    Delta,
+    DraftOptions,
+    FinishReason,
+    Generate,
     GrammarLimits,
+    GrammarVocabulary,
     GuidanceMode,
     LengthConstraint,
     LengthGuidance,
+    Logprobs,
     Sampling,
     Thinking,
     ThinkingLimit,
+    prompt_parts,
 )
 from engine.wire.scoring import (
     Classes,
@@ -73,7 +91,6 @@ from engine.wire.scoring import (
     row_length,
 )
 from engine.wire.server import AttentionChoice, Info, Limits, Stats, TokenizerFiles, served_name
-from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
     "ADAPTERS_HEADER",
@@ -142,3 +159,54 @@ __all__ = [
     "row_length",
     "served_name",
 ]
+
+Request = Score | ScoreItems | Generate | Abort
+Reply = Scored | Delta | Failed
+_LENGTH = struct.Struct("<I")
+MAX_FRAME = 1 << 30
+MEDIA_TYPE = "application/msgpack"
+"""Type of every body of the contract."""
+_encoder = msgspec.msgpack.Encoder()
+_reply = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def pack_frame(message: msgspec.Struct) -> bytes:
+    """One message as a length-prefixed frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into :data:`Reply` messages, whatever the chunks it arrives in."""
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        """``max_frame``: most bytes of a message."""
+        self._max_frame = max_frame
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Reply]:
+        """Return the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
+        if not self._buffer and 0 < int.from_bytes(chunk[:4], "little") == len(chunk) - 4:
+            return [_reply.decode(chunk[4:])]  # one message, as nearly always
+        replies: list[Reply] = []
+        self._buffer += chunk
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self._max_frame:
+                raise msgspec.DecodeError(f"frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            replies.append(_reply.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return replies
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an incomplete message; not 0 at the end of a stream means that it was cut off."""
+        return len(self._buffer)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.wire.common import Caller
-from engine.wire.images import Image
+from engine.wire.common import Caller, Image
 from engine.wire.server import Info
 
 
@@ -60,7 +59,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     priority: int = 0
     """Lower runs earlier among the requests of one tenant; equal priorities run in order of arrival. A priority never moves a
     request ahead of another tenant's requests. Requests age: one of priority p is served like one of priority 0 that came p times
-    5 seconds later (:data:`engine.scheduling.flow.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
+    5 seconds later (:data:`engine.scheduling.fair_queue.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
     deadline: float | None = None
     """Seconds from receipt until the request expires; items that are not computed by then are dropped."""
     caller: Caller = Caller()
@@ -74,7 +73,7 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     """Read ``readout`` after each prompt ``item + query``, without decoding.
 
     Each item is a prefix of its own that stays in the prefix cache, so a later query computes only its own tokens. The query is the
-    branch of each item and has at least one token; an item may be empty. Token ids of items are packed (:mod:`engine.wire.ids`),
+    branch of each item and has at least one token; an item may be empty. Token ids of items are packed (:mod:`engine.wire.common`),
     because a message has tens of thousands of them.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.wire.images import VisionInfo
+from engine.wire.common import VisionInfo
 
 
 class Limits(msgspec.Struct, frozen=True):

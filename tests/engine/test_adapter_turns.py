@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling import adapter_turns
-from engine.scheduling.adapter_turns import TURN, AdapterTurns
+from engine.scheduling.allocation import TURN, AdapterTurns
 
 
 def request(digest: str | None) -> Any:
@@ -23,23 +22,6 @@ def step(turns: AdapterTurns, digests: str) -> str:
     return "".join(digest for digest, each in zip(digests, requests, strict=True) if turns.takes(each))
 
 
-def test_an_engine_without_adapters_takes_requests_without_one() -> None:
-    turns = AdapterTurns()
-    turns.begin([request(None)])
-    assert turns.takes(request(None))
-
-
-def test_up_to_the_limit_nothing_is_restricted() -> None:
-    turns = AdapterTurns(3)
-    for _ in range(3 * TURN):
-        assert step(turns, "abc") == "abc"
-    turns.begin([request("a")])
-    assert [turns.takes(request(digest)) for digest in "abcd"] == [True, True, True, False], "later requests take what is left"
-    assert turns.takes(request(None))
-    turns.begin([request("d")])
-    assert turns.takes(request("d")), "each step begins anew"
-
-
 def test_adapters_take_turns_of_some_steps() -> None:
     turns = AdapterTurns(2)
     taken = [step(turns, "abcde") for _ in range(50 * TURN)]
@@ -48,31 +30,6 @@ def test_adapters_take_turns_of_some_steps() -> None:
     assert taken[2 * TURN : 3 * TURN] == ["ae"] * TURN, "the one that never had a turn comes before the one whose turn ended first"
     for digest in "abcde":
         assert sum(digest in each for each in taken) == 20 * TURN, "as many steps for each"
-
-
-def test_requests_without_an_adapter_never_wait() -> None:
-    turns = AdapterTurns(1)
-    for _ in range(3 * TURN):
-        turns.begin([request("a"), request("b"), request(None)])
-        assert turns.takes(request(None))
-
-
-def test_an_adapter_without_requests_gives_up_its_turn() -> None:
-    turns = AdapterTurns(2)
-    assert step(turns, "abc") == "ab"
-    assert step(turns, "bcd") == "bc", "b goes on, c has waited"
-    for _ in range(TURN - 2):
-        assert step(turns, "bcd") == "bc"
-    assert step(turns, "bcd") == "cd"
-    assert step(turns, "cd") == "cd"
-    assert step(turns, "ecd") == "ed", "turns go on through a step without a restriction"
-
-
-def test_a_request_that_comes_within_the_step_waits_for_a_turn() -> None:
-    turns = AdapterTurns(2)
-    assert step(turns, "abc") == "ab"
-    assert not turns.takes(request("new"))
-    assert turns.takes(request("a")), "another request for an adapter in turn"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,11 +49,3 @@ def test_every_adapter_is_served_after_a_bounded_number_of_steps(seed: int) -> N
         for name in names:
             waited[name] = 0 if name in taken or name not in wanted else waited[name] + 1
             assert waited[name] <= TURN * -(-count // most)
-
-
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_turns, "REMEMBERED", 5)
-    turns = AdapterTurns(1)
-    for number in range(100):
-        turns.begin([request(f"{number}"), request(f"{number + 1}")])
-    assert len(turns._ended) <= 5

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import set_threads
-from engine.device import cgroup
+from engine.loop.build import set_threads
+from engine.runner import machine as cgroup
 from engine.settings import EngineSettings
 
 GIB = 1 << 30
@@ -72,11 +72,6 @@ def test_where_there_is_no_limit(files: str, tmp_path: Path, of_self: Path) -> N
     write(tmp_path / "cgroup", UNLIMITED[files])
     assert cgroup.cores(tmp_path / "cgroup", of_self) == math.inf
     assert cgroup.free_memory(tmp_path / "cgroup", of_self) == math.inf
-
-
-def test_this_machine_can_be_read() -> None:
-    assert cgroup.cores() > 0
-    assert cgroup.free_memory() > 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device.cuda_graphs import STREAMS, CudaCapture
+from engine.runner.graphs import STREAMS, CudaCapture
 
 GPU = torch.device("cuda", 0)
 
@@ -130,51 +130,6 @@ def failing(work: Any) -> Any:
         return output
 
     return run
-
-
-def test_a_failed_capture_does_not_free_what_earlier_graphs_use(cuda: FakeCuda) -> None:
-    capture = CudaCapture(GPU)
-    captured = capture(cuda.product)
-    with pytest.raises(torch.OutOfMemoryError):
-        capture(failing(cuda.product))
-    gc.collect()
-    captured.replay()
-
-
-@pytest.mark.parametrize("leaves_pool", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_a_failed_capture_restores_the_stream_and_others_can_follow(cuda: FakeCuda, leaves_pool: bool) -> None:
-    cuda.breaks, cuda.leaves_pool = True, leaves_pool
-    with pytest.raises(RuntimeError, match="previous error"):
-        CudaCapture(GPU)(cuda.product)
-    assert cuda.current == 0
-    cuda.breaks = False
-    CudaCapture(GPU)(cuda.product).replay()
-
-
-def test_captures_that_are_gone_do_not_free_what_others_use(cuda: FakeCuda) -> None:
-    """Torch has handed out the stream of the first one several times by then."""
-    capture = CudaCapture(GPU)
-    captured = capture(cuda.product)
-    for _ in range(3 * STREAMS):
-        CudaCapture(GPU)(cuda.product)
-        gc.collect(0)
-        captured.replay()
-
-
-def test_there_are_no_more_captures_than_streams(cuda: FakeCuda) -> None:
-    captures = [CudaCapture(GPU) for _ in range(STREAMS)]
-    with pytest.raises(RuntimeError, match="32 streams"):
-        CudaCapture(GPU)
-    del captures[5]
-    CudaCapture(GPU)
-
-
-def test_no_garbage_is_collected_during_a_capture(cuda: FakeCuda) -> None:
-    enabled = []
-    CudaCapture(GPU)(lambda: enabled.append(gc.isenabled()) or cuda.product())
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaCapture(GPU)(failing(cuda.product))
-    assert [*enabled, gc.isenabled()] == [True, False, True]
 
 
 @pytest.mark.gpu

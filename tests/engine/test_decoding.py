@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine import wire
-from engine.batch import Batch
 from engine.ints import Ints
-from engine.kvcache.slots import SlotPool
+from engine.kvcache.prefix_cache import SlotPool
+from engine.requests.batch import Batch
 from engine.requests.core import Branch, Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
 from engine.scheduling import scheduler as scheduling

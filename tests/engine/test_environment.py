@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.serving.environment import HUGE_PAGES, IDLE_THREADS, MALLOC, PRODUCTS, with_defaults
+from engine.server.loop_client import HUGE_PAGES, IDLE_THREADS, MALLOC, PRODUCTS, with_defaults
 
 
 def test_idle_threads_sleep() -> None:

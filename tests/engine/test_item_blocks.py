@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from engine import wire
-from engine.batch import Batch
-from engine.kvcache.prefix_cache import PrefixCache
-from engine.replies.counters import Counters
-from engine.replies.item_results import ItemResults
-from engine.requests.core import Branch, Request
-from engine.requests.item_group import ItemBlock, ItemGroup
+from engine.loop.loop import ItemResults
+from engine.loop.replies import Counters
+from engine.requests.batch import Batch
+from engine.requests.core import Branch, ItemBlock, ItemGroup, Request
 from engine.scheduling import admission
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check
-from tests.engine.test_scheduler import drain, generate, items, make, settle, take
+from tests.engine.test_scheduler import drain, items, make, settle, take
 
 LENGTH = 10
 
@@ -58,18 +56,6 @@ def test_cached_items_start_together_before_the_others() -> None:
     assert (group.cached_items, group.cached_tokens, group.computed_tokens) == (8, 8 * LENGTH + 2 * 3, batch.tokens)
 
 
-def test_misses_evict_no_item_of_their_message() -> None:
-    """There is room for 10 items. The six cached ones come last in the message, and were not used for longest."""
-    scheduler, contents = make(slots=10 * LENGTH + 12, tokens=1000), SlotContents()
-    known = [[token, *range(100, 100 + LENGTH - 1)] for token in range(20)]
-    warm(scheduler, known[:6], contents)
-    warm(scheduler, known[6:10], contents)
-    group = items("a", known[10:14] + known[:6], [7])
-    scheduler.add(group)
-    drain(scheduler, contents=contents)
-    assert group.cached_items == 6
-
-
 @pytest.mark.parametrize("tokens", [12, 40])
 def test_misses_evict_no_item_of_a_message_of_several_steps(tokens: int) -> None:
     """As above, with more misses before the cached items than a step has tokens."""
@@ -84,26 +70,6 @@ def test_misses_evict_no_item_of_a_message_of_several_steps(tokens: int) -> None
     take(scheduler, batch, None, contents)
     drain(scheduler, contents=contents)
     assert group.cached_items == 6
-
-
-def test_the_items_of_a_message_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the first ones: other requests may compute them meanwhile."""
-    scheduler, contents = make(slots=4000, tokens=100), SlotContents()
-    known, new = catalogue(10), [[token] * LENGTH for token in range(300)]
-    warm(scheduler, known, contents)
-    looked_up = 0
-    find = PrefixCache.find
-
-    def counted(*given: Any) -> Any:
-        nonlocal looked_up
-        looked_up += 1
-        return find(*given)
-
-    monkeypatch.setattr(PrefixCache, "find", counted)
-    scheduler.add(items("a", new + known, [7] * 5))
-    drain(scheduler, contents=contents)
-    most = 100 // 5
-    assert looked_up <= 310 + most * (300 * (LENGTH + 5) // 100 + 2)
 
 
 def test_the_budget_cuts_a_group_and_its_rest_waits_by_rank() -> None:
@@ -126,22 +92,6 @@ def test_the_budget_cuts_a_group_and_its_rest_waits_by_rank() -> None:
     assert group.computed_tokens == 24
 
 
-def test_a_block_is_as_large_as_the_slots_allow() -> None:
-    scheduler, contents = make(slots=100, tokens=64), SlotContents()
-    known = catalogue(6)
-    warm(scheduler, known, contents)
-    scheduler.add(generate("writer", [5] * 31, max_tokens=20))
-    take(scheduler, scheduler.schedule(), lambda: 3, contents)
-    scheduler.add(group := items("a", known, [7] * 6))
-    batch = scheduler.schedule()
-    check(scheduler)
-    assert blocks(scheduler)
-    assert sum(len(block.items) for block in blocks(scheduler)) < 6
-    take(scheduler, batch, lambda: 3, contents)
-    drain(scheduler, contents=contents)
-    assert group.left == 0
-
-
 def test_blocks_leave_the_reserve() -> None:
     scheduler = make(slots=200, tokens=1000)
     known = [[token] * LENGTH for token in range(14)]
@@ -152,33 +102,6 @@ def test_blocks_leave_the_reserve() -> None:
     held = scheduler.cache.held_item_tokens + scheduler._allocator.other_item_tokens
     assert len(batch.segments) == 150 // (LENGTH + 5)
     assert held == 150, "a quarter of the slots is left to others"
-
-
-@pytest.mark.parametrize("keep_prefix", [True, False])
-def test_what_runs_ends_with_its_group(keep_prefix: bool) -> None:
-    scheduler = make(slots=400, tokens=25)
-    known = catalogue(10)
-    warm(scheduler, known)
-    caller = wire.Caller(keep_prefix=keep_prefix)
-    scheduler.add(group := items("a", [*known, *catalogue(9)], [4, 5], caller=caller))
-    batch = scheduler.schedule()
-    assert group.waiting
-    scheduler.remove(group)
-    check(scheduler)
-    assert all(segment.branch.done for segment in batch.segments if segment.branch is not None)
-    assert scheduler.idle
-    scheduler.cache.clear()
-    assert scheduler.pool.available == scheduler.pool.size
-
-
-def test_a_failed_step_ends_the_group_once() -> None:
-    scheduler = make(slots=400, tokens=25)
-    known = catalogue(10)
-    warm(scheduler, known)
-    scheduler.add(group := items("a", [*known, *catalogue(9)], [4, 5]))
-    assert scheduler.fail(scheduler.schedule()) == [group]
-    check(scheduler)
-    assert scheduler.pool.available == scheduler.pool.size
 
 
 def test_a_block_is_composed_as_its_items_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run

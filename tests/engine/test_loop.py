@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.device.transfer import Download
-from engine.loop import Loop
-from engine.readouts.labels import LabelReadout
-from engine.readouts.logprobs import join_logprobs
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.transfer import Download
+from engine.runner.readouts.draws import join_logprobs
+from engine.runner.readouts.scores import LabelReadout
 from engine.runner.runner import DeviceLost, PendingStep
 from engine.settings import EngineSettings
 from engine.wire import generation

@@ -15,15 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.lora import config
-from engine.lora.errors import AdapterError
-from engine.lora.layout import Layout
-from engine.lora.manager import LoraManager
-from engine.lora.reader import AdapterReader
-from engine.lora.registry import AdapterRegistry
+from engine.loop.build import build_loop
 from engine.models.config import load_config
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
+from engine.models.lora import config
+from engine.models.lora.config import AdapterError
+from engine.models.lora.reader import AdapterReader
+from engine.models.lora.registry import AdapterRegistry, LoraManager
+from engine.models.lora.slots import Layout
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from engine.lora import config
-from engine.lora.errors import AdapterError
-from engine.lora.patterns import MAX_CHARACTERS, PatternError, Patterns
+from engine.models.lora import config
+from engine.models.lora.config import MAX_CHARACTERS_OF_ONE, AdapterError, PatternError, Patterns
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
 MODULES = [f"model.layers.{layer}.{projection}" for layer in (0, 1, 9, 10, 21, 100) for projection in PROJECTIONS]
@@ -121,7 +120,7 @@ def test_no_pattern_takes_long(pattern: str, key: str) -> None:
         ("é", "ASCII"),
         ("\ud800", "ASCII"),
         ("", "0 characters"),
-        ("a" * (MAX_CHARACTERS + 1), "513 characters"),
+        ("a" * (MAX_CHARACTERS_OF_ONE + 1), "513 characters"),
     ],
 )
 def test_other_patterns_are_refused(pattern: str, words: str) -> None:

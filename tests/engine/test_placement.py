@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.distributed import placement
-from engine.distributed.placement import device_of
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
+from engine.runner import machine as placement
+from engine.runner.machine import device_of
 from engine.settings import EngineSettings
 
 

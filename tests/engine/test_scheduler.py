@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.kvcache.slots import SlotPool
-from engine.replies.counters import Counters
-from engine.replies.item_results import ItemResults
-from engine.requests.core import NOBODY, Branch, Request, ScoringRequest
+from engine.kvcache.prefix_cache import SlotPool
+from engine.loop.loop import ItemResults
+from engine.loop.replies import Counters
+from engine.requests.core import NOBODY, Branch, ItemGroup, ScoringRequest
 from engine.requests.generation import GenerateRequest
-from engine.requests.item_group import ItemGroup
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.depth import seeds
 from tests.engine.integrity import SlotContents, check
@@ -90,47 +88,6 @@ def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = 
         take(scheduler, batch, draw, contents, decided)
         check(scheduler)
     raise AssertionError("the requests never ended")
-
-
-def test_query_and_items_go_through_in_one_step():
-    scheduler = make(tokens=100)
-    scheduler.add(score("a", [1, 2, 3], [4, 5], [6], [7, 8]))
-    batch = scheduler.schedule()
-    assert [len(segment.tokens) for segment in batch.segments] == [3, 2, 1, 2]
-    assert [len(segment.context) for segment in batch.segments] == [3, 5, 4, 5]
-    SlotContents().compute(batch)
-    settle(scheduler, batch, None)
-    assert scheduler.pool.available == scheduler.pool.size - 3  # the items' slots are free at once, the query's are kept
-    check(scheduler)
-
-
-def test_a_known_query_is_not_computed_again():
-    scheduler, contents = make(tokens=100), SlotContents()
-    for name in "ab":
-        request = score(name, [1, 2, 3], [4, 5])
-        scheduler.add(request)
-        drain(scheduler, contents=contents)
-    assert request.cached_tokens == 3
-    assert request.computed_tokens == 2
-
-
-def test_requests_of_one_step_share_a_query():
-    scheduler = make(tokens=100)
-    first, second = score("a", [1, 2, 3, 4], [5]), score("b", [1, 2, 9], [5])
-    scheduler.add(first)
-    scheduler.add(second)
-    batch = scheduler.schedule()
-    assert (first.computed_tokens, second.cached_tokens, second.computed_tokens) == (5, 2, 2)
-    SlotContents().compute(batch)
-    check(scheduler)
-
-
-def test_n_sequences_share_the_prompt():
-    scheduler = make(tokens=100)
-    request = generate("a", list(range(20)), n=4)
-    scheduler.add(request)
-    assert scheduler.schedule().tokens == 19 + 4
-    assert request.reserve == 4
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decoding():
@@ -252,18 +209,6 @@ def test_late_work_is_dropped_before_it_is_computed():
     assert scheduler.requests == [written, computed]
 
 
-def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
-    """Gateways give each message one of ten minutes, and a request has its prompt."""
-    scheduler = make()
-    for number in range(200):
-        scheduler.add(score(f"kept {number}", [5, 6, 7], [4], deadline=600.0))
-        settle(scheduler, scheduler.schedule(), None)
-    assert not scheduler.requests
-    gc.collect()
-    assert not [found for found in gc.get_objects() if isinstance(found, Request) and found.id.startswith("kept ")]
-    assert len(scheduler._deadlines) < 100
-
-
 def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
     clock = Clock()
     scheduler = make(clock=clock)
@@ -275,16 +220,6 @@ def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
     assert scheduler.expire() == []
     clock.now = 5.0
     assert scheduler.expire() == [later]
-
-
-def test_a_failed_step_leaves_nothing_behind():
-    scheduler = make(tokens=8)
-    scheduler.add(generate("a", [1, 2, 3]))
-    settle(scheduler, scheduler.schedule(), lambda: 4)
-    scheduler.add(score("b", [1, 2, 9], [5]))
-    failed = scheduler.fail(scheduler.schedule())
-    assert [request.id for request in failed] == ["a", "b"]
-    assert scheduler.pool.available == scheduler.pool.size
 
 
 def items(name: str, given: list[list[int]], query: list[int], now: float = 0.0, **extra) -> ItemGroup:

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from engine.distributed.placement import warn_of_slow_dtype
+from engine.runner.machine import warn_of_slow_dtype
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.models.config import load_config
 from engine.models.decoder import Decoder
-from engine.runner import step_threads as module
-from engine.runner.step_threads import MOST_PRODUCTS, StepThreads, step_threads
+from engine.runner import machine as module
+from engine.runner.machine import MOST_PRODUCTS, StepThreads, step_threads
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import GAMMA, make_lenvm_checkpoint
@@ -100,21 +100,6 @@ def test_a_length_model_that_is_larger_than_the_model(
     torch.set_num_threads(THREADS)
     build(checkpoint, lenvm_model=str(length), lenvm_gamma=GAMMA)
     assert torch.get_num_threads() == THREADS, "even one token of the length model is a large step"
-
-
-@pytest.mark.usefixtures("small_and_large")
-def test_a_large_step_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    loop = build(checkpoint)
-
-    def failing(*_: object) -> None:
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "forward", failing)
-        (failed,) = run(loop, SCORE)
-    assert isinstance(failed, wire.Failed)
-    assert "MemoryError: no room" in caplog.text
-    assert isinstance(run(loop, SCORE, checked=True)[0], wire.Scored)
 
 
 def test_models_of_which_all_steps_are_shared(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import wire
-from engine.serving import metrics
+from engine.server import metrics
 from gateway.metrics.collectors import KeySample
 from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one

@@ -55,7 +55,7 @@ def test_the_demo_model_stays_what_it_is(base, monkeypatch):
 def test_a_model_that_is_wrong_shows(base, monkeypatch):
     """Scales that are forgotten are not within the bounds."""
     monkeypatch.setattr(
-        "engine.models.fp8.scaled_linear", lambda x, _, weight, scales, bias, dtype: x.to(dtype) @ weight.to(dtype).T
+        "engine.models.formats.fp8.scaled_linear", lambda x, _, weight, scales, bias, dtype: x.to(dtype) @ weight.to(dtype).T
     )
     monkeypatch.setattr(accuracy, "FORMATS", (Format("float32"), Format("float32", "fp8")))
     cost = accuracy.costs(base, demo_material(QUICK), QUICK)["float32, FP8"]

@@ -14,14 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import build
-from engine.attention.branches import FixedBranches
-from engine.lenvm import graphs
-from engine.lenvm.counted import Needs, counted_view, pack
-from engine.lenvm.graphs import PassGraphs
-from engine.lenvm.parts import equal_parts
+from engine.loop import build
 from engine.models.lenvm import load_lenvm
-from engine.scheduling.scheduler import Budget
+from engine.runner.attention.base import FixedBranches
+from engine.runner.lenvm import graphs
+from engine.runner.lenvm.graphs import Needs, PassGraphs, pack_needed
 from kernels.candidates import Candidates
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.lenvm.plain import Plain
@@ -36,7 +33,6 @@ from tests.engine.lenvm.test_pass_graphs import (  # noqa: F401 (fixtures)
     short_chunks,
 )
 from tests.engine.lenvm.writing import guidance, guided, run, some_tokens, tokens_of, verify
-from tests.engine.recording import Recorder
 
 
 def found_of(rng: random.Random, rows: int, columns: int, device: torch.device) -> tuple[Candidates, list[int]]:
@@ -45,46 +41,6 @@ def found_of(rng: random.Random, rows: int, columns: int, device: torch.device) 
     counts = [rng.randint(1, limit) for limit in most]
     ids = torch.arange(rows * columns, device=device).view(rows, columns) % VOCAB_SIZE
     return Candidates(ids, torch.zeros_like(ids, dtype=torch.float32), torch.tensor(counts, device=device)), most
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_needed_branches_lie_side_by_side(seed: int, device: torch.device) -> None:
-    rng = random.Random(seed)
-    columns, rows = rng.choice((8, 64)), rng.randint(1, 12)
-    found, most = found_of(rng, rows, columns, device)
-    parts = equal_parts(most, columns)
-    undecided = [rng.random() < 0.5 for _ in range(rows)]
-    drawn, lengths = [rng.randrange(count) for count in found.counts.tolist()], [rng.randint(1, 99) for _ in range(rows)]
-    width = int(parts.branches[0])
-    packed = pack(
-        found,
-        torch.tensor(undecided, device=device),
-        torch.tensor(drawn, device=device).unsqueeze(1),
-        torch.tensor(lengths, device=device),
-        torch.from_numpy(parts.rows).to(device),
-        torch.from_numpy(parts.first).to(device),
-        width,
-    )
-    needed = [
-        (row, column)
-        for row, count in enumerate(found.counts.tolist())
-        for column in (range(count) if undecided[row] else [drawn[row]])
-    ]
-    assert packed.total.tolist() == [len(needed)]
-    room = len(packed.tokens)
-    assert room == len(packed.positions) == len(parts.rows) * width
-    assert packed.tokens.tolist() == [int(found.ids[place]) for place in needed] + [0] * (room - len(needed))
-    assert packed.positions.tolist() == [lengths[row] for row, _ in needed] + [0] * (room - len(needed))
-    expected = torch.full((rows, columns), room)
-    for branch, place in enumerate(needed):
-        expected[place] = branch
-    assert torch.equal(packed.branch_of.cpu(), expected)
-    owners: list[int] = []
-    for row, start, count in zip(parts.rows.tolist(), packed.starts.tolist(), packed.counts.tolist(), strict=True):
-        assert count == 0 or start == len(owners)
-        assert count <= width
-        owners += [row] * count
-    assert owners == [row for row, _ in needed]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +70,7 @@ def test_a_counted_pass_computes_what_the_full_pass_does(
         undecided = torch.tensor(alive, device=device)
         drawn = torch.tensor([[rng.randrange(count)] for count in found.counts.tolist()], device=device)
         each, zero = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
-        packed = pack(found, undecided, drawn, torch.tensor(lengths, device=device), each, zero, width)
+        packed = pack_needed(found, undecided, drawn, torch.tensor(lengths, device=device), each, zero, width)
         full, theirs = launched(model, kv, prefixes, width, found.ids.flatten(), found.counts)
         parts = passes.counted_bucket(prefixes, width)
         assert parts == min(size for size in buckets if size >= rows)
@@ -152,64 +108,6 @@ def test_which_passes_are_counted(
     assert passes.counted_bucket([np.zeros(len(attention._tables), np.int32)] * least, 5) is None
 
 
-def test_larger_buckets_hold_a_bounded_number_of_candidates(
-    checkpoints,  # noqa: F811
-    capture,  # noqa: F811
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Passes over needed candidates have buckets beyond those of other passes, as far as memory is held for them."""
-    monkeypatch.setattr(graphs, "LEAST_BRANCHES", 0)
-    monkeypatch.setattr(graphs, "MOST_COUNTED", 40)
-    kv = filled(load_lenvm(checkpoints[1]).to(device))
-    passes = PassGraphs(load_lenvm(checkpoints[1]).to(device), [FixedBranches(kv, 8, width) for width in (5, 8)], capture, (2,))
-    assert passes.add_counted((2, 5, 8, 16))
-    assert passes.kept.keys.shape[1] == 40
-    assert sorted(passes._counted.buckets) == [(2, 5), (2, 8), (5, 5), (5, 8), (8, 5)]
-    one = np.arange(4, dtype=np.int32)
-    assert passes.bucket(8) is None
-    assert passes.counted_bucket([one] * 7, 5) == 8
-    assert passes.counted_bucket([one] * 7, 8) is None
-
-
-@pytest.mark.parametrize(
-    ("running", "tokens", "expected"),
-    [
-        (256, 8192, [64, 128, 256]),
-        (800, 8192, [64, 128, 256, 512, 800]),
-        (300, 8192, [64, 128, 256, 512]),
-        (2000, 8192, [64, 128, 256, 512, 800]),
-        (800, 512, [64, 128, 256, 512]),
-        (1, 8192, [64, 128, 256]),
-    ],
-)
-def test_large_buckets_are_captured_where_as_many_requests_run(running: int, tokens: int, expected: list[int]) -> None:
-    assert build._counted_parts(Budget(tokens, running), graphs.PARTS[-1]) == expected
-
-
-def test_the_average_follows_the_steps() -> None:
-    needs = Needs()
-    assert not needs.few
-    for _ in range(20):
-        needs.note(20, 100)
-    assert needs.few
-    for _ in range(20):
-        needs.note(95, 100)
-    assert not needs.few
-
-
-def test_views_share_weights_and_other_models_have_none(checkpoints) -> None:  # noqa: F811
-    model, count = load_lenvm(checkpoints[1]), torch.zeros(1, dtype=torch.int64)
-    view = counted_view(model, count)
-    assert view is not None
-    assert {id(each) for each in view.parameters()} == {id(each) for each in model.parameters()}
-    assert {id(each) for each in view.buffers()} == {id(each) for each in model.buffers()}
-    ours, theirs = view.decoder.layers[0].mlp, model.decoder.layers[0].mlp
-    assert type(ours.gate_up_proj) is not type(theirs.gate_up_proj)
-    assert type(ours.down_proj) is type(theirs.down_proj), "a narrow product takes longer counted than for all rows"
-    assert counted_view(load_lenvm(checkpoints[1], quantize="fp8"), count) is None
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow):RuntimeWarning"
@@ -227,7 +125,7 @@ def test_the_whole_engine_draws_the_same(
     monkeypatch.setattr(build, "format_of", lambda *_: None)  # weights as on a GPU
     rng, turns = random.Random(6), itertools.count()
     monkeypatch.setattr(Needs, "few", property(lambda self: next(turns) % 2 == 0))
-    with caplog.at_level(logging.INFO, "engine.lenvm.graphs"):
+    with caplog.at_level(logging.INFO, "engine.runner.lenvm.graphs"):
         loop = build_pair(checkpoints, cuda_graphs="on", dtype="float32")
     assert "captured for needed candidates of [2, 4] parts" in caplog.messages[-1]
     modes = (
@@ -255,16 +153,3 @@ def test_the_whole_engine_draws_the_same(
     assert stats.lenvm_tokens < launching.stats.lenvm_tokens
     assert stats.guided_draws == launching.stats.guided_draws > 0
     assert stats.decided_draws == launching.stats.decided_draws > 4
-
-
-def test_the_recorder_sees_counts_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in replays kernels with the tensors as they are then: otherwise the tests above would prove little."""
-    from kernels.counted_linear import counted_linear_triton
-
-    recorder = Recorder(monkeypatch)
-    count, x, weight = torch.tensor([1]), torch.ones(3, 16), torch.ones(16, 16)
-    captured = recorder(lambda: counted_linear_triton(x, weight, None, count))
-    captured.output.zero_()
-    count.fill_(2)
-    captured.replay()
-    assert captured.output[:2, 0].tolist() == [16.0, 16.0]

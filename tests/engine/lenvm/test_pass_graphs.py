@@ -14,21 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import build
-from engine.attention.branches import FixedBranches, plan_branches
-from engine.batch import Batch
-from engine.build import build_loop, make_pass_graphs
-from engine.device.cuda_graphs import CudaCapture
 from engine.ints import Ints
-from engine.kvcache.kv import KVCache
-from engine.lenvm.graphs import PassGraphs
-from engine.lenvm.kept import Kept
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop import build
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.models.lenvm import LenVM, load_lenvm
+from engine.requests.batch import Batch
+from engine.runner.attention.base import FixedBranches, KVCache, plan_branches
+from engine.runner.graphs import CudaCapture
+from engine.runner.lenvm.graphs import PassGraphs
+from engine.runner.lenvm.passes import Kept
 from engine.runner.runner import PendingStep
-from engine.scheduling.scheduler import Budget
-from engine.serving.metrics import render
+from engine.server.metrics import render
 from engine.settings import EngineSettings
 from kernels import branch_attention
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -136,20 +133,6 @@ def test_rows_that_are_missing_attend_to_nothing(checkpoints: tuple[Path, Path],
     assert graphs._graphs.replay((4, 2), tokens[:2], counts[:1]).isfinite().all()
 
 
-def test_what_fits_no_bucket_is_left_to_be_launched(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
-    model = load_lenvm(checkpoints[1]).to(device)
-    attention = FixedBranches(filled(model), 2, 4)
-    graphs = PassGraphs(model, [attention], capture, (2,))
-    before = attention._tables.clone()
-    tokens, counts = torch.zeros(12, dtype=torch.int64, device=device), torch.ones(3, dtype=torch.int64, device=device)
-    three = [np.arange(4, dtype=np.int32)] * 3
-    assert graphs.forward(three, 4, tokens, counts) is None  # rows
-    assert graphs.forward(three[:2], 2, tokens[:4], counts[:2]) is None  # candidates
-    assert graphs.forward([np.zeros(len(before), np.int32)], 4, tokens[:4], counts[:1]) is None  # slots
-    assert graphs.replayed == 0
-    assert torch.equal(attention._tables, before)
-
-
 @pytest.fixture
 def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where passes can be captured, by the stand-in; the base model's steps are launched."""
@@ -172,7 +155,7 @@ def test_the_whole_engine_draws_the_same(
 ) -> None:
     """With two steps in flight, too; prompts, wider draws and more rows than any bucket has are launched between."""
     given, tolerance = {"dtype": "float32"}, 1e-4 if torch.cuda.is_available() else 1e-5
-    with caplog.at_level(logging.INFO, "engine.lenvm.graphs"):
+    with caplog.at_level(logging.INFO, "engine.runner.lenvm.graphs"):
         loop = build_pair(checkpoints, cuda_graphs="on", **given)
     (line,) = caplog.messages
     assert line.startswith("CUDA graphs of the length model: captured for 1, 3 parts of 5 or 8 candidates in ")
@@ -193,13 +176,6 @@ def test_the_whole_engine_draws_the_same(
             assert np.exp(ours.logprobs.top[0]) == pytest.approx(np.exp(theirs.logprobs.top[0]), abs=tolerance)
         if not torch.cuda.is_available():  # which rounds products otherwise
             assert verify(plain, message, replies[message.id])
-
-
-def test_where_passes_cannot_be_captured(checkpoints: tuple[Path, Path]) -> None:
-    """All other failures are those of steps, which have tests of their own."""
-    model = load_lenvm(checkpoints[1])
-    with pytest.raises(ModelError, match="CUDA graphs of the length model cannot be used here: they need an NVIDIA GPU"):
-        make_pass_graphs(model, filled(model), "on", Budget(48, 4))
 
 
 @pytest.mark.gpu

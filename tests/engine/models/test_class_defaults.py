@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig
 
 from engine.models.config import ModelConfig, parse_config
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.models.causal import causal_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
 from tests.checkpoints import make_checkpoint

@@ -10,8 +10,8 @@ import pytest
 
 from engine.models.config import parse_config
 from engine.models.decoder import Decoder
-from engine.models.errors import ModelError
-from engine.models.int8 import check_shapes
+from engine.models.files import ModelError
+from engine.models.formats.int8 import check_shapes
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 CONFIG: dict[str, Any] = {

@@ -18,8 +18,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from engine import wire
-from engine.lenvm.pairing import GAMMA_FILE
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
+from engine.models.lenvm import GAMMA_FILE
 from engine.models.source import locate, split_revision
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.errors import ModelError
-from engine.models.tokenizer_files import MAX_PRESET_BYTES, PRESET_FILE, tokenizer_files
+from engine.models.files import ModelError
+from engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, tokenizer_files
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 
 

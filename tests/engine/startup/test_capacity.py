@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from engine.models.config import ModelConfig
-from engine.models.layer_config import ExpertConfig
 from engine.models.rope import Rope
 from engine.runner.graphs import BUCKETS
+from engine.runner.machine import GPU_FIXED_BYTES, default_running_requests, default_slots, slot_bytes, step_bytes
 from engine.settings import GPU_BATCHED_TOKENS
-from engine.startup.capacity import GPU_FIXED_BYTES, default_running_requests, default_slots, slot_bytes, step_bytes
 
 GIB = 1 << 30
 LLAMA_70B = ModelConfig(
@@ -42,11 +41,6 @@ def slots(config: ModelConfig, free: int, monkeypatch: pytest.MonkeyPatch, decod
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
     decoders = decoders or [decoder(config)]
     return default_slots(decoders, [torch.bfloat16] * len(decoders), 1)
-
-
-def test_slots_take_four_fifths_where_the_rest_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(LLAMA_70B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16)
-    assert slots(small, 78 * GIB, monkeypatch) == int(78 * GIB * 0.8) // slot_bytes(decoder(small), torch.bfloat16)
 
 
 def test_the_largest_step_and_the_largest_graph_have_room_beside_weights_that_nearly_fill_the_gpu(
@@ -90,16 +84,3 @@ def test_a_length_model_and_logits_take_memory_of_running_requests(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed + rows, 80 * GIB))
     assert default_running_requests([model], 1_000_000, GPU_BATCHED_TOKENS) == 356
     assert default_running_requests([model, model], 1_000_000, GPU_BATCHED_TOKENS) == 256
-
-
-def test_a_cpu_runs_256_requests() -> None:
-    model = decoder(LLAMA_70B)
-    model.embed.weight.device = torch.device("cpu")
-    assert default_running_requests([model], 10_000_000, GPU_BATCHED_TOKENS) == 256
-
-
-def test_experts_need_their_outputs_in_float32() -> None:
-    shape = {"hidden_size": 2048, "intermediate_size": 6144, "num_heads": 32, "num_kv_heads": 4}
-    experts = ExpertConfig(count=128, chosen=8, size=768, renormalise=True, layers=tuple(range(48)))
-    dense, sparse = (step_bytes(decoder(replace(LLAMA_70B, **shape, experts=each)), 8192) for each in (None, experts))
-    assert sparse > 8192 * 8 * 2048 * (2 + 4 + 4) > dense

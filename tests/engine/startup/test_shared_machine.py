@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import build_loop
-from engine.device import cgroup
+from engine.loop.build import build_loop
+from engine.runner import machine as cgroup
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 

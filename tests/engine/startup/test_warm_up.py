@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from transformers import AutoModel, AutoModelForCausalLM
 
-from engine import build, wire
-from engine.batch import Batch
-from engine.build import build_loop
-from engine.device import compilations
-from engine.device.compilations import Compilations
-from engine.loop import Loop
-from engine.models import packed
-from engine.models.errors import ModelError
-from engine.readouts.labels import LabelReadout
-from engine.runner.graphs import BUCKETS
+from engine import wire
+from engine.loop import build
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
+from engine.models.formats import packed
+from engine.requests.batch import Batch
+from engine.runner import graphs as compilations
+from engine.runner.graphs import BUCKETS, Compilations
+from engine.runner.readouts.scores import LabelReadout
 from engine.runner.runner import PendingStep, Runner
-from engine.serving.metrics import render
+from engine.server.metrics import render
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.engine.adapters import ALL, write_adapter
@@ -237,9 +237,9 @@ def test_one_step_is_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_progress_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "_compiles", lambda device: True)
-    monkeypatch.setattr("engine.startup.warm_up.REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("engine.loop.warm_up.REPORT_SECONDS", 0.0)
     given = settings(make_checkpoint(tmp_path, "qwen3", **SHAPE), attention="reference")
-    with caplog.at_level(logging.INFO, "engine.startup.warm_up"):
+    with caplog.at_level(logging.INFO, "engine.loop.warm_up"):
         build_loop(given)
     assert caplog.messages[0].startswith("warming up: 0 of ")
     assert caplog.messages[-1].startswith("warmed up: 0 kernels compiled or loaded, ")

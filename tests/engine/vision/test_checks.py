@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from engine import wire
-from engine.checks import check
-from engine.serving.digests import INLINE_BYTES, DigestChecks
+from engine.loop.checks import check
+from engine.server.loop_process import INLINE_BYTES, DigestChecks
 from tests.engine.vision.models import shown, some_image
 
 INFO = wire.Info(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import wire
-from engine.serving.digests import INLINE_BYTES
+from engine.server.loop_process import INLINE_BYTES
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image
 from tests.processes import Pod
 from tests.warm import as_in_production

@@ -45,7 +45,7 @@ def test_builds_say_where_the_source_is(path: str) -> None:
 
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
-    assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]
+    assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire.py"]
     assert re.findall(r"extras\['(\w+)'\]", text) == ["tracing"]
 
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from engine.models.config import ExpertConfig, ModelConfig, load_config
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.formats.kv_scales import bounded, kv_bounds
-from engine.models.formats.quantization import FORMATS, format_of, pack_head
+from engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
 from engine.models.loader import load_model, save_model
 from engine.models.rope import Rope
 from engine.models.source import locate

@@ -19,8 +19,7 @@ from engine.loop.warm_up import warm_up
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.files import ModelError
-from engine.models.formats.kv_scales import check_kv_dtype
-from engine.models.formats.quantization import FORMATS, arithmetic_of, format_of
+from engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.lora.config import AdapterError
@@ -35,8 +34,7 @@ from engine.runner.attention.base import AttentionBackend, FixedBranches, KVCach
 from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from engine.runner.attention.select import make_attention, problem_of
 from engine.runner.attention.triton import FixedTritonAttention
-from engine.runner.distributed.leader import LeadingDecoder
-from engine.runner.distributed.shard import check_expert_parallel
+from engine.runner.distributed.shard import LeadingDecoder
 from engine.runner.graphs import BUCKETS, GRAPH_BYTES, LARGE_BUCKETS, Compilations, CudaCapture, FixedAttention, StepGraphs
 from engine.runner.images import StepImages
 from engine.runner.lenvm.draws import LenVMRunner
@@ -67,7 +65,7 @@ from engine.settings import (
     GPU_DRAFT_ROWS,
     EngineSettings,
 )
-from engine.structured.vocabulary import Vocabulary, VocabularyError, load_vocabulary
+from engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
 from kernels.largest import MOST
 from kernels.quantize import FP8
 
@@ -85,13 +83,22 @@ def describe(
     """Return the description of the model and its limits for the gateway. ``gamma``: of the length model, if there is one.
     Head rows that only one of two models has are padding."""
     vocab_size = config.vocab_size if lenvm is None else min(config.vocab_size, lenvm.config.vocab_size)
+    able = {
+        "score": config.lm_head,
+        "generate": config.lm_head,
+        "classify": bool(config.classes),
+        "embed": config.pooling is not None,
+        "length_guidance": lenvm is not None,
+        "grammar": grammar,
+        "vision": config.vision is not None,
+    }
     return wire.Info(
         model=settings.name,
         fingerprint=digest,
         vocab_size=vocab_size,
         max_context=config.max_context,
         eos_token_ids=list(config.eos_token_ids),
-        capabilities=capabilities(config, lenvm, grammar=grammar),
+        capabilities=[name for name, is_able in able.items() if is_able],
         limits=wire.Limits(
             max_branches=10_000,
             max_slots=slots,
@@ -108,20 +115,6 @@ def describe(
     )
 
 
-def capabilities(config: ModelConfig, lenvm: LenVM | None, *, grammar: bool = False) -> list[str]:
-    """:attr:`engine.wire.Info.capabilities`."""
-    able = {
-        "score": config.lm_head,
-        "generate": config.lm_head,
-        "classify": bool(config.classes),
-        "embed": config.pooling is not None,
-        "length_guidance": lenvm is not None,
-        "grammar": grammar,
-        "vision": config.vision is not None,
-    }
-    return [name for name, is_able in able.items() if is_able]
-
-
 class Vision(NamedTuple):
     """The parts of a loop that images need."""
 
@@ -129,14 +122,6 @@ class Vision(NamedTuple):
     intake: ImageIntake | None
     """None where the model reads no images."""
     info: wire.VisionInfo | None
-
-
-def check_vision_settings(settings: EngineSettings, config: ModelConfig) -> None:
-    """Raise :class:`ModelError` for settings that a model of text and images does not have."""
-    if config.vision is None:
-        return
-    if settings.tensor_parallel > 1:
-        raise ModelError(f"A {config.architecture} has a vision tower, so --tensor-parallel cannot share it; leave the option out.")
 
 
 def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots: int) -> Vision:
@@ -149,24 +134,16 @@ def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots
     patches = settings.max_batched_patches or (GPU_BATCHED_PATCHES if weight.is_cuda else CPU_BATCHED_PATCHES)
     token_bytes = {key: each.config.hidden_size * each.embed.weight.element_size() for key, each in towers.items()}
     cache = EmbeddingCache(token_bytes, settings.image_cache_mib << 20, patches)
-    most = min(config.max_context, slots)
-    info = describe_vision(config, settings.max_image_tokens, most)
-    return Vision(StepImages(towers, cache), ImageIntake(config.vision, cache), info)
-
-
-def describe_vision(config: ModelConfig, max_image_tokens: int, most: int) -> wire.VisionInfo:
-    """most: tokens of a prompt."""
-    vision = config.vision
-    assert vision is not None
-    constants, side = vision.preprocessing, vision.patch_size * vision.merge_size
-    return wire.VisionInfo(
+    vision, side = config.vision, config.vision.patch_size * config.vision.merge_size
+    info = wire.VisionInfo(
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
-        min_pixels=constants.min_pixels,
-        max_pixels=max(side**2, min(constants.max_pixels, max_image_tokens * side**2)),
+        min_pixels=vision.preprocessing.min_pixels,
+        max_pixels=max(side**2, min(vision.preprocessing.max_pixels, settings.max_image_tokens * side**2)),
         image_token=vision.image_token,
-        max_tokens=most,
+        max_tokens=min(config.max_context, slots),
     )
+    return Vision(StepImages(towers, cache), ImageIntake(vision, cache), info)
 
 
 logger = logging.getLogger(__name__)
@@ -188,14 +165,20 @@ class AdapterMemory(NamedTuple):
         return CapturedRows(self.rows, self.slots, self.max_rank, buckets)
 
 
-def check_settings(settings: EngineSettings) -> None:
-    """Raise :class:`ModelError` for settings that do not go with adapters."""
-    if not settings.takes_adapters:
-        return
-    if settings.tensor_parallel > 1:
+def check_settings(settings: EngineSettings, config: ModelConfig) -> None:
+    """Raise :class:`ModelError` for settings that do not go together."""
+    shared = settings.tensor_parallel > 1
+    if settings.takes_adapters and shared:
         raise ModelError("LoRA adapters cannot be used with --tensor-parallel; leave one of the two out.")
-    if settings.kv_dtype != "auto":
+    if settings.takes_adapters and settings.kv_dtype != "auto":
         raise ModelError("LoRA adapters cannot be used with --kv-dtype fp8, whose scales hold for the base model; leave one out.")
+    if settings.expert_parallel not in (1, settings.tensor_parallel):
+        raise ModelError(
+            f"--expert-parallel is {settings.expert_parallel}, but must be 1 or --tensor-parallel, which is "
+            f"{settings.tensor_parallel}."
+        )
+    if config.vision is not None and shared:
+        raise ModelError(f"A {config.architecture} has a vision tower, so --tensor-parallel cannot share it; leave the option out.")
 
 
 def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory | None:
@@ -251,9 +234,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     Only for a process that computes nothing else, because operations of the calling thread may get no other threads from here on.
     """
     settings = located(settings)
-    check_settings(settings)
-    check_expert_parallel(settings)
-    check_vision_settings(settings, load_config(Path(settings.model)))
+    check_settings(settings, load_config(Path(settings.model)))
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
@@ -345,7 +326,9 @@ def assemble(
     lenvm = None
     if paired is not None:
         compact = not on_gpu and not overlap
-        lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
+        own = make_attention(paired.model.decoder, slots, settings.attention)
+        passes = make_pass_graphs(paired.model, own.kv, settings.cuda_graphs, budget)
+        lenvm = LenVMRunner(paired.model, own, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact)
     graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
@@ -383,21 +366,6 @@ def assemble(
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
     return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
-
-
-def _lenvm_runner(
-    paired: PairedLenVM,
-    settings: EngineSettings,
-    slots: int,
-    budget: Budget,
-    eos_token_ids: Sequence[int],
-    images: StepImages,
-    *,
-    compact: bool,
-) -> LenVMRunner:
-    attention = make_attention(paired.model.decoder, slots, settings.attention)
-    passes = make_pass_graphs(paired.model, attention.kv, settings.cuda_graphs, budget)
-    return LenVMRunner(paired.model, attention, paired.gamma, eos_token_ids, passes, images, compact=compact)
 
 
 def _compiles(device: torch.device) -> bool:

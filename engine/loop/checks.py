@@ -121,14 +121,6 @@ DIGEST = 16
 Message = wire.Score | wire.ScoreItems | wire.Generate
 
 
-def image_problem(message: Message, info: wire.Info) -> str | None:
-    """Return the problem with the images of ``message``, as a sentence; None if there is none. Digests were compared with pixels
-    before (:mod:`engine.server.loop_process`)."""
-    if info.vision is None:
-        return "This model reads no images."
-    return next(image_problems(message, info.vision), None)
-
-
 def as_text(message: Message, vision: wire.VisionInfo) -> Message:
     """Return ``message`` with the token that marks a merged patch in place of the tokens of images."""
 
@@ -147,6 +139,8 @@ def as_text(message: Message, vision: wire.VisionInfo) -> Message:
 
 
 def image_problems(message: Message, vision: wire.VisionInfo) -> Iterator[str]:
+    """Yield the problems with the images of ``message``. Digests were compared with pixels before
+    (:mod:`engine.server.loop_process`)."""
     images = message.images
     if len(images) > vision.max_images:
         yield f"{len(images)} images, at most {vision.max_images} are allowed."
@@ -350,7 +344,7 @@ NEEDED: dict[type[wire.ScoreReadout], str] = {
 """Capability that each readout needs."""
 
 
-def check(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info) -> str | None:
+def check(message: Message, info: wire.Info) -> str | None:
     """Return the problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
     problem = _caller_problem(message.caller)
     if problem is not None:
@@ -364,22 +358,19 @@ def check(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info
         able = [name for name in info.capabilities if name not in {"length_guidance", "grammar", "vision"}]
         return f"This model cannot {lacking}; it can {' and '.join(able)}."
     if message.images:
-        problem = image_problem(message, info)
-        if problem is not None or info.vision is None:
+        if info.vision is None:
+            return "This model reads no images."
+        if (problem := next(image_problems(message, info.vision), None)) is not None:
             return problem
         message = as_text(message, info.vision)
-    return next(_problems(message, info), None)
-
-
-def _problems(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info) -> Iterator[str]:
     if isinstance(message, wire.Generate):
-        return generation_problems(message, info)
+        return next(generation_problems(message, info), None)
     if isinstance(message, wire.ScoreItems):
-        return item_problems(message, info)
-    return score_problems(message, info)
+        return next(item_problems(message, info), None)
+    return next(score_problems(message, info), None)
 
 
-def _lacking(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info) -> str | None:
+def _lacking(message: Message, info: wire.Info) -> str | None:
     """Return the first capability that ``message`` needs and the model lacks."""
     if isinstance(message, wire.Score | wire.ScoreItems):
         needed = [NEEDED[type(message.readout)]]

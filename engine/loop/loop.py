@@ -31,45 +31,36 @@ from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
 
-
-class ItemResults:
-    """Takes the rows of items."""
-
-    def __init__(self, scheduler: Scheduler, counters: Counters) -> None:
-        self._scheduler = scheduler
-        self._counters = counters
-
-    def take(self, group: ItemGroup, done: Sequence[tuple[ScoringRequest, list[float]]]) -> list[wire.Reply]:
-        """Take the rows of items of ``group`` that a step has computed, all of each block; return the answer with the last one."""
-        if group.message.pin_seconds is not None:
-            for request, _ in done:
-                self._pin(group, request, group.message.pin_seconds)
-        group.take(done)
-        for part in dict.fromkeys(request.block or request for request, _ in done):
-            self._scheduler.finish_items(part)
-        if group.left:
-            return []
-        self._scheduler.remove(group)
-        self._counters.scored_items += len(group.rows)
-        self._counters.cached_items += group.cached_items
-        if not group.on_lenvm:
-            self._counters.cached_tokens += group.cached_tokens
-        return [group.answer]
-
-    def _pin(self, group: ItemGroup, request: ScoringRequest, seconds: float) -> None:
-        """Pin or unpin an item that its request still holds."""
-        if self._scheduler.pin(request, seconds):
-            group.pinned_items += 1
-        elif seconds > 0 and request.salt is not None and len(request.prefix):
-            self._counters.unpinned_items += 1
-
-
 logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
+
+
+def take_items(
+    group: ItemGroup, done: Sequence[tuple[ScoringRequest, list[float]]], scheduler: Scheduler, counters: Counters
+) -> list[wire.Reply]:
+    """Take the rows of items of ``group`` that a step has computed, all of each block; return the answer with the last one."""
+    seconds = group.message.pin_seconds
+    for request, _ in done if seconds is not None else ():
+        assert seconds is not None
+        if scheduler.pin(request, seconds):
+            group.pinned_items += 1
+        elif seconds > 0 and request.salt is not None and len(request.prefix):
+            counters.unpinned_items += 1
+    group.take(done)
+    for part in dict.fromkeys(request.block or request for request, _ in done):
+        scheduler.finish_items(part)
+    if group.left:
+        return []
+    scheduler.remove(group)
+    counters.scored_items += len(group.rows)
+    counters.cached_items += group.cached_items
+    if not group.on_lenvm:
+        counters.cached_tokens += group.cached_tokens
+    return [group.answer]
 
 
 class Loop:
@@ -111,9 +102,8 @@ class Loop:
         self._clock = clock
         self._log = RequestLog(clock)
         self._counters = Counters((runner.replayed, runner.replayed_lenvm_passes))
-        self._refusals = Refusals(self._counters.refused, self._log)
+        self._refusals = Refusals(self._counters, self._log)
         self._deltas = Deltas(info, scheduler, structured, self._counters)
-        self._items = ItemResults(scheduler, self._counters)
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
@@ -225,7 +215,7 @@ class Loop:
             return self._refusals.invalid(message.id, problem, message.caller)
         if isinstance(message, wire.ScoreItems) and self._reads_padding(message) and set(message.query) == {self._pad}:
             return self._refusals.invalid(message.id, "The query is padding alone, which the head does not read.", message.caller)
-        wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
+        wait = self._scheduler.wait_estimator.seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
             return self._refusals.overloaded(message, "wait", wait)
         compiling = 0 if self.structured is None else self.structured.compiling
@@ -244,8 +234,9 @@ class Loop:
         displaced = self.structured.displace(caller, self._scheduler) if self.structured else self._scheduler.displace(caller)
         if displaced is None:
             return False
-        self._counters.refused.displaced += 1
-        self._ended.append(overloaded(displaced.id, self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)))
+        self._counters.displaced += 1
+        wait = self._scheduler.wait_estimator.seconds(displaced.priority, displaced.caller.tenant)
+        self._ended.append(overloaded(displaced.id, wait))
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -276,7 +267,7 @@ class Loop:
         for branch in step.plan.branches:
             branch.pending_steps += 1
         for candidate_pass in step.plan.skipped:
-            self._scheduler.release_unused(candidate_pass)
+            self._scheduler.allocator.release_unused(candidate_pass)
         return step
 
     def _wait(self, step: PendingStep) -> list[wire.Reply]:
@@ -308,7 +299,7 @@ class Loop:
             elif not branch.done:
                 self._process_row(branch, request, row, replies)
         for group, done in items.items():
-            replies += self._items.take(group, done)
+            replies += take_items(group, done, self._scheduler, self._counters)
         self._deltas.settle_drafts(result)
         for drawn in result.drawn:
             if not drawn.branch.done:

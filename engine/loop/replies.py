@@ -27,21 +27,6 @@ from engine.scheduling.structured_requests import StructuredRequests
 
 
 @dataclass(slots=True)
-class Refused:
-    """Numbers of requests that the engine refused, or dropped while they waited, by reason."""
-
-    invalid: int = 0
-    queue: int = 0
-    """The queue was full."""
-    wait: int = 0
-    """The expected wait was too long."""
-    adapter: int = 0
-    """The engine does not have the adapter."""
-    displaced: int = 0
-    """A tenant with fewer requests in a full queue took the place."""
-
-
-@dataclass(slots=True)
 class Counters:
     """Counts of the loop since its start."""
 
@@ -56,7 +41,11 @@ class Counters:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
-    refused: Refused = field(default_factory=Refused)
+    refused_invalid: int = 0
+    refused_queue: int = 0
+    refused_wait: int = 0
+    refused_adapter: int = 0
+    displaced: int = 0
 
     def add(self, counts: LenVMCounts) -> None:
         """Add the counts of one step."""
@@ -77,14 +66,14 @@ class Counters:
         return wire.Stats(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
-            wait_seconds=scheduler.longest_wait,
+            wait_seconds=scheduler.wait_estimator.longest(),
             slots_total=scheduler.pool.size,
             slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
             slots_items=scheduler.cache.item_tokens,
             item_bytes=scheduler.cache.item_tokens * info.slot_bytes,
             slots_pinned=scheduler.cache.pins.tokens,
-            slots_reserved=scheduler.reserved_slots,
+            slots_reserved=scheduler.allocator.reserved(scheduler.pool),
             unpinned_items=self.unpinned_items,
             displaced_pins=scheduler.cache.pins.displaced,
             scored_items=self.scored_items,
@@ -102,12 +91,12 @@ class Counters:
             decided_draws=self.lenvm.alone,
             replayed_lenvm_passes=runner.replayed_lenvm_passes - self.replayed_before[1],
             late_compilations=0 if compilations is None else compilations.late,
-            tenants=scheduler.tenants,
-            refused_invalid=self.refused.invalid,
-            refused_queue=self.refused.queue,
-            refused_wait=self.refused.wait,
-            refused_adapter=self.refused.adapter,
-            displaced=self.refused.displaced,
+            tenants=len(scheduler.queue.flows),
+            refused_invalid=self.refused_invalid,
+            refused_queue=self.refused_queue,
+            refused_wait=self.refused_wait,
+            refused_adapter=self.refused_adapter,
+            displaced=self.displaced,
             **adapters.counts,
             **runner.images.counts,
             **structured.counts if structured is not None else {},
@@ -191,13 +180,13 @@ QUEUE_FULL = "The engine's queue is full."
 class Refusals:
     """Refuses messages of one loop."""
 
-    def __init__(self, counts: Refused, log: RequestLog) -> None:
+    def __init__(self, counts: Counters, log: RequestLog) -> None:
         self._counts = counts
         self._log = log
 
     def invalid(self, request_id: str, problem: str, caller: wire.Caller | None = None) -> wire.Failed:
         """Refuse a faulty message. Its strings may be of any length, so the log gets their beginnings."""
-        self._counts.invalid += 1
+        self._counts.refused_invalid += 1
         shortened = wire.Caller()
         if caller is not None:
             shortened = wire.Caller(caller.request_id[:MAX_CALLER_CHARACTERS], caller.tenant[:MAX_CALLER_CHARACTERS])
@@ -206,7 +195,7 @@ class Refusals:
 
     def unknown_adapter(self, message: Message) -> wire.Failed:
         """Refuse a message whose adapter the engine does not have, or has no more."""
-        self._counts.adapter += 1
+        self._counts.refused_adapter += 1
         self._log.write("refused", message.caller, message.id, code="unknown_adapter")
         problem = "This engine has no adapter of this digest; load it, or name one that GET /adapters lists."
         return wire.Failed(message.id, "unknown_adapter", problem, retryable=True)
@@ -214,9 +203,9 @@ class Refusals:
     def overloaded(self, message: Message, reason: Literal["wait", "queue_full"], wait: float) -> wire.Failed:
         """Refuse a message that would have to wait for ``wait`` seconds, too long, or for which the queue has no place."""
         if reason == "wait":
-            self._counts.wait += 1
+            self._counts.refused_wait += 1
         else:
-            self._counts.queue += 1
+            self._counts.refused_queue += 1
         self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
         return overloaded(message.id, wait)
 
@@ -249,7 +238,7 @@ class Deltas:
             self._counters.draft_tokens += drafted
             self._counters.accepted_draft_tokens += accepted
             if not branch.done:
-                self._scheduler.settle_draft(branch, accepted)
+                self._scheduler.drafting.settle(branch, accepted)
 
     def take(self, drawn: Drawn) -> Sequence[wire.Delta]:
         """Take a draw; returns the messages to send, once the caller's number of tokens is there."""

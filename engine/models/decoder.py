@@ -150,7 +150,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(sizes[0], config, dtype) if normed else None
         self.k_norm = RMSNorm(sizes[1], config, dtype) if normed else None
         self.kv_bounds: Tensor | None = None
-        """Where the projection is quantised: :func:`engine.models.formats.kv_scales.kv_bounds` of its weights."""
+        """Where the projection is quantised: :func:`engine.models.formats.quantization.kv_bounds` of its weights."""
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, rotary_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""

@@ -16,8 +16,7 @@ from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config, load_pooling
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.formats.kv_scales import bounded, kv_bounds
-from engine.models.formats.quantization import FORMATS, pack_head
+from engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
 from engine.models.modules import RMSNorm
 from engine.models.registry import family_of
 from engine.models.source import locate

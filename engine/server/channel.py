@@ -44,12 +44,8 @@ class ScoreHeader(msgspec.Struct, tag="score", frozen=True):
     """Replies that end the request."""
 
 
-class ScoreItemsHeader(msgspec.Struct, tag="score_items", frozen=True):
+class ScoreItemsHeader(ScoreHeader, tag="score_items", frozen=True):
     """The part of a :class:`engine.wire.ScoreItems` that the server reads."""
-
-    id: str
-    sequences: ClassVar[int] = 1
-    """Replies that end the request."""
 
 
 class SamplingHeader(msgspec.Struct, frozen=True):

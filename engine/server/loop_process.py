@@ -200,8 +200,14 @@ def digest_problem(images: list[wire.Image]) -> str | None:
 class AdapterThread:
     """Passes commands to the thread and its answers to the server."""
 
-    def __init__(self, registry: AdapterRegistry, settings: EngineSettings, events: zmq.Socket[bytes]) -> None:
-        self._events = events
+    def __init__(
+        self, registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
+    ) -> None:
+        """Load the watched adapters and start the thread. ``address``: of the server's events. It has a socket of its own, because
+        sockets are not shared between threads."""
+        self._events = context.socket(zmq.PUSH)
+        self._events.set(zmq.LINGER, 0)
+        self._events.connect(address)
         self._lock = threading.Lock()
         """A full queue is answered by the loop's thread."""
         self.manager = LoraManager(
@@ -210,6 +216,7 @@ class AdapterThread:
             root=None if settings.lora_root is None else Path(settings.lora_root),
             watched=None if settings.lora_directory is None else Path(settings.lora_directory),
         )
+        self.manager.start()
 
     def submit(self, message: channel.AdapterCommand) -> None:
         """Queue a command of the server."""
@@ -221,18 +228,6 @@ class AdapterThread:
     def _send(self, event: channel.Event) -> None:
         with self._lock:
             self._events.send(wire.encode(event))
-
-
-def start_adapters(
-    registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
-) -> AdapterThread:
-    """Load the watched adapters and start the thread. ``address``: of the server's events."""
-    events = context.socket(zmq.PUSH)
-    events.set(zmq.LINGER, 0)
-    events.connect(address)
-    thread = AdapterThread(registry, settings, events)
-    thread.manager.start()
-    return thread
 
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
@@ -255,7 +250,7 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
             if loop.structured is not None:
                 loop.structured.start()
             files = tokenizer_files(Path(settings.model))
-            adapters = start_adapters(loop.adapters, settings, context, events_address)
+            adapters = AdapterThread(loop.adapters, settings, context, events_address)
             ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
         except ModelError as error:
             events.send(wire.encode(channel.StartFailed(str(error))))

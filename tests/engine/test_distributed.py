@@ -285,7 +285,7 @@ def test_what_keeps_a_worker_from_loading_is_told(tmp_path: Path):
 
 JOIN = """
 import sys, torch
-from engine.runner.distributed.leader import Workers
+from engine.runner.distributed.shard import Workers
 from engine.settings import EngineSettings
 Workers(EngineSettings(model=sys.argv[1], name="t", tensor_parallel=2)).join(torch.device("cpu"))
 """

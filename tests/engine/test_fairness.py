@@ -240,12 +240,12 @@ def test_a_tenant_waits_for_its_own_requests_at_its_share_of_the_pace():
         settle(scheduler, scheduler.schedule(), None)
         clock.now += 1
     # A step is of 32 tokens, half of them each tenant's: some 16 requests of b and 55 of a are left.
-    assert scheduler.wait_seconds(tenant="c") == 0
+    assert scheduler.wait_estimator.seconds(0, tenant="c") == 0
     left = {tenant: sum(r.caller.tenant == tenant and not r.begun for r in scheduler.requests) for tenant in "ab"}
-    predicted = {tenant: scheduler.wait_seconds(tenant=tenant) for tenant in "ab"}
+    predicted = {tenant: scheduler.wait_estimator.seconds(0, tenant=tenant) for tenant in "ab"}
     assert predicted["b"] == pytest.approx(2 * left["b"], rel=0.2)
     assert predicted["a"] == pytest.approx(left["a"] + left["b"], rel=0.2)
-    assert scheduler.longest_wait == predicted["a"]
+    assert scheduler.wait_estimator.longest() == predicted["a"]
 
 
 CALLERS = [

@@ -20,10 +20,9 @@ from engine.loop.build import build_loop
 from engine.loop.loop import Loop
 from engine.server.loop_process import resident_bytes
 from engine.settings import EngineSettings
-from engine.structured.checker import Checker
+from engine.structured.checker import Checker, load_vocabulary
 from engine.structured.compiler import KeptGrammars, NoRoomError
 from engine.structured.constraint import Constraint
-from engine.structured.vocabulary import load_vocabulary
 from gateway.structure.grammar import of_choice, of_json_schema, of_regex
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod

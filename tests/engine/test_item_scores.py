@@ -15,7 +15,7 @@ import pytest
 
 from engine import wire
 from engine.loop.build import build_loop
-from engine.loop.loop import ItemResults, Loop
+from engine.loop.loop import Loop, take_items
 from engine.loop.replies import Counters
 from engine.requests.batch import Batch
 from engine.requests.core import Branch, ItemBlock, ItemGroup, Request
@@ -377,4 +377,4 @@ def test_a_cached_item_costs_the_host_few_calls() -> None:
 
 def _process(scheduler: Scheduler, batch: Batch, group: ItemGroup) -> None:
     rows = [(segment.request, [0.0]) for segment in batch.segments]
-    ItemResults(scheduler, Counters()).take(group, rows)  # type: ignore[arg-type]
+    take_items(group, rows, scheduler, Counters())  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import pytest
 from engine import wire
 from engine.ints import Ints
 from engine.kvcache.prefix_cache import SlotPool
-from engine.loop.loop import ItemResults
+from engine.loop.loop import take_items
 from engine.loop.replies import Counters
 from engine.requests.batch import Batch
 from engine.requests.core import NOBODY, Branch, ItemGroup, Request, ScoringRequest
@@ -57,7 +57,7 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
         if segment.request.group is not None and segment.branch is not None and segment.completes:
             items.setdefault(segment.request.group, []).append((segment.request, [0.0]))
     for group, rows in items.items():
-        ItemResults(scheduler, Counters()).take(group, rows)
+        take_items(group, rows, scheduler, Counters())
     for segment in batch.segments:
         if segment.branch is None or not segment.completes or segment.request.group is not None:
             continue
@@ -80,7 +80,7 @@ def take(scheduler: Scheduler, batch, draw, contents: SlotContents, decided: Cal
     skipped = [candidate_pass for candidate_pass in batch.candidate_passes.values() if decided()]
     contents.compute(batch, skipped)
     for candidate_pass in skipped:
-        scheduler.release_unused(candidate_pass)
+        scheduler.allocator.release_unused(candidate_pass)
     settle(scheduler, batch, draw)
     contents.adopt()
 
@@ -481,7 +481,7 @@ def drive(load: float, limit: float, steps: int, seed: int = 0) -> tuple[list[tu
             sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
             request = score(f"{step} {owed}", [rng.randrange(1 << 20) for _ in range(4)], *([1] * size for size in sizes))
             owed -= 4 + sum(sizes)
-            if (wait := scheduler.wait_seconds()) <= limit:
+            if (wait := scheduler.wait_estimator.seconds(0)) <= limit:
                 predicted[request.id] = wait, clock.now
                 scheduler.add(request)
         batch = scheduler.schedule()
@@ -513,7 +513,7 @@ def test_nobody_is_refused_where_there_is_room() -> None:
 def test_a_burst_upon_an_idle_engine_is_taken() -> None:
     scheduler = make()
     for place in range(200):
-        assert scheduler.wait_seconds() == 0
+        assert scheduler.wait_estimator.seconds(0) == 0
         scheduler.add(score(str(place), [1], [2]))
 
 
@@ -527,7 +527,7 @@ def test_small_requests_one_by_one_say_nothing_about_the_pace() -> None:
         clock.now += 1
     for place in range(100):
         scheduler.add(score(f"late {place}", [1], [2]))
-    assert scheduler.wait_seconds() == 0
+    assert scheduler.wait_estimator.seconds(0) == 0
 
 
 def test_lower_priorities_are_not_in_the_way() -> None:
@@ -542,11 +542,11 @@ def test_lower_priorities_are_not_in_the_way() -> None:
     for _ in range(2):
         settle(scheduler, scheduler.schedule(), lambda: 7)
         clock.now += 1
-    assert scheduler.wait_seconds(priority=0) == 0
-    assert scheduler.wait_seconds(priority=5) == pytest.approx(8)
+    assert scheduler.wait_estimator.seconds(priority=0) == 0
+    assert scheduler.wait_estimator.seconds(priority=5) == pytest.approx(8)
     for waiting in scheduler.requests:
         scheduler.remove(waiting)
-    assert scheduler.wait_seconds(priority=5) == 0
+    assert scheduler.wait_estimator.seconds(priority=5) == 0
     assert not scheduler._wait_estimator._tokens, "priorities are callers' own, and forgotten with the last request"
 
 
@@ -561,6 +561,6 @@ def test_where_slots_are_what_lacks_it_takes_as_long_as_it_takes() -> None:
     for _ in range(5):
         scheduler.schedule()
         clock.now += 1
-    assert scheduler.wait_seconds() == pytest.approx(4, rel=0.15)
+    assert scheduler.wait_estimator.seconds(0) == pytest.approx(4, rel=0.15)
     scheduler.remove(scheduler.get("s"))
-    assert scheduler.wait_seconds() == 0
+    assert scheduler.wait_estimator.seconds(0) == 0

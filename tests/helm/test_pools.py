@@ -137,7 +137,7 @@ def test_a_pool_can_be_updated_in_part():
 
 
 def test_a_hung_loop_is_restarted_within_a_minute():
-    """/livez reports a loop that has stood still for 30 s (engine/server/pulse.py)."""
+    """/livez reports a loop that has stood still for 30 s (engine/server/loop_client.py)."""
     probe = container_of({})["livenessProbe"]
     assert probe["httpGet"] == {"path": "/livez", "port": "health"}
     assert probe["periodSeconds"] * probe["failureThreshold"] <= 30

@@ -39,8 +39,8 @@ class KVCache:
         device: torch.device | str = "cpu",
         scales: Tensor | None = None,
     ) -> None:
-        """``dtype``: the model's. ``scales``: [layers, 2, kv_heads] float32, see :func:`engine.models.formats.kv_scales.kv_scales`.
-        With them, keys and values are FP8 codes (:mod:`kernels.kv_codes`)."""
+        """``dtype``: the model's. ``scales``: [layers, 2, kv_heads] float32, see
+        :func:`engine.models.formats.quantization.kv_scales`. With them, keys and values are FP8 codes (:mod:`kernels.kv_codes`)."""
         self.slots = slots
         self.dtype = dtype
         self.scales = scales

@@ -13,7 +13,7 @@ from engine import wire
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.files import ModelError
-from engine.models.formats.kv_scales import kv_scales
+from engine.models.formats.quantization import kv_scales
 from engine.runner.attention import flashinfer
 from engine.runner.attention.base import AttentionBackend, KVCache
 from engine.settings import ATTENTION, ATTENTION_BACKENDS

@@ -1,6 +1,6 @@
 """A process of rank 1 or higher. It computes its part of each step that rank 0 announces.
 
-:mod:`engine.runner.distributed.leader` starts it, with an :class:`~engine.runner.distributed.shard.Assignment` as JSON in its
+:mod:`engine.runner.distributed.shard` starts it, with an :class:`~engine.runner.distributed.shard.Assignment` as JSON in its
 argument. It exits when its standard input closes, even in the middle of a step, so that it cannot outlive the process that started
 it.
 """

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
 from engine.models.files import ModelError
-from engine.models.formats.kv_scales import check_kv_dtype, kv_bounds, kv_scales
-from engine.models.formats.quantization import arithmetic_of
+from engine.models.formats.quantization import arithmetic_of, check_kv_dtype, kv_bounds, kv_scales
 from engine.models.loader import fingerprint, load_model
 from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint

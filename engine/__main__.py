@@ -8,6 +8,6 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # by default, the first process of a container loses it
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    from engine.server import main
+    from engine.server.process import main
 
     sys.exit(main())

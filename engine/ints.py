@@ -1,4 +1,4 @@
-"""Arrays of token ids and slot numbers on the host."""
+"""Arrays of token ids and slot numbers on the host, and sets of tokens as bits."""
 
 from __future__ import annotations
 
@@ -108,3 +108,20 @@ def common_length(left: Ints, right: Ints) -> int:
     if left[:length].tobytes() == right[:length].tobytes():  # a fraction of the time of what follows
         return length
     return int((left[:length] != right[:length]).argmax())
+
+
+Bits = npt.NDArray[np.uint32]
+"""[words]: an even number of words, so that rows of bits can be copied as int64."""
+
+
+def words_of(vocab_size: int) -> int:
+    """Number of words of the bits of a vocabulary."""
+    return 2 * -(-vocab_size // 64)
+
+
+def bits_of(tokens: Iterable[int], words: int) -> Bits:
+    """The set of ``tokens``, which are below ``32 · words``."""
+    ids = np.fromiter(tokens, np.int64)
+    bits = np.zeros(words, np.uint32)
+    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return bits

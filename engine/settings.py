@@ -1,8 +1,8 @@
 """Settings of an engine pod: the one definition of every option.
 
-:mod:`engine.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/api.md, and the tests
-check the chart's values against it. ``yardstick serve`` passes options on to this command line. The first sentence of a docstring
-is the help of the option.
+:mod:`engine.server.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/api.md, and the
+tests check the chart's values against it. ``yardstick serve`` passes options on to this command line. The first sentence of a
+docstring is the help of the option.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
 ATTENTION_BACKENDS = {
-    "reference": "engine.attention.reference:ReferenceAttention",
-    "triton": "engine.attention.triton:TritonAttention",
-    "flashinfer": "engine.attention.flashinfer:FlashInferAttention",
+    "reference": "engine.runner.attention.reference:ReferenceAttention",
+    "triton": "engine.runner.attention.triton:TritonAttention",
+    "flashinfer": "engine.runner.attention.flashinfer:FlashInferAttention",
 }
 """Attention backends and their classes, which are imported where one of them is chosen."""
 ATTENTION = ("auto", *ATTENTION_BACKENDS)

@@ -1,4 +1,4 @@
-"""A fake engine: a real server on a real socket that speaks ``engine/wire/``, whose "model" is arithmetic on the tokens.
+"""A fake engine: a real server on a real socket that speaks ``engine/wire.py``, whose "model" is arithmetic on the tokens.
 
 What it answers depends on the tokens alone, as a real engine's answers do, so the gateway's merging, caching and retrying can be
 compared with :func:`logprobs_after`. It can be slow, refuse, break off and be not ready, and it remembers what it was asked and

@@ -25,7 +25,7 @@ def test_they_stand_on_one_pinned_base_and_run_as_nobody(path: str) -> None:
 
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
-    assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]
+    assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire.py"]
     assert re.findall(r"extras\['(\w+)'\]", text) == ["tracing"]
 
 
@@ -54,5 +54,5 @@ def test_the_cuda_image_compiles_launchers_and_no_kernels_of_flashinfer() -> Non
     last = text.rpartition("\nFROM ")[2]
     assert re.search(r"apt-get install --yes --no-install-recommends gcc libc6-dev \$\{headers\}", last)
     assert not re.search(r"cuda-toolkit|nvidia-cuda-nvcc|cuda:", text)
-    assert text.index("USER 10001") < text.index("python -m engine.startup.image_check"), "as the user of the pods"
+    assert text.index("USER 10001") < text.index("python -m engine.server.image_check"), "as the user of the pods"
     assert "yardstick_flashinfer_modules-*.whl" in text

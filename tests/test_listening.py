@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.server import _listen
+from engine.server.process import _listen
 from gateway.server import bind
 from tests.processes import free_port
 

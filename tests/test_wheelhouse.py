@@ -113,10 +113,10 @@ def test_the_wheelhouse_is_all_that_a_host_with_torch_needs(tmp_path: Path) -> N
     )
     program = """
 import torch, flashinfer
-from engine.attention.flashinfer import compiled, problem, import_module
-from engine.attention.select import backend_of
+from engine.runner.attention.flashinfer import compiled, problem, import_module
+from engine.runner.attention.select import backend_of
 from engine.settings import ATTENTION_BACKENDS
-import engine.build, benchmarks.engine.score, gateway.app
+import engine.loop.build, benchmarks.engine.score, gateway.app
 from gateway.handling.openapi import openapi_config
 assert openapi_config().version, "also where the project itself is not installed"
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from engine.serving.environment import with_defaults
+from engine.server.loop_client import with_defaults
 from engine.wire import TokenizerFiles
 from gateway.process.parent import ending_with
 
@@ -42,7 +42,7 @@ _COMMANDS = (
     "gateway.commands.serve",
     "gateway.commands.offline.run",
 )
-_ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.models.tokenizer_files")
+_ENGINE = ("engine.server.options", "engine.server.app", "engine.loop.build", "engine.models.source")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
 _LOAD = ("loadgen.cli", "loadgen.runner")
 IMPORTS = {
@@ -53,7 +53,7 @@ IMPORTS = {
     "gateway.cli embed": _ALL,
     "gateway.cli rerank": _ALL,
     "engine": _ENGINE,
-    "engine.serving.loop_process": _ENGINE,
+    "engine.server.loop_process": _ENGINE,
     "loadgen": _LOAD,
 }
 """Imports of programs and of those that they start, by module, or by module and first argument."""

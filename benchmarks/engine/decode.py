@@ -36,10 +36,10 @@ from benchmarks.engine.roofline import Peaks, flops, measure_peaks, weight_bytes
 from benchmarks.engine.subject import SHAPES, default_device, random_decoder
 from benchmarks.engine.writing import CANDIDATES, PLAIN, Pair, Writing, load_pair, mixed, survivors
 from engine import wire
-from engine.loop import Loop
+from engine.loop.loop import Loop
 from engine.models.decoder import Decoder
+from engine.runner.machine import slot_bytes
 from engine.settings import DTYPES, KV_DTYPES
-from engine.startup.capacity import slot_bytes
 
 SECONDS = 20.0
 """Time that the first setting must have left to begin; the others need that of the longest before them, and a fifth more."""

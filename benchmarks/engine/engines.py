@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.engine.subject import Subject
 from engine import wire
-from engine.build import PairedLenVM, assemble
-from engine.loop import Loop
+from engine.loop.build import PairedLenVM, assemble
+from engine.loop.loop import Loop
 from engine.models.decoder import Decoder
 from engine.settings import EngineSettings
 

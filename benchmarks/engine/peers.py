@@ -28,8 +28,8 @@ from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, Store, describe
 from benchmarks.engine.subject import SHAPES, subject
 from engine import wire
+from engine.models.formats.quantization import format_of
 from engine.models.loader import load_model
-from engine.models.quantization import format_of
 from kernels.int8 import instructions
 
 PROGRAM = Path(__file__).with_name("peer_process.py")

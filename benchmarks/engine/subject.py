@@ -14,12 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import ExpertConfig, ModelConfig, load_config
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.kv_scales import bounded, kv_bounds
-from engine.models.layer_config import ExpertConfig
+from engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
 from engine.models.loader import load_model, save_model
-from engine.models.quantization import FORMATS, format_of, pack_head
 from engine.models.rope import Rope
 from engine.models.source import locate
 
@@ -106,7 +104,7 @@ class Subject:
         return TOLERANCE[self.dtype] if self.quantize is None else QUANTIZED_TOLERANCE
 
     def load(self) -> Decoder:
-        """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.errors.ModelError`."""
+        """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.files.ModelError`."""
         device, dtype = default_device(), getattr(torch, self.dtype)
         if self.quantize is not None:
             FORMATS[self.quantize].check_device(device, dtype)

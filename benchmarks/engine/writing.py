@@ -16,8 +16,8 @@ import torch
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.subject import QWEN25_7B, QWEN25_15B, default_device, random_decoder, randomise
 from engine import wire
-from engine.build import PairedLenVM
 from engine.demo import MODELS
+from engine.loop.build import PairedLenVM
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lenvm import LenVM, load_lenvm

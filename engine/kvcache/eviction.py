@@ -1,4 +1,4 @@
-"""Chooses which part of a prefix cache is evicted next.
+"""Nodes of a prefix cache, and which of them is evicted next.
 
 Nodes of generations and queries are evicted in the order of their last use. Items of :class:`engine.wire.ScoreItems` compete by
 how often they were used as well, so a scan of cold items does not evict hot ones. Their rule is TinyLFU (Einziger, Friedman and
@@ -7,21 +7,78 @@ between. Then they are protected, as long as there is room. If there is none, an
 was used more often lately. Items on probation are evicted first, by last use, and then protected ones by how often they were used.
 
 Both kinds share all slots. While nodes that are no items have less than a reserved share of the slots, items are evicted before
-them; above that, whichever was not used for longer. Pinned items are held like those in use (:mod:`engine.kvcache.pins`).
+them; above that, whichever was not used for longer. Pinned items are held like those in use (:mod:`engine.kvcache.prefix_cache`).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
 
-from engine.ints import MASK_64
-from engine.kvcache.frequency import FrequencySketch
+import numpy as np
 
-if TYPE_CHECKING:
-    from engine.kvcache.prefix_cache import Node
+from engine.ints import EMPTY, MASK_64, Ints
+
+ROWS = 4
+MAX_COUNT = 255
+
+
+class FrequencySketch:
+    """A count-min sketch with conservative update and aging: TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage
+    2017, https://arxiv.org/abs/1512.00727). An estimate is never below the true count since the last halvings, up to
+    :data:`MAX_COUNT`.
+    """
+
+    def __init__(self, keys: int) -> None:
+        """``keys``: about as many as are used in turn. Takes 4 to 8 bytes for each."""
+        self._width = 1 << max(6, (keys - 1).bit_length())
+        self._rows = [bytearray(self._width) for _ in range(ROWS)]
+        self._uses = 0
+
+    def use(self, key: int) -> int:
+        """Count one use of ``key``: 64 bits, spread evenly. Return its new count."""
+        a, b, c, d = self._rows
+        i, j, k, m = self._places(key)
+        least = min(a[i], b[j], c[k], d[m])
+        if least < MAX_COUNT:
+            for row, place in ((a, i), (b, j), (c, k), (d, m)):
+                if row[place] == least:
+                    row[place] = least + 1
+        self._uses += 1
+        return min(least + 1, MAX_COUNT)
+
+    def count(self, key: int) -> int:
+        """Estimate the recent uses of ``key``."""
+        a, b, c, d = self._rows
+        i, j, k, m = self._places(key)
+        return min(a[i], b[j], c[k], d[m])
+
+    def raise_to(self, key: int, count: int) -> None:
+        """Make the estimate for ``key`` at least ``count``, as if it had been used as often."""
+        for row, place in zip(self._rows, self._places(key), strict=True):
+            row[place] = max(row[place], count)
+
+    def age(self, uses: int) -> bool:
+        """Halve all counts after a number of uses, so that old uses fade. Return whether they were halved."""
+        if self._uses < uses:
+            return False
+        for row in self._rows:
+            counts = np.frombuffer(row, np.uint8)
+            np.right_shift(counts, 1, out=counts)
+        self._uses //= 2
+        return True
+
+    def _places(self, key: int) -> tuple[int, int, int, int]:
+        # Rows use different bits; more than 16 are needed in wide rows, so bits from the other end are mixed in.
+        mask = self._width - 1
+        return (
+            (key ^ key << 13) & mask,
+            (key >> 16 ^ key << 29) & mask,
+            (key >> 32 ^ key << 45) & mask,
+            (key >> 48 ^ key << 61) & mask,
+        )
+
 
 PROTECTED_SHARE = 0.95
 """Part of the slots that protected items may have."""
@@ -32,6 +89,55 @@ SAMPLE = 40
 """Uses for each cached node after which all counts are halved. More make the order of steady items better, and a change of what is
 popular takes longer to be followed (docs/catalogue.md)."""
 FEW_NODES = 64
+
+
+class Node:
+    """Consecutive tokens below a prefix, and their slots."""
+
+    __slots__ = ("children", "item", "key", "parent", "protected", "queue", "references", "shared", "slots", "tokens", "used")
+
+    def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool, item: bool = False) -> None:
+        """``shared``: whether it is in the tree of a salt, not in that of one request. ``item``: whether it belongs to an item of
+        :class:`engine.wire.ScoreItems`."""
+        self.tokens = tokens
+        self.slots = slots
+        self.parent = parent
+        self.shared = shared
+        self.children: dict[int, Node] = {}
+        self.references = 0
+        self.used = 0
+        self.item = item
+        self.protected = False
+        """Set by :class:`engine.kvcache.eviction.Evictor`, like :attr:`queue`."""
+        self.queue: Queue | None = None
+        """The queue of eviction that it is in."""
+        self.key = path_key(self) if item else 0
+        """On an item: :func:`path_key`, by which its uses are counted also while it is not cached."""
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it is a leaf that no request holds."""
+        return not (self.references or self.children or self.parent is None)
+
+    @property
+    def root(self) -> Node:
+        """The empty prefix of its tree."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+
+class Root(Node):
+    """The empty prefix of one tree. Each request at work in the tree holds one reference on it."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: Hashable | None) -> None:
+        """``salt`` None: the tree of one request, of which nothing is kept."""
+        super().__init__(EMPTY, EMPTY, None, shared=salt is not None)
+        self.salt = salt
+        self.key = hash(salt) & MASK_64
 
 
 class Queue:

@@ -9,8 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.models.errors import ModelError
-from engine.models.files import read_json
+from engine.models.files import ModelError, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VALUE_HEAD = "value_head.safetensors"

@@ -1,24 +1,191 @@
-"""Configuration of a decoder, read from and written to a Hugging Face ``config.json``."""
+"""Configuration of a decoder, read from and written to a Hugging Face ``config.json``.
+
+The sentence-transformers files beside the weights say how an embedding model pools hidden states: ``modules.json`` lists the
+modules of the model in order: ``Transformer``, ``Pooling`` and, for some models, ``Normalize``. The configuration of ``Pooling`` is
+``config.json`` in the folder that its entry names. Normalisation is a choice of each request.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.models import checkpoint
-from engine.models.errors import ModelError
-from engine.models.files import read_json
-from engine.models.keys import Keys
-from engine.models.layer_config import ExpertConfig, experts, factors, unrotated, windows
-from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
+from engine.models.files import Keys, ModelError, read_json
 from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import LongRope, Rope
-from engine.models.rope_config import longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
+from engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
+
+Pooling = Literal["last", "mean"]
+"""``last``: the hidden state of the last token; ``mean``: the mean over all tokens of the prompt."""
+
+MODULES_FILE = "modules.json"
+MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+"""Supported modes by their names in sentence-transformers."""
+_OLD_KEYS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
+"""Before release 5.4 of sentence-transformers each mode is a flag of its own."""
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+def load_pooling(directory: Path) -> Pooling | None:
+    """Pooling of the model in ``directory``; None where it is not an embedding model. Raises :class:`ModelError`."""
+    path = directory / MODULES_FILE
+    if not path.is_file():
+        return None
+    folders = _modules(path)
+    if "Pooling" not in folders:
+        return None
+    if unknown := [name for name in folders if name not in _KNOWN_MODULES]:
+        raise ModelError(
+            f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(_KNOWN_MODULES)} only."
+        )
+    folder = folders["Pooling"]
+    file = f"{folder}/config.json"
+    if not folder or Path(folder).name != folder or not (directory / file).is_file():
+        raise ModelError(f"{MODULES_FILE} names a Pooling module, but there is no {file}; download the model again.")
+    return _mode(read_json(directory / file), file)
+
+
+def _modules(path: Path) -> dict[str, str]:
+    """Folder of each module, by the name of its class."""
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        return {_class_name(str(module["type"])): str(module["path"]) for module in modules}
+    except (ValueError, OSError, TypeError, KeyError) as error:
+        raise ModelError(f"{path.name} is not a list of modules with type and path; download the model again.") from error
+
+
+def _class_name(module_type: str) -> str:
+    """The last part of a type of sentence-transformers; types of a model's own code keep their whole name."""
+    return module_type.rpartition(".")[2] if module_type.startswith("sentence_transformers.") else module_type
+
+
+def _mode(raw: dict[str, Any], file: str) -> Pooling:
+    keys = Keys(raw, file)
+    if keys.present("pooling_mode"):
+        modes = [keys.text("pooling_mode", "")]
+    else:
+        flags = [key for key in raw if key.startswith("pooling_mode_") and keys.flag(key, False)]
+        modes = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
+    if len(modes) != 1 or modes[0] not in MODES:
+        found = " and ".join(modes) or "no mode"
+        raise ModelError(f"{file} asks for pooling by {found}, which is not supported; use a model with {' or '.join(MODES)}.")
+    if MODES[modes[0]] == "mean" and not keys.flag("include_prompt", True):
+        raise keys.error("include_prompt", "is false, and a mean over a part of the prompt is not supported; use another model")
+    return MODES[modes[0]]
+
+
+SHARED_SIZE = "shared_expert_intermediate_size"
+_SWITCHED = ("late", "switched", "early")
+"""Values of :data:`~engine.models.registry.Windows` that ``use_sliding_window`` switches on."""
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """Shape of a mixture of experts."""
+
+    count: int
+    chosen: int
+    """Experts of each token."""
+    size: int
+    """Intermediate size of an expert."""
+    renormalise: bool
+    """The weights of a token's experts are divided by their sum."""
+    layers: tuple[int, ...]
+    """Layers that have experts; the others have a feed-forward layer."""
+    held: range | None = None
+    """Experts that a process has, if several share them (``--expert-parallel``); None: all."""
+    shared_size: int = 0
+    """Intermediate size of the shared expert; 0 without one."""
+
+
+def windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Read the window of each layer; return nothing if no layer has one."""
+    on = family.windows not in _SWITCHED or keys.flag("use_sliding_window", False)
+    window = keys.count("sliding_window") if on and keys.present("sliding_window") else None
+    if keys.present("layer_types"):
+        kinds = keys.strings("layer_types")
+        if len(kinds) != layers:
+            raise keys.error("layer_types", f"has {len(kinds)} entries, and num_hidden_layers is {layers}; correct the file")
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use another model")
+        local = [kind == "sliding_attention" for kind in kinds]
+        if window is None and any(local):
+            raise keys.error("sliding_window", "is missing, and layer_types asks for it; correct the file")
+    else:
+        local = [_is_local(keys, family, layer, layers) for layer in range(layers)] if window is not None else []
+    return tuple(window if is_local else None for is_local in local) if any(local) else ()
+
+
+def _is_local(keys: Keys, family: Family, layer: int, layers: int) -> bool:
+    """Whether ``layer`` has a window in a configuration without ``layer_types``."""
+    if family.windows == "late":
+        if "no_rope_layer_interval" in family.defaults:
+            return layer in unrotated(keys, family, layers)
+        return layer >= keys.count("max_window_layers", layers)
+    if family.windows == "early":
+        return layer % 2 == 0 and layer < keys.count("max_window_layers")
+    if family.windows in ("all", "switched"):
+        return True
+    interval = 2 if family.windows == "alternate" else keys.count("sliding_window_pattern")
+    return (layer + 1) % interval != 0
+
+
+def unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
+    """Read the layers without a rotation."""
+    if "no_rope_layer_interval" not in family.defaults:
+        return ()
+    rotated = keys.flags("no_rope_layers")  # which names the layers that have one
+    if rotated and len(rotated) != layers:
+        raise keys.error("no_rope_layers", f"has {len(rotated)} entries, and num_hidden_layers is {layers}; correct the file")
+    interval = keys.count("no_rope_layer_interval")
+    return tuple(layer for layer in range(layers) if not (rotated[layer] if rotated else (layer + 1) % interval))
+
+
+def factors(keys: Keys, family: Family, hidden_size: int) -> dict[str, Any]:
+    """Read scales, soft caps and divisors, by their names in :class:`~engine.models.config.ModelConfig`."""
+    factors: dict[str, Any] = {}
+    if family.scaled_embeddings:
+        factors["embedding_scale"] = math.sqrt(hidden_size)
+    if "query_pre_attn_scalar" in family.defaults:
+        factors["attention_scale"] = keys.number("query_pre_attn_scalar") ** -0.5
+        for key, name in (("attn_logit_softcapping", "attention_cap"), ("final_logit_softcapping", "logit_cap")):
+            if keys.present(key):
+                factors[name] = keys.number(key)
+    if family.multipliers:
+        factors["embedding_scale"] = keys.number("embedding_multiplier")
+        factors["attention_scale"] = keys.number("attention_multiplier")
+        factors["residual_scale"] = keys.number("residual_multiplier")
+        factors["logit_divisor"] = keys.number("logits_scaling")
+    return factors
+
+
+def experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
+    """Read the shape of the experts; None for a dense model."""
+    if family.experts is None:
+        return None
+    count = keys.count("num_local_experts" if keys.present("num_local_experts") else "num_experts")
+    chosen = keys.count("num_experts_per_tok")
+    if chosen > count:
+        raise keys.error("num_experts_per_tok", f"is {chosen}, and there are {count} experts; correct the file")
+    if family.experts != "qwen":
+        return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=True, layers=tuple(range(layers)))
+    dense, interval = keys.ids("mlp_only_layers"), keys.count("decoder_sparse_step", 1)
+    return ExpertConfig(
+        count,
+        chosen,
+        keys.count("moe_intermediate_size"),
+        renormalise=keys.flag("norm_topk_prob", False),
+        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % interval == 0),
+        shared_size=keys.count(SHARED_SIZE) if SHARED_SIZE in family.defaults else 0,
+    )
+
 
 GELU = "gelu_pytorch_tanh"
 """GELU, approximated by tanh."""
@@ -138,7 +305,7 @@ class ModelConfig:
 
 
 def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
-    """Read ``config.json`` and, where they exist, ``generation_config.json`` and the files of :mod:`engine.models.pooling`.
+    """Read ``config.json`` and, where they exist, ``generation_config.json`` and the files of :mod:`engine.models.config`.
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`. Raises :class:`ModelError`.
     """

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.source import ADAPTER_FILES, FILES, locate, split_revision
 
 POLL_SECONDS = 1.0

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
-from engine.models.config import ModelConfig, config_json, load_config
+from engine.models.config import ModelConfig, config_json, load_config, load_pooling
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.kv_scales import bounded, kv_bounds
+from engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
 from engine.models.modules import RMSNorm
-from engine.models.pooling import load_pooling
-from engine.models.quantization import FORMATS, pack_head
 from engine.models.registry import family_of
 from engine.models.source import locate
-from engine.models.vision.decoder import VisionDecoder
+from engine.models.vision.tower import VisionDecoder
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
 
@@ -36,9 +34,10 @@ def load_model(
 ) -> Decoder:
     """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
 
-    ``quantize``: what its layers are then converted to, one of :data:`~engine.models.quantization.FORMATS`. ``max_context``: see
+    ``quantize``: what its layers are then converted to, one of :data:`~engine.models.formats.quantization.FORMATS`.
+    ``max_context``: see
     :attr:`~engine.settings.EngineSettings.max_context`.
-    Raises :class:`~engine.models.errors.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
+    Raises :class:`~engine.models.files.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
     """
     directory = locate(model)
     decoder = make_decoder(load_config(directory, max_context), dtype)
@@ -53,7 +52,7 @@ def make_decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
 
 
 def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:
-    """Headers of the weights of ``decoder``, the whole of it. Raises :class:`~engine.models.errors.ModelError` where they do not
+    """Headers of the weights of ``decoder``, the whole of it. Raises :class:`~engine.models.files.ModelError` where they do not
     fit.
     """
     stored = checkpoint.read_headers(directory)
@@ -71,7 +70,7 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     """Copy all weights, or the ``part``-th part of each where the decoder has a part, from ``stored``, which has been checked.
 
     With ``quantize``, all layers of a kind pass through a single one in the decoder's dtype. Raises
-    :class:`~engine.models.errors.ModelError`.
+    :class:`~engine.models.files.ModelError`.
     """
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)

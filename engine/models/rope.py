@@ -1,12 +1,17 @@
-"""Rotary frequencies and their published ways of scaling to longer contexts."""
+"""Rotary frequencies, their published ways of scaling to longer contexts, and how ``config.json`` names them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine.models.files import Keys, ModelError
+from engine.models.registry import Family
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class YarnRope(Rope):
 class LongRope(Rope):
     """LongRoPE: each wavelength is stretched by a factor of its own, of two sets: for the original context, and for longer ones.
 
-    A model has one set for all sequences, because keys are kept: see :func:`engine.models.rope_config.parse_ropes`.
+    A model has one set for all sequences, because keys are kept: see :func:`engine.models.rope.parse_ropes`.
     Source: Ding et al. 2024, "LongRoPE", arXiv 2402.13753; option names as in Hugging Face transformers.
     """
 
@@ -142,3 +147,143 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 def _plain_frequencies(theta: float, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     return 1.0 / theta**exponents
+
+
+OLD_NAMES = ("su", "yarn")
+"""Older names of ``longrope`` in configurations of Phi-3."""
+LOCAL_THETA = "rope_local_base_freq"
+"""Key of the base of the rotation in layers with a window."""
+
+
+def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> tuple[Rope, Rope | None]:
+    """Read the rotation of the layers, and that of layers with a window if they have one of their own.
+
+    Reads ``rope_parameters``, also with an object for each kind of layer, or the older ``rope_scaling`` beside ``rope_theta``.
+    ``max_context``: the longest context that is asked for. LongRoPE has two sets of factors, and Hugging Face transformers chooses
+    one by the length of each sequence. Kept keys are rotated by one set, so it is chosen here, once, as in vLLM: the set for
+    longer contexts if ``max_context`` is longer than the original context.
+    """
+    inner = _parameters(keys)
+    if inner is not None and family.partial_rotation and inner.first_object() is None:
+        kind = inner.text("rope_type", inner.text("type", "default"))
+        if kind == "longrope" or kind in OLD_NAMES:
+            return _parse_long(keys, inner, family, max_context), None
+    has_local = LOCAL_THETA in family.defaults
+    if inner is None or inner.first_object() is None:
+        local = Rope(keys.number(LOCAL_THETA)) if has_local else None
+        return _parse_rope(keys, inner, plain="mrope" if family.vision else "default"), local
+    if not has_local:
+        raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
+    local = _parse_rope(keys, inner.section("sliding_attention"), LOCAL_THETA)
+    return _parse_rope(keys, inner.section("full_attention")), local
+
+
+def longest_context(written: int, rope: Rope, wanted: int | None) -> int:
+    """Return the context that is served, of at most ``written`` tokens, or what ``rope`` scales them to.
+
+    YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
+
+    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
+    """
+    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+    if wanted is None:
+        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
+    if wanted > most:
+        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
+    return wanted
+
+
+def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
+    """Read how many frequencies turn by the time, the row and the column of a token (``mrope_section``)."""
+    inner = keys.section("rope_parameters") or keys.section("rope_scaling")
+    if inner is None:
+        raise keys.error("rope_scaling", "is missing, and its mrope_section is needed; correct the file")
+    sections = inner.ids("mrope_section")
+    if len(sections) != 3 or sum(sections) != head_dim // 2:
+        raise inner.error("mrope_section", f"must be three numbers with the sum {head_dim // 2}; correct the file")
+    return tuple(sections)
+
+
+def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain: str = "default") -> Rope:
+    """``base``: key of the base if ``inner`` has none. ``plain``: another name of an unscaled rotation."""
+    theta = inner.number("rope_theta") if inner is not None and inner.present("rope_theta") else keys.number(base)
+    if inner is None:
+        return Rope(theta)
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    if kind in ("default", plain):
+        return Rope(theta)
+    original = inner.count("original_max_position_embeddings", keys.count("max_position_embeddings"))
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if high <= low:
+            raise inner.error("high_freq_factor", "must be greater than low_freq_factor")
+        return Llama3Rope(theta, inner.number("factor"), low, high, original)
+    if kind == "linear":
+        return LinearRope(theta, inner.number("factor"))
+    if kind == "yarn":
+        return _parse_yarn(inner, theta, original)
+    raise inner.error("rope_type", f"({kind}) is not supported; use default, linear, llama3 or yarn")
+
+
+def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
+    factor = keys.number("factor")
+    warmth = yarn_attention_factor(factor, keys.optional_number("mscale"), keys.optional_number("mscale_all_dim"))
+    return YarnRope(
+        theta,
+        factor,
+        original,
+        attention_factor=keys.number("attention_factor", warmth),
+        beta_fast=keys.number("beta_fast", 32.0),
+        beta_slow=keys.number("beta_slow", 1.0),
+        truncate=keys.flag("truncate", True),
+    )
+
+
+def _parse_long(keys: Keys, inner: Keys, family: Family, max_context: int | None) -> LongRope:
+    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings")
+    is_long = max_context is not None and max_context > original
+    sets = {name: tuple(inner.numbers(name)) for name in ("short_factor", "long_factor")}
+    for name, factors in sets.items():
+        if (angles := rotary_dim(keys, family) // 2) != len(factors):
+            raise inner.error(name, f"has {len(factors)} factors, and heads have {angles} angles; correct the file")
+    return LongRope(
+        inner.number("rope_theta", keys.number("rope_theta")),
+        sets["long_factor" if is_long else "short_factor"],
+        original,
+        is_long,
+        inner.number("attention_factor", long_attention_factor(inner.number("factor", longest / original), original)),
+    )
+
+
+def rotary_dim(keys: Keys, family: Family) -> int:
+    """Read how many elements of a head are rotated. Raises :class:`~engine.models.files.ModelError`."""
+    head_dim = keys.count("head_dim", keys.count("hidden_size") // keys.count("num_attention_heads"))
+    key, dim = "partial_rotary_factor", head_dim
+    inner = _parameters(keys)
+    for place in (keys, *([] if inner is None else [inner, *inner.sections()])):
+        if not place.present(key):
+            continue
+        factor = place.number(key)
+        if factor != 1.0 and not family.partial_rotation:
+            raise place.error(key, "is not 1, and rotating a part of each head is not supported; use another model")
+        dim = int(head_dim * factor)
+        if dim % 2 or not 2 <= dim <= head_dim:
+            raise place.error(key, f"rotates {dim} of the {head_dim} elements of a head, but must rotate pairs; correct the file")
+    return dim
+
+
+def _parameters(keys: Keys) -> Keys | None:
+    return keys.section("rope_parameters") or keys.section("rope_scaling")
+
+
+def rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    """Return what :func:`parse_ropes` reads, without the base."""
+    if type(rope) is Rope:
+        return None
+    if isinstance(rope, LinearRope):
+        return {"rope_type": "linear", "factor": rope.factor}
+    values = dataclasses.asdict(rope)
+    del values["theta"]
+    original = values.pop("original_context")
+    kind = "yarn" if isinstance(rope, YarnRope) else "llama3"
+    return {"rope_type": kind, **values, "original_max_position_embeddings": original}

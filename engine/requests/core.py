@@ -1,16 +1,22 @@
-"""Requests and their branches. :mod:`engine.batch` has the batch of one step.
+"""Requests and their branches. :mod:`engine.requests.batch` has the batch of one step.
 
 A request is one prefix and its branches. Tokens of the prefix live in the prefix cache, where all requests may share them; tokens
 of a branch live in slots of its own. Scoring gives each item a branch, and a generation each of its sequences
 (:mod:`engine.requests.generation`). The remaining work of a request is the tokens without a slot; a preempted branch has no slots.
+
+A message of many items (:class:`engine.wire.ScoreItems`) is one request in the queue, its :class:`ItemGroup`. When its turn comes,
+cached items start together as an
+:class:`ItemBlock` (:mod:`engine.scheduling.admission`). Each other item starts as a request of its own, whose prefix is the item
+and whose branch is the query. The group collects the rows of all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,20 +24,92 @@ import numpy.typing as npt
 
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints, ints
-from engine.requests.images import RequestImages
-from engine.requests.length_guidance import GuidedSection
-from engine.requests.readout_prompts import prompt_parts_of
 
 if TYPE_CHECKING:
-    from engine.kvcache.prefix_cache import Node
-    from engine.lora.adapter import LoadedAdapter
-    from engine.requests.item_group import ItemBlock, ItemGroup
+    from engine.kvcache.eviction import Node
+    from engine.models.lora.slots import LoadedAdapter
+    from engine.requests.images import ItemImages, RequestImages
     from engine.requests.prompt_lookup import Lookup
     from engine.structured.constraint import Constraint
+
+
+class PromptParts(NamedTuple):
+    """A score's prompts as the engine computes them."""
+
+    prefix: list[int]
+    branches: list[list[int]]
+    targets: list[Ints]
+    """[branch] for likelihoods: row i of a branch predicts target i. Empty for other readouts."""
+
+
+def prompt_parts_of(message: wire.Score, *, mean_pooling: bool, pad: int | None = None) -> PromptParts:
+    """Return the parts of a message's prompts. ``mean_pooling``: whether an embedding is the mean over the whole prompt. ``pad``:
+    token that a classification head leaves out at the end.
+
+    For likelihoods, each branch starts with the last token of the message's prefix, whose row predicts the first target. It lacks
+    the last token of the message's branch, whose row predicts no target. For means over the prompt, each branch has the whole
+    prompt, because the prefix cache keeps no hidden states; and so do branches of a head if one of them is padding alone.
+    """
+    prefix, branches = message.prefix, message.branches
+    if isinstance(message.readout, wire.Likelihood):
+        computed = [[prefix[-1], *tokens[:-1]] for tokens in branches]
+        return PromptParts(prefix[:-1], computed, [ints(tokens) for tokens in branches])
+    if isinstance(message.readout, wire.Embedding) and mean_pooling and prefix:
+        return PromptParts([], [prefix + tokens for tokens in branches], [])
+    if isinstance(message.readout, wire.Classes) and pad is not None and any(tokens[-1] == pad for tokens in branches):
+        unpadded = [without_padding(tokens, pad) for tokens in branches]
+        if all(unpadded):
+            return PromptParts(prefix, unpadded, [])
+        return PromptParts([], [without_padding(prefix + tokens, pad) or (prefix + tokens)[:1] for tokens in branches], [])
+    return PromptParts(prefix, branches, [])
+
+
+def without_padding(tokens: list[int], pad: int) -> list[int]:
+    """Return ``tokens`` up to the last one that is not ``pad``."""
+    end = len(tokens)
+    while end and tokens[end - 1] == pad:
+        end -= 1
+    return tokens[:end]
+
 
 NOBODY = wire.Caller()
 PENDING = -1
 """Stands for a token that a step in flight is drawing: the next step takes it from device memory."""
+
+
+@dataclass(slots=True)
+class GuidedSection:
+    """A section of one output, as far as the output is known."""
+
+    thinking: wire.Thinking
+    wanted: Literal["thinking", "answer"]
+    begin: int | None = None
+    """Output tokens before the section, if the next draw is in it; otherwise None."""
+    settled: bool = False
+    """Whether no further token changes this."""
+    _searched: int = 0
+
+    def read(self, output: Ints) -> None:
+        """Follow the output. ``output``: all of its tokens so far; the ones that were read before are not read again."""
+        if self.settled or not len(output):
+            self._begin_opened()
+            return
+        opened = self.thinking.open
+        if opened is not None and int(output[0]) != opened:  # no thinking section
+            self.begin, self.settled = (0 if self.wanted == "answer" else None), True
+            return
+        found = np.flatnonzero(output[self._searched :] == self.thinking.close)
+        if len(found):
+            end = self._searched + int(found[0]) + 1
+            self.begin, self.settled = (end if self.wanted == "answer" else None), True
+        elif self.wanted == "thinking":
+            self.begin = 0 if opened is None else 1
+        self._searched = len(output)
+
+    def _begin_opened(self) -> None:
+        """The first draw is in the thinking section, if the prompt has begun it."""
+        if not self.settled and self.wanted == "thinking" and self.thinking.open is None:
+            self.begin = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +155,9 @@ class Branch:
     draft: Ints = field(default_factory=lambda: EMPTY)
     """Draft of the tokens behind the newest, which a pending step computes. Its slots are the last ones of ``context``."""
     packed_sampling: bytes = b""
-    """:func:`engine.device.sampling_rows.pack` of its parameters; empty before its first draw."""
+    """:func:`engine.runner.sampling.pack` of its parameters; empty before its first draw."""
     plain_sampling: bool = False
-    """Whether ``packed_sampling`` and a position are all that decides a draw (:mod:`engine.device.sampling_rows`)."""
+    """Whether ``packed_sampling`` and a position are all that decides a draw (:mod:`engine.runner.sampling`)."""
     aux_branch: Branch | None = None
     """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None
@@ -304,3 +382,184 @@ class ScoringRequest(Request):
     @property
     def droppable(self) -> bool:
         return any(branch.remaining for branch in self.branches)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ItemGroup(Request):
+    """The items of one message. It waits while items have not started. It holds no slots itself."""
+
+    message: wire.ScoreItems
+    prefixes: list[Ints]
+    """[item]"""
+    query: IntBuffer
+    """The message's query. It is the branch of each item, except for likelihoods and means: see :meth:`ScoringRequest.of`."""
+    items: list[Ints]
+    """[item] all its tokens."""
+    waiting: list[int] = field(default_factory=list)
+    """Items that have not started, in order."""
+    may_be_cached: bool = True
+    """Whether some of them may be cached that no step has looked up, or that had no room."""
+    parts: dict[int, Request] = field(default_factory=dict)
+    """Blocks and requests of items that run, by arrival."""
+    rows: list[list[float]]
+    """[item]; empty until the item is done."""
+    left: int
+    """Items that are not done."""
+    cached_items: int = 0
+    pinned_items: int = 0
+    item_images: ItemImages | None = None
+    """Images of items and query; None without any."""
+    _requests: dict[int, ScoringRequest] = field(default_factory=dict)
+    """Requests of waiting items: of the first one, and of items that were preempted."""
+
+    @classmethod
+    def of(
+        cls, message: wire.ScoreItems, received: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+    ) -> ItemGroup:
+        """``received`` and ``mean_pooling``: see :meth:`ScoringRequest.of`. The message has been checked."""
+        items, query, readout = items_of(message), ints(message.query), message.readout
+        prefixes = items
+        if isinstance(readout, wire.Likelihood):
+            prefixes = [item[:-1] for item in items]
+        elif isinstance(readout, wire.Embedding) and mean_pooling:
+            prefixes = [EMPTY] * len(items)
+        return cls(
+            id=message.id,
+            prefix=EMPTY,
+            caller=message.caller,
+            adapter=adapter,
+            size=sum(map(len, items)) + len(items) * len(query),
+            received=received,
+            priority=message.priority,
+            expires=None if message.deadline is None else received + message.deadline,
+            on_lenvm=isinstance(readout, wire.LengthValue),
+            message=message,
+            prefixes=prefixes,
+            query=IntBuffer.over(query, len(query)),
+            items=items,
+            waiting=list(range(len(items))),
+            rows=[[] for _ in items],
+            left=len(items),
+        )
+
+    @property
+    def first(self) -> ScoringRequest:
+        """The request of the first waiting item."""
+        index = self.waiting[0]
+        request = self._requests.get(index)
+        if request is None:
+            request = self._requests[index] = self._request(index, next_arrival(), None, IntBuffer(), IntBuffer())
+        return request
+
+    @property
+    def droppable(self) -> bool:
+        return bool(self.waiting) or any(part.droppable for part in self.parts.values())
+
+    def start(self, part: Request) -> bool:
+        """Note that ``part`` runs: the first waiting item, or a block. Return whether other items wait."""
+        self.begun = True
+        self.size -= part.size
+        self.parts[part.arrival] = part
+        if isinstance(part, ItemBlock):
+            started = {item.index for item in part.items}
+            self.waiting = [index for index in self.waiting if index not in started]
+        else:
+            del self._requests[self.waiting.pop(0)]
+        return len(self.waiting) > 0
+
+    def take_back(self, request: ScoringRequest) -> None:
+        """Let an item that was preempted wait in front of the others."""
+        del self.parts[request.arrival]
+        self.size += request.size
+        self.waiting.insert(0, request.index)
+        self._requests[request.index] = request
+
+    def cached(self, index: int, node: Node, context: Ints) -> ScoringRequest:
+        """Return the request of a waiting item for a block. ``node``: up to which it holds its prefix; ``context``: slots of prefix
+        and branch."""
+        count, size = self.query.size, context.size
+        request = self._request(index, self.arrival, node, IntBuffer.over(context, size - count), IntBuffer.over(context, size))
+        request.cached_tokens, request.computed_tokens = size - count, count
+        earlier = self._requests.pop(index, None) if self._requests else None
+        if earlier is not None and earlier.begun:  # it was preempted
+            request.cached_tokens = earlier.cached_tokens
+            request.computed_tokens += earlier.computed_tokens
+        return request
+
+    def take(self, done: Sequence[tuple[ScoringRequest, list[float]]]) -> None:
+        """Take the rows of items."""
+        self.left -= len(done)
+        for request, row in done:
+            self.rows[request.index] = row
+            self.cached_tokens += request.cached_tokens
+            self.cached_items += 0 < request.prefix.size <= request.cached_tokens
+            self.computed_tokens += request.computed_tokens
+
+    def end(self, part: Request) -> None:
+        """Forget a part whose rows are there. References to and from its branches go, so that it leaves no garbage to collect."""
+        del self.parts[part.arrival]
+        if isinstance(part, ItemBlock):
+            for item in part.items:
+                item.branches.clear()
+            part.items = []
+        part.branches.clear()
+
+    @property
+    def answer(self) -> wire.Scored:
+        """The answer, when no item is left."""
+        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
+        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
+
+    def _request(self, index: int, arrival: int, node: Node | None, prefix_slots: IntBuffer, context: IntBuffer) -> ScoringRequest:
+        item, query, readout, targets = self.items[index], self.query, self.message.readout, []
+        if isinstance(readout, wire.Likelihood):
+            targets = [query.view]
+            query = IntBuffer(np.concatenate([item[-1:], query.view[:-1]]))
+        elif item.size > self.prefixes[index].size:
+            query = IntBuffer(np.concatenate([item, query.view]))
+        request = ScoringRequest(
+            id=self.id,
+            prefix=self.prefixes[index],
+            caller=self.caller,
+            adapter=self.adapter,
+            size=item.size + self.query.size,
+            received=self.received,
+            priority=self.priority,
+            readout=readout,
+            rows=[],
+            targets=targets,
+            group=self,
+            index=index,
+            on_lenvm=self.on_lenvm,
+            arrival=arrival,
+            node=node,
+            prefix_slots=prefix_slots,
+        )
+        request.branches.append(Branch(request, 0, query, context))
+        if self.item_images is not None:
+            self.item_images.attach(request)
+        return request
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ItemBlock(Request):
+    """Cached items of one group, of which one step computes all that is left."""
+
+    items: list[ScoringRequest]
+    slots: Ints
+    """Slots of all branches, which the block owns."""
+
+    @property
+    def awaits_result(self) -> bool:
+        return True
+
+    @property
+    def droppable(self) -> bool:
+        return False
+
+
+def items_of(message: wire.ScoreItems) -> list[Ints]:
+    """Return the token ids of each item, not copied."""
+    ids = np.frombuffer(message.items, "<i4")
+    ends = np.cumsum(np.frombuffer(message.lengths, "<i4")).tolist()
+    return [ids[begin:end] for begin, end in pairwise([0, *ends])]

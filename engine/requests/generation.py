@@ -9,17 +9,57 @@ that keeps up has a slot for one token more than is known. An aux branch that wa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from engine import wire
-from engine.ints import EMPTY, IntBuffer, Ints, ints
-from engine.lora.adapter import LoadedAdapter
-from engine.requests.core import Branch, Request
-from engine.requests.length_guidance import GuidedSection, closing, effective, section_of, top_k
-from engine.structured.bits import Bits, bits_of, words_of
+from engine.ints import EMPTY, Bits, IntBuffer, Ints, bits_of, ints, words_of
+from engine.models.lora.slots import LoadedAdapter
+from engine.requests.core import Branch, GuidedSection, Request
+
+
+def effective(message: wire.Generate) -> wire.LengthGuidance | None:
+    """The guidance of ``message``; None where it has no effect: with neutral settings."""
+    guidance = message.length_guidance
+    return None if guidance is None or guidance.neutral else guidance
+
+
+def section_of(guidance: wire.LengthGuidance | None) -> GuidedSection | None:
+    """The section of an output that ``guidance`` is for; None for all of it."""
+    if guidance is None or guidance.applies_to == "both":
+        return None
+    assert guidance.thinking is not None
+    return GuidedSection(guidance.thinking, guidance.applies_to)
+
+
+def closing(guidance: wire.LengthGuidance) -> tuple[int, ...]:
+    """The token that ends the guided section, where that is the thinking section."""
+    return (guidance.thinking.close,) if guidance.applies_to == "thinking" and guidance.thinking else ()
+
+
+def top_k(message: wire.Generate) -> int:
+    """Largest number of candidates of a draw: the guidance's ``top_k``, or the sampling's where that is smaller."""
+    guidance, own = message.length_guidance, message.sampling.top_k
+    assert guidance is not None
+    return min(guidance.top_k, own) if own > 0 else guidance.top_k
+
+
+def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
+    """Target of a constraint: tokens after the next draw, the end of sequence included. drawn: output tokens so far, of the guided
+    section.
+
+    A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw.
+    """
+    if guidance.target_value is not None:
+        value = min(guidance.target_value, 1 - wire.SMALLEST_VALUE)
+        return math.log1p(-value) / math.log(gamma) if value > 0 else 0.0
+    if guidance.target_length is None:
+        return 0.0
+    spent = drawn if guidance.target_length_mode == "total" else 0
+    return float(max(guidance.target_length - spent, 0))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -43,7 +83,7 @@ class GenerateRequest(Request):
     length_guidance: wire.LengthGuidance | None = None
     """None also where the message's guidance has no effect."""
     packed_guidance: bytes = b""
-    """:func:`engine.lenvm.guided_rows.pack` of it; empty before the first guided draw."""
+    """:func:`engine.runner.lenvm.draws.pack_guidance` of it; empty before the first guided draw."""
     section_ends: tuple[int, ...] = ()
     """Tokens, beside the end of sequence, that end the guided section."""
     candidates: int = 0

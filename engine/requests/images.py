@@ -1,27 +1,43 @@
-"""Images in the prompt of a request: which token is which merged patch, and at which position.
+"""Images of requests: which token of a prompt is which merged patch, at which position, and which embeddings are kept.
 
 In prompts of the engine, a token id of :data:`engine.wire.IMAGE_TOKENS` and above names an image by its number in the process
-(:mod:`engine.vision.registry`), so the prefix cache tells images apart as it tells tokens apart. All else follows from the tokens
+(:mod:`engine.requests.images`), so the prefix cache tells images apart as it tells tokens apart. All else follows from the tokens
 up to a place: the merged patch, and the position, whose three axes are time, row and column. So keys that were computed for one
 prompt are right in every prompt that begins with the same tokens. A text token behind an image continues where the larger side of
 the image ends.
+
+A step that computes tokens of an image needs the image's embeddings. They are computed in the same step, before the decoder, and
+kept until others need their memory. What steps of now need is never dropped, so a request whose tokens take several steps has its
+embeddings computed once; a request that was preempted may have them computed again.
+
+A step computes a bounded number of patches, because other requests wait for the step; a larger image is computed alone.
+
+An image is identified by its digest and the cache salt of its caller. A caller therefore cannot learn from response times whether
+a caller with another salt has sent the same image. Numbers only rise, and no two images share one. A forgotten image gets a new
+number, under which the prefix cache has nothing. Images of a caller that keeps no prefixes get a new number each time.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from engine import wire
 from engine.ints import Ints
+from engine.models.vision.config import VisionConfig
+from engine.requests.core import Branch, ItemGroup, Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
 from engine.wire import IMAGE_TOKENS
 
 if TYPE_CHECKING:
-    from engine.requests.core import Branch, Request, ScoringRequest
-    from engine.requests.image_embeddings import EmbeddingCache, ImageBatch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
@@ -155,7 +171,7 @@ class RequestImages:
 
 
 class ItemImages:
-    """The images of an :class:`~engine.requests.item_group.ItemGroup`: those of its items and of its query."""
+    """The images of an :class:`~engine.requests.core.ItemGroup`: those of its items and of its query."""
 
     def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], query: Ints, image_token: int) -> None:
         """query: with the numbers of images."""
@@ -185,3 +201,214 @@ def text_of(tokens: Ints | Sequence[int], image_token: int) -> Ints:
     """A copy with ``image_token`` for the tokens of images, as transformers has the prompt."""
     given = np.asarray(tokens, np.int32)
     return np.where(given >= IMAGE_TOKENS, np.int32(image_token), given)
+
+
+@dataclass(eq=False, slots=True)
+class Embedding:
+    """The embeddings of one image on one model."""
+
+    image: KnownImage | None
+    """None once it is computed: pixels belong to requests."""
+    on_lenvm: bool
+    bytes: int
+    rows: Tensor | None = None
+    """[tokens, hidden]; None until a step is launched that computes it"""
+    step: int = 0
+    """Last step that needs it."""
+    reader: str = ""
+    """Id of the last request that needs it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ImageWork:
+    """An image that a step computes."""
+
+    request: Request
+    """One of those that need it; it fails with the step."""
+    embedding: Embedding
+    key: tuple[int, bool]
+    cache: EmbeddingCache
+
+    def forget(self) -> None:
+        """Drop the embedding, because the step failed."""
+        self.cache.forget(self)
+
+
+class ImageBatch(Protocol):
+    """The part of a :class:`~engine.requests.batch.Batch` that holds images."""
+
+    images: list[ImageWork]
+
+    def add_image(self, work: ImageWork, tokens: int) -> None:
+        """Let the step embed an image of ``tokens``."""
+
+
+class EmbeddingCache:
+    """Embeddings by image and model, the least recently needed first."""
+
+    def __init__(self, token_bytes: Mapping[bool, int], max_bytes: int, max_patches: int) -> None:
+        """token_bytes: of one token's embedding, on the main model and on the length model; max_bytes: kept beside what steps need;
+        max_patches: of one step."""
+        self._token_bytes = token_bytes
+        self._max_bytes = max_bytes
+        self._max_patches = max_patches
+        self._embeddings: OrderedDict[tuple[int, bool], Embedding] = OrderedDict()
+        self.bytes = 0
+        """Bytes of all embeddings that are kept or that the current step computes."""
+        self.found = 0
+        """Times that a request needed embeddings that were there."""
+
+    def require(self, image: KnownImage, request: Request, batch: ImageBatch, step: int) -> bool:
+        """Let ``batch``, the step of that number, use the embeddings of an image; computes them in it if they are not there.
+        Returns False where the step has enough patches without it."""
+        key = image.number, request.on_lenvm
+        embedding = self._embeddings.get(key)
+        if embedding is None:
+            patches = sum(work.embedding.image.patches for work in batch.images if work.embedding.image is not None)
+            if batch.images and patches + image.patches > self._max_patches:
+                return False
+            embedding = Embedding(image, request.on_lenvm, image.tokens * self._token_bytes[request.on_lenvm])
+            self._embeddings[key] = embedding
+            self.bytes += embedding.bytes
+            batch.add_image(ImageWork(request, embedding, key, self), image.tokens)
+        elif embedding.reader != request.id:
+            self.found += 1
+        embedding.reader = request.id
+        embedding.step = step
+        self._embeddings.move_to_end(key)
+        self._evict(step)
+        return True
+
+    def rows(self, number: int, *, on_lenvm: bool) -> Tensor:
+        """Return the embeddings of an image that this step requires, [tokens, hidden]."""
+        rows = self._embeddings[number, on_lenvm].rows
+        assert rows is not None
+        return rows
+
+    def forget(self, work: ImageWork) -> None:
+        """Drop the embedding of ``work``, if it is still kept."""
+        if self._embeddings.get(work.key) is work.embedding:
+            self._drop(work.key)
+
+    def clear(self) -> None:
+        """Drop all embeddings and counts. No step is in flight."""
+        self._embeddings.clear()
+        self.bytes = self.found = 0
+
+    def _evict(self, step: int) -> None:
+        while self.bytes > self._max_bytes:
+            key, oldest = next(iter(self._embeddings.items()))
+            if oldest.step >= step:
+                return
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, bool]) -> None:
+        self.bytes -= self._embeddings.pop(key).bytes
+
+
+REMEMBERED = 1 << 16
+"""Images whose numbers are kept, least recently used first out: about 10 MB."""
+MOST_NUMBERS = (1 << 31) - wire.IMAGE_TOKENS
+"""Token ids are 32 bits. At a hundred new images a second, numbers last four months."""
+
+
+class ImageRegistry:
+    """Gives numbers to images. One thread, the loop's, calls it."""
+
+    def __init__(self, merge: int, remembered: int = REMEMBERED) -> None:
+        """``merge``: side of a merged patch, in patches."""
+        self._merge = merge
+        self._remembered = remembered
+        self._next = itertools.count().__next__
+        self._numbers: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self.pixel_bytes = 0
+        """Bytes of pixels that open requests hold."""
+        self.exhausted = False
+        """Whether no number is left; the pod must be started again to read new images."""
+
+    def register(self, image: wire.Image, caller: wire.Caller) -> KnownImage:
+        """Return ``image``, whose digest was compared with its pixels, with its number."""
+        known = KnownImage(self._number(image.digest, caller), image.rows, image.columns, self._merge, image.pixels)
+        self.pixel_bytes += len(image.pixels)
+        weakref.finalize(known, self._drop, len(image.pixels)).atexit = False
+        return known
+
+    def _number(self, digest: bytes, caller: wire.Caller) -> int:
+        key = caller.cache_salt, digest
+        number = self._numbers.get(key) if caller.keep_prefix else None
+        if number is None:
+            number = self._next()
+            self.exhausted = number >= MOST_NUMBERS - wire.MAX_IMAGES
+        if caller.keep_prefix:
+            self._numbers[key] = number
+            self._numbers.move_to_end(key)
+            if len(self._numbers) > self._remembered:
+                self._numbers.popitem(last=False)
+        return number
+
+    def _drop(self, count: int) -> None:
+        self.pixel_bytes -= count
+
+
+MOST_PIXEL_BYTES = 4 << 30
+"""Most bytes of pixels that open requests hold together. Further images are refused, as if the queue were full."""
+
+Message = wire.Score | wire.ScoreItems | wire.Generate
+
+
+class ImageIntake:
+    """Makes the images of messages those of requests."""
+
+    def __init__(self, config: VisionConfig, cache: EmbeddingCache, most_bytes: int = MOST_PIXEL_BYTES) -> None:
+        self._config = config
+        self.cache = cache
+        self.registry = ImageRegistry(config.merge_size)
+        self._most_bytes = most_bytes
+
+    def full(self, message: Message) -> bool:
+        """Whether there is no memory for the images of ``message``, or no number."""
+        if not message.images:
+            return False
+        given = sum(len(image.pixels) for image in message.images)
+        held = self.registry.pixel_bytes
+        return self.registry.exhausted or (held > 0 and held + given > self._most_bytes)
+
+    def attach(self, request: Request, message: Message) -> None:
+        """Replace the tokens of images in a new request of ``message`` by those of this process, and give it its images."""
+        known = [self.registry.register(image, message.caller) for image in message.images]
+        ids = np.array([wire.IMAGE_TOKENS + image.number for image in known], np.int32)
+        images = {image.number: image for image in known}
+        if isinstance(request, ItemGroup):
+            self._attach_items(request, images, ids)
+            return
+        if isinstance(request, GenerateRequest):
+            request.prompt = text_of(request.prompt, self._config.image_token)
+        elif isinstance(request, ScoringRequest):
+            request.targets = [text_of(tokens, self._config.image_token) for tokens in request.targets]
+        rename(request.prefix, ids)
+        for branch in request.branches:
+            rename(branch.tokens.view, ids)
+        request.images = RequestImages(self.cache, images, request.prefix, [branch.tokens.view for branch in request.branches])
+        for part in request.with_aux:
+            part.images = request.images
+
+    def _attach_items(self, group: ItemGroup, images: Mapping[int, KnownImage], ids: Ints) -> None:
+        lengths = [prefix.size for prefix in group.prefixes]
+        group.items = [renamed(item, ids) for item in group.items]
+        group.prefixes = [item[:length] for item, length in zip(group.items, lengths, strict=True)]
+        rename(group.query.view, ids)
+        group.item_images = ItemImages(self.cache, images, group.query.view, self._config.image_token)
+
+
+def rename(tokens: Ints, ids: Ints) -> None:
+    """Replace token ids of images in place. ids: [images] by place in the message"""
+    shown = np.flatnonzero(tokens >= wire.IMAGE_TOKENS)
+    if len(shown):
+        tokens[shown] = ids[tokens[shown] - wire.IMAGE_TOKENS]
+
+
+def renamed(tokens: Ints, ids: Ints) -> Ints:
+    """A copy after :func:`rename`."""
+    copy = np.array(tokens, np.int32)
+    rename(copy, ids)
+    return copy

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.batch import Batch, ExtendSegment
 from engine.ints import EMPTY
+from engine.requests.batch import Batch, ExtendSegment
 from engine.requests.core import Branch, Request
 from engine.requests.generation import GenerateRequest
 from engine.requests.prompt_lookup import Lookup, PromptIndex
 from engine.scheduling.allocation import Allocator
-from engine.scheduling.flow import Flow
+from engine.scheduling.fair_queue import Flow
 from engine.wire import DraftOptions
 
 

@@ -1,7 +1,7 @@
 """Weighted fair queueing between tenants.
 
-A flow (:mod:`engine.scheduling.flow`) has the waiting and running requests of one tenant. It exists from the first request of the
-tenant to the end of the last one. Flows whose demand exceeds the tokens of a step share them in proportion to their weights;
+A :class:`Flow` has the waiting and running requests of one tenant. It exists from the first request of
+the tenant to the end of the last one. Flows whose demand exceeds the tokens of a step share them in proportion to their weights;
 tokens that a flow does not need go to the others.
 
 Method: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with quanta of tokens as packets. The virtual time of a flow
@@ -28,13 +28,95 @@ import itertools
 import math
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from engine import wire
-from engine.requests.core import Request, ScoringRequest
-from engine.requests.item_group import ItemBlock, ItemGroup
-from engine.scheduling.flow import Flow, rank
+from engine.requests.core import ItemBlock, ItemGroup, Request, ScoringRequest
+
+AGING_SECONDS = 5.0
+"""A request of priority p is served like one of priority 0 that arrived p times this later."""
+MAX_PRIORITY = 10
+"""Priorities beyond ±this value count as this value, so no request overtakes one that arrived more than 100 s before it."""
+
+
+def clamped(priority: int) -> int:
+    """``priority`` within :data:`MAX_PRIORITY`."""
+    return min(max(priority, -MAX_PRIORITY), MAX_PRIORITY)
+
+
+def rank(request: Request) -> float:
+    """Sort key of a request within its tenant, lowest first.
+
+    It never changes. Requests still age, because each second newer requests get a rank that is higher by one.
+    """
+    return request.received + AGING_SECONDS * clamped(request.priority)
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """The requests of one tenant."""
+
+    tenant: str
+    number: int
+    """Order of creation."""
+    held: list[int]
+    """[KV pool] slots that its running requests took from the pool."""
+    weight: float
+    """Weight of its latest request."""
+    virtual: float
+    waiting: list[tuple[float, int, Request]] = field(default_factory=list)
+    """Waiting requests by rank and arrival."""
+    waiting_tokens: int = 0
+    """Tokens of the waiting requests, before any is found in the prefix cache."""
+    running: dict[int, Request] = field(default_factory=dict)
+    """By arrival, in order of admission."""
+    reserved: int = 0
+    """Tokens of this step for its decoding branches."""
+    room: int = 0
+    """Rest of its share of this step's other tokens."""
+    spent: int = 0
+    """Tokens that this step computes for it."""
+    ready: bool = False
+    """Whether the queue has it among the flows that only wait."""
+
+    def demand(self, limit: int) -> int:
+        """Tokens that it could use in a step beside its decoding branches, counted up to ``limit``."""
+        total = self.waiting_tokens
+        for request in self.running.values():
+            if total >= limit:
+                return limit
+            total += _prompt_remaining(request, limit - total)
+        return min(total, limit)
+
+    @property
+    def holding(self) -> float:
+        """Slots that it holds, relative to its weight."""
+        return sum(self.held) / self.weight
+
+    @property
+    def oldest(self) -> Request | None:
+        """The running request that was admitted first: no other flow takes its slots or its place."""
+        return next(iter(self.running.values()), None)
+
+    @property
+    def newest_waiting(self) -> Request | None:
+        """The last waiting request that has not begun; those that have begun were preempted, and continue later."""
+        return next((request for _, _, request in reversed(self.waiting) if not request.begun), None)
+
+
+def _prompt_remaining(request: Request, limit: int) -> int:
+    """Tokens of a running request that are neither computed nor reserved for decoding, counted at least up to ``limit``."""
+    total, limit = 0, limit + request.reserve
+    for part in request.with_aux:
+        total += part.prefix_remaining
+        for branch in part.branches:
+            if total >= limit:
+                break
+            total += branch.remaining
+    return max(0, total - request.reserve)
+
 
 QUANTA = 8
 """Number of quanta into which a step's share of prompt tokens is divided."""
@@ -275,3 +357,121 @@ class FairQueue:
             self._debts[flow.tenant] = flow.virtual
             if len(self._debts) > REMEMBERED:
                 self._debts.popitem(last=False)
+
+
+HALF_LIFE = 10.0
+"""Seconds of waiting after which what was seen counts for half."""
+
+
+@dataclass(slots=True)
+class Queued:
+    """Queue of one tenant."""
+
+    weight: float
+    tokens: Counter[int] = field(default_factory=Counter)
+    """Queued tokens by priority."""
+    total: int = 0
+
+
+class WaitEstimator:
+    """Estimates queue time from the waiting requests and the pace of the queue.
+
+    The pace is the number of tokens begun in each second, in steps during which requests waited. Only then is the engine as fast as
+    it can be, whatever slows it down. The last ten seconds count most.
+
+    A tenant waits for its own requests only, at its share of the pace: while its queue of Q tokens is served, another tenant gets
+    at most Q tokens times the ratio of their weights, and no more than it has queued (generalised processor sharing).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds, monotonic."""
+        self._clock = clock
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Priority and tokens of each waiting request, by id."""
+        self._tokens: Counter[int] = Counter()
+        """Waiting tokens by priority."""
+        self._queued: dict[str, Queued] = {}
+        """Queues by tenant. A tenant with nothing queued has no entry."""
+        self._turned: float | None = None
+        """Time of the last scheduled step, if requests were waiting after it."""
+        self._begun = 0
+        """Tokens begun since that step."""
+        self._moved, self._seconds = 0.0, 0.0
+
+    def add(self, request: Request) -> None:
+        """Count a request that begins to wait."""
+        priority, tokens, caller = clamped(request.priority), request.size, request.caller
+        self._sizes[request.id] = priority, tokens
+        self._tokens[priority] += tokens
+        queued = self._queued.get(caller.tenant)
+        if queued is None:
+            queued = self._queued[caller.tenant] = Queued(caller.weight)
+        queued.weight = caller.weight
+        queued.tokens[priority] += tokens
+        queued.total += tokens
+
+    def begin(self, request: Request, tokens: int) -> None:
+        """Count ``tokens`` of a waiting request as begun."""
+        self._begun += self._take(request, tokens)
+
+    def remove(self, request: Request) -> None:
+        """Stop counting a request that has ended."""
+        self._take(request, request.size)
+
+    def _take(self, request: Request, tokens: int) -> int:
+        """Count up to ``tokens`` less. Return how many."""
+        priority, left = self._sizes.get(request.id, (0, 0))
+        tokens = min(tokens, left)
+        if not tokens:
+            return 0
+        self._sizes[request.id] = priority, left - tokens
+        if tokens == left:
+            del self._sizes[request.id]
+        queued = self._queued[request.caller.tenant]
+        for counter in (self._tokens, queued.tokens):
+            counter[priority] -= tokens
+            if not counter[priority]:
+                del counter[priority]
+        queued.total -= tokens
+        if not queued.total:
+            del self._queued[request.caller.tenant]
+        return tokens
+
+    def turn(self) -> None:
+        """Update the pace after a step was scheduled."""
+        now = self._clock()
+        if self._turned is not None:
+            kept = 0.5 ** ((now - self._turned) / HALF_LIFE)
+            self._moved = kept * self._moved + self._begun
+            self._seconds = kept * self._seconds + now - self._turned
+        self._turned = now if self._sizes else None
+        self._begun = 0
+
+    def seconds(self, priority: int, tenant: str = "") -> float:
+        """Expected queue time of a request of this tenant and priority. Before anything has moved: the time that others have
+        waited.
+
+        Requests of a higher priority number count as behind it, though old ones may have aged past it.
+        """
+        mine = self._queued.get(tenant)
+        if mine is None:
+            return 0.0
+        ahead = _up_to(mine.tokens, clamped(priority))
+        others = sum(
+            min(queued.total, ahead * queued.weight / mine.weight) for queued in self._queued.values() if queued is not mine
+        )
+        return self._duration(ahead, ahead + others)
+
+    def longest(self) -> float:
+        """Expected queue time of a request of priority 0, of the tenant for which it is longest."""
+        ahead = _up_to(self._tokens, 0)
+        return self._duration(ahead, ahead)
+
+    def _duration(self, ahead: float, tokens: float) -> float:
+        if not ahead:
+            return 0.0
+        return tokens * self._seconds / self._moved if self._moved else self._seconds
+
+
+def _up_to(tokens: Counter[int], priority: int) -> int:
+    return sum(count for other, count in tokens.items() if other <= priority)

@@ -1,9 +1,9 @@
 """Fills each step with tokens, up to one budget that scoring and decoding share.
 
 Order within a tenant: running requests come first, in order of admission. Each decoding branch gets its one token; prompts and
-items get the rest of the budget. Waiting requests are admitted in the order of :func:`~engine.scheduling.flow.rank`, which is the
-time of arrival, corrected by priority. While there is a request with a priority other than 0, running requests get their tokens in
-this order too, and a waiting request is admitted before running prompts and items of a higher rank get theirs. A running request
+items get the rest of the budget. Waiting requests are admitted in the order of :func:`~engine.scheduling.fair_queue.rank`, which is
+the time of arrival, corrected by priority. While there is a request with a priority other than 0, running requests get their tokens
+in this order too, and a waiting request is admitted before running prompts and items of a higher rank get theirs. A running request
 that finds no free slot evicts from the prefix cache, then preempts the request that was admitted last; the preempted tokens are
 computed again later. A waiting request only evicts from the cache. So the request that was admitted first finds slots. Neither
 scoring nor decoding starves: every generated sequence gets its token in every step, and prompts and items get at least a
@@ -16,40 +16,76 @@ Between tenants, resources are divided by weight:
 - *Length of a step*: while several tenants share the engine, steps have a :data:`CONTENDED_SHARE` of the budget, because a new
   request waits for the step in progress, and a flood of requests fills every step.
 - *Running requests and slots*: a tenant takes them from requests of tenants that have more for their weight
-  (:mod:`engine.scheduling.preemption`), and leaves room for the others (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`).
+  (:mod:`engine.scheduling.allocation`), and leaves room for the others (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`).
 - *Queue places*: see :meth:`Scheduler.displace`.
 
 With one tenant none of these rules applies.
 
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
-:mod:`engine.scheduling.composer` and, for sequences that continue by one token, :mod:`engine.scheduling.decoding` add their tokens
-to the step, and :mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has slots of its own.
+:mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their
+slots. A length model has slots of its own.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from engine import wire
-from engine.batch import Batch, CandidatePass
-from engine.kvcache.prefix_cache import PrefixCache
-from engine.kvcache.slots import SlotPool
-from engine.requests.core import Branch, Request
+from engine.kvcache.prefix_cache import PrefixCache, SlotPool
+from engine.requests.batch import Batch
+from engine.requests.core import Branch, ItemGroup, Request
 from engine.requests.generation import GenerateRequest
-from engine.requests.item_group import ItemGroup
 from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
-from engine.scheduling.composer import StepComposer
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.decoding import decode, decoding_branch
+from engine.scheduling.composer import StepComposer, decode, decoding_branch
 from engine.scheduling.drafting import Drafting, LookupSettings
-from engine.scheduling.fair_queue import FairQueue
-from engine.scheduling.flow import rank
-from engine.scheduling.wait_estimator import WaitEstimator
+from engine.scheduling.fair_queue import FairQueue, WaitEstimator, rank
 from engine.settings import RESERVED_SHARE
+
+FEW = 64
+
+
+class Deadlines:
+    """The requests that have a deadline. It refers to them by id, so that it keeps no request that has ended: most end long before
+    their deadline, and each has its prompt."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        """``requests``: those that have not ended, by id."""
+        self._requests = requests
+        self._heap: list[tuple[float, int, str]] = []
+        """Deadline, arrival and id."""
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        """Note the deadline of a request, if it has one."""
+        if request.expires is None:
+            return
+        heapq.heappush(self._heap, (request.expires, request.arrival, request.id))
+        if len(self._heap) > 2 * len(self._requests) + FEW:
+            self._heap = [entry for entry in self._heap if self._of(entry) is not None]
+            heapq.heapify(self._heap)
+
+    def passed(self, now: float) -> list[Request]:
+        """Forget the deadlines at ``now`` or before, and return their requests."""
+        late = []
+        while self._heap and self._heap[0][0] <= now:
+            request = self._of(heapq.heappop(self._heap))
+            if request is not None:
+                late.append(request)
+        return late
+
+    def _of(self, entry: tuple[float, int, str]) -> Request | None:
+        """The request of an entry; None if it has ended. A later request may have its id."""
+        _, arrival, request_id = entry
+        request = self._requests.get(request_id)
+        return request if request is not None and request.arrival == arrival else None
+
 
 PREFILL_SHARE = CONTENDED_SHARE = 0.25
 """Part of the budget for prompts and items, and the part that a step has while several tenants share the engine."""
@@ -84,23 +120,23 @@ class Scheduler:
     ) -> None:
         """``lenvm_pool``: slots of the length model, if there is one. ``lookup``: None for no drafts."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
-        self._queue = FairQueue(len(pools), clock)
-        self._allocator = Allocator(pools, self._queue, budget.reserved_share, budget.max_adapters)
-        self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
-        self._drafting = Drafting(self._allocator, lookup or LookupSettings(rows=0))
+        self.queue = FairQueue(len(pools), clock)
+        self.allocator = Allocator(pools, self.queue, budget.reserved_share, budget.max_adapters)
+        self._composer = StepComposer(self.allocator, run_ahead=run_ahead)
+        self.drafting = Drafting(self.allocator, lookup or LookupSettings(rows=0))
         self._run_ahead = run_ahead
-        self._running = self._allocator.running
+        self._running = self.allocator.running
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines(self._requests)
-        self._wait_estimator = WaitEstimator(clock)
-        self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
+        self.wait_estimator = WaitEstimator(clock)
+        self._admission = Admission(budget.max_running_requests, self.queue, self.allocator, self._composer, self.wait_estimator)
 
     @property
     def kv_pools(self) -> list[KVPool]:
         """Slots and prefix cache of the base model and, if there is one, of the length model."""
-        return self._allocator.kv_pools
+        return self.allocator.kv_pools
 
     @property
     def pool(self) -> SlotPool:
@@ -115,9 +151,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
-        self._drafting.prepare(request)
-        self._queue.join(request)
-        self._wait_estimator.add(request)
+        self.drafting.prepare(request)
+        self.queue.join(request)
+        self.wait_estimator.add(request)
         self._deadlines.add(request)
 
     def get(self, request_id: str) -> Request | None:
@@ -142,28 +178,14 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of requests of which something is not admitted."""
-        return self._queue.waiting
-
-    @property
-    def tenants(self) -> int:
-        """Number of tenants with a request that has not ended."""
-        return len(self._queue.flows)
-
-    def wait_seconds(self, priority: int = 0, tenant: str = "") -> float:
-        """Expected time until a new request of this tenant and priority begins."""
-        return self._wait_estimator.seconds(priority, tenant)
-
-    @property
-    def longest_wait(self) -> float:
-        """Expected wait at priority 0 of the tenant for which it is longest."""
-        return self._wait_estimator.longest()
+        return self.queue.waiting
 
     def displace(self, caller: wire.Caller, above: float = 0.0) -> Request | None:
         """Remove and return a waiting request, so that a request of ``caller`` can take its place in a full queue.
 
         See :meth:`~engine.scheduling.fair_queue.FairQueue.displaceable`. None if there is none.
         """
-        displaced = self._queue.displaceable(caller, above)
+        displaced = self.queue.displaceable(caller, above)
         if displaced is not None:
             self.remove(displaced)
         return displaced
@@ -181,14 +203,14 @@ class Scheduler:
         now = self._clock()
         for kv_pool in self.kv_pools:
             kv_pool.cache.pins.expire(now)
-        self._allocator.step += 1
-        self._allocator.turns.begin(chain(self._running.values(), self._queue.heads))
-        contended, shared = self._queue.contended(), self._queue.shared
+        self.allocator.step += 1
+        self.allocator.turns.begin(chain(self._running.values(), self.queue.heads))
+        contended, shared = self.queue.contended(), self.queue.shared
         budget = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
-        decode_tokens = self._queue.reserve()
-        self._drafting.begin(decode_tokens)
+        decode_tokens = self.queue.reserve()
+        self.drafting.begin(decode_tokens)
         max_load = max(budget, decode_tokens + max(1, int(PREFILL_SHARE * budget)))
-        granted = self._queue.grant(max_load - decode_tokens)
+        granted = self.queue.grant(max_load - decode_tokens)
         self._admission.begin(max_load, now, contended=contended)
         if shared:
             for flow in granted:
@@ -198,23 +220,14 @@ class Scheduler:
             for flow in granted:
                 self._admission.admit_waiting(batch, flow)
         self._admission.use_rest(batch)
-        self._queue.settle(max_load)
-        self._wait_estimator.turn()
+        self.queue.settle(max_load)
+        self.wait_estimator.turn()
         return batch
-
-    @property
-    def reserved_slots(self) -> int:
-        """Slots of the base model that items leave to others."""
-        return self._allocator.reserved(self.pool)
 
     def pin(self, request: Request, seconds: float) -> bool:
         """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin. Return whether it is pinned."""
-        pins = self._allocator.kv_pool(request).cache.pins
+        pins = self.allocator.kv_pool(request).cache.pins
         return pins.set(request.node, len(request.prefix), seconds, self._clock())
-
-    def settle_draft(self, branch: Branch, accepted: int) -> None:
-        """Free the slots of the rejected tokens of a draft. Comes before the draws of its step are added to ``branch``."""
-        self._drafting.settle(branch, accepted)
 
     def finish(self, branch: Branch) -> None:
         """End a branch. A generation stays in the prefix cache; an item does not, because later requests rarely have it."""
@@ -222,12 +235,12 @@ class Scheduler:
         request.branches.remove(branch)
         branch.done = True
         if isinstance(request, GenerateRequest):
-            self._allocator.insert_prefix(branch)
+            self.allocator.insert_prefix(branch)
         else:
-            self._allocator.free(branch)
+            self.allocator.free(branch)
         if branch.aux_branch is not None:
             branch.aux_branch.request.branches.remove(branch.aux_branch)
-            self._allocator.insert_prefix(branch.aux_branch)
+            self.allocator.insert_prefix(branch.aux_branch)
         if not request.branches:
             self.remove(request)
 
@@ -237,22 +250,18 @@ class Scheduler:
         self._stop(part)
         part.group.end(part)
 
-    def release_unused(self, candidate_pass: CandidatePass) -> None:
-        """Free the slots of a pass that was not computed, because the draw was decided without the length model."""
-        self._allocator.release_unused(candidate_pass)
-
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
-        self._wait_estimator.remove(request)
+        self.wait_estimator.remove(request)
         for part in request.parts.values() if isinstance(request, ItemGroup) else [request]:
             self._stop(part)
-        self._queue.leave(request)
+        self.queue.leave(request)
 
     def _stop(self, request: Request) -> None:
         for branch in request.branches:
             branch.done = True
-        self._allocator.release(request)
+        self.allocator.release(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
@@ -273,34 +282,34 @@ class Scheduler:
         """Compute the running requests in order of admission or, with priorities, of rank. Consecutive ones that continue by one
         token are composed at once."""
         decoding: list[Branch] = []
-        ranked = self._queue.prioritised > 0
+        ranked = self.queue.prioritised > 0
         for request in sorted(self.running, key=rank) if ranked else self.running:
-            if request.awaits_result or (request.adapter is not None and not self._allocator.turns.takes(request)):
+            if request.awaits_result or (request.adapter is not None and not self.allocator.turns.takes(request)):
                 continue
-            if self._run_ahead and self._drafting.holds(request):
+            if self._run_ahead and self.drafting.holds(request):
                 continue
-            branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self._allocator.step else None
-            if branch is None or self._drafting.wants(branch):
+            branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self.allocator.step else None
+            if branch is None or self.drafting.wants(branch):
                 self._decode(batch, decoding)
                 decoding = []
                 if ranked and request.arrival in self._running:
-                    self._admission.admit_waiting(batch, self._queue.of(request), before=rank(request))
+                    self._admission.admit_waiting(batch, self.queue.of(request), before=rank(request))
                 self._compute_request(batch, request)
             else:
                 decoding.append(branch)
         self._decode(batch, decoding)
 
     def _decode(self, batch: Batch, branches: Sequence[Branch]) -> None:
-        if branches and not decode(batch, branches, self._allocator):
+        if branches and not decode(batch, branches, self.allocator):
             for branch in branches:
                 self._compute_request(batch, branch.request)
 
     def _compute_request(self, batch: Batch, request: Request) -> None:
         """Compute a running request, unless it was preempted or is in the step already: its decoding branches, and other tokens
         within the share of its tenant."""
-        if request.step == self._allocator.step or request.arrival not in self._running:
+        if request.step == self.allocator.step or request.arrival not in self._running:
             return
-        flow, reserve, first = self._queue.of(request), request.reserve, len(batch.segments)
+        flow, reserve, first = self.queue.of(request), request.reserve, len(batch.segments)
         flow.room += reserve
         flow.room -= self._composer.compute(batch, flow, request, flow.room, reserve, may_preempt=True)
-        self._drafting.extend(batch, flow, first)
+        self.drafting.extend(batch, flow, first)

@@ -6,29 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine import wire
 from engine.requests.core import Branch, Request
 from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Scheduler
+from engine.structured.checker import Vocabulary
 from engine.structured.compiler import Compiler, NoRoomError
-from engine.structured.constraint import Constraint, GrammarError
-from engine.structured.masks import MaskThreads
-from engine.structured.vocabulary import Vocabulary
+from engine.structured.constraint import Constraint, GrammarError, MaskThreads
 
 NO_ROOM = "The grammars in use take all the memory that the engine has for them; try again later."
-
-
-@dataclass(slots=True)
-class Settled:
-    """Structured requests that became ready, or failed, since the last step."""
-
-    compiled: list[GenerateRequest] = field(default_factory=list)
-    """Requests that can be queued now."""
-    failed: list[tuple[GenerateRequest, wire.Failed]] = field(default_factory=list)
-    """Requests that cannot begin or go on, with the reply. Those that were queued are still in the queue."""
 
 
 class StructuredRequests:
@@ -114,24 +102,10 @@ class StructuredRequests:
             self._waiting += self._advanced
             self._advanced = []
 
-    def settle(self, step_seconds: float) -> Settled:
-        """Wait a bounded time for masks, and return the requests that changed. ``step_seconds``: time of the last step."""
-        settled = Settled()
-        self._settle_masks(settled, step_seconds)
-        for request, compiling in [entry for entry in self._compiling.values() if entry[1].done()]:
-            del self._compiling[request.id]
-            self._settle_compiled(request, compiling, settled)
-        return settled
-
     def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, wire.Failed]]:
-        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs, or whose deadline passed first.
-
-        Yields these, with the reply. ``step_seconds``: time of the last step.
-        """
-        settled = self.settle(step_seconds)
-        for request in settled.compiled:
-            scheduler.add(request)
-        for request, reply in settled.failed:
+        """Wait a bounded time for masks, queue the requests whose grammar is compiled, and remove those that cannot follow theirs,
+        or whose deadline passed first. Yields these, with the reply. ``step_seconds``: time of the last step."""
+        for request, reply in [*self._settle_masks(step_seconds), *self._settle_compiled(scheduler)]:
             queued = scheduler.get(request.id) is request
             if queued:
                 scheduler.remove(request)
@@ -147,7 +121,8 @@ class StructuredRequests:
         self._compiler.close()
         self._threads.close()
 
-    def _settle_masks(self, settled: Settled, step_seconds: float) -> None:
+    def _settle_masks(self, step_seconds: float) -> Iterator[tuple[GenerateRequest, wire.Failed]]:
+        """Yields the requests that cannot go on; they are still in the queue."""
         if not self._waiting:
             return
         self._threads.wait(step_seconds)
@@ -159,22 +134,22 @@ class StructuredRequests:
             self._masks += 1
             self._mask_seconds += constraint.last_seconds
             if constraint.problem is not None and not branch.done:
-                failed = wire.Failed(branch.request.id, "invalid", constraint.problem)
-                settled.failed.append((branch.request, failed))
+                yield branch.request, wire.Failed(branch.request.id, "invalid", constraint.problem)
 
-    def _settle_compiled(self, request: GenerateRequest, compiling: Future[list[Constraint]], settled: Settled) -> None:
-        try:
-            constraints = compiling.result()
-        except GrammarError as error:
-            settled.failed.append((request, wire.Failed(request.id, "invalid", str(error))))
-            return
-        except NoRoomError:
-            busy = wire.Failed(request.id, "overloaded", NO_ROOM, retryable=True, retry_after=1.0)
-            settled.failed.append((request, busy))
-            return
-        for branch, constraint in zip(request.branches, constraints, strict=True):
-            branch.constraint = constraint
-        settled.compiled.append(request)
+    def _settle_compiled(self, scheduler: Scheduler) -> Iterator[tuple[GenerateRequest, wire.Failed]]:
+        """Yields the requests that cannot begin."""
+        for request, compiling in [entry for entry in self._compiling.values() if entry[1].done()]:
+            del self._compiling[request.id]
+            try:
+                constraints = compiling.result()
+            except GrammarError as error:
+                yield request, wire.Failed(request.id, "invalid", str(error))
+            except NoRoomError:
+                yield request, wire.Failed(request.id, "overloaded", NO_ROOM, retryable=True, retry_after=1.0)
+            else:
+                for branch, constraint in zip(request.branches, constraints, strict=True):
+                    branch.constraint = constraint
+                scheduler.add(request)
 
 
 def _divided(branches: Sequence[Branch]) -> tuple[list[Branch], list[Branch]]:

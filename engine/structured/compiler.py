@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from llguidance import LLMatcher
 
 from engine import wire
-from engine.structured.checker import LIMITS, Checker
-from engine.structured.constraint import Constraint, GrammarError
-from engine.structured.fair_threads import FairThreads
-from engine.structured.vocabulary import Vocabulary
+from engine.structured.checker import LIMITS, Checker, Vocabulary
+from engine.structured.constraint import Constraint, FairThreads, GrammarError
 
 GRAMMAR_ROOM = 256 << 20
 """Most memory in bytes of all compiled grammars, kept ones and those in use."""

@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass
 
 from engine import wire
-from engine.build import build_loop
 from engine.demo import MODELS
+from engine.loop.build import build_loop
 from engine.settings import EngineSettings
 from examples.demo_models.prompts import chat, describe
 from examples.demo_models.text import load_tokenizer

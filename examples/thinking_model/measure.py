@@ -17,8 +17,8 @@ from random import Random
 from tokenizers import Tokenizer
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from examples.demo_models.text import load_tokenizer
 from examples.thinking_model import task

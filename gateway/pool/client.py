@@ -1,4 +1,4 @@
-"""HTTP client of one engine pod (protocol: ``engine/wire/``). Leaving a call closes its connection, which aborts the request."""
+"""HTTP client of one engine pod (protocol: ``engine/wire.py``). Leaving a call closes its connection, which aborts the request."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.options import Option, options_of
+from engine.server.options import Option, options_of
 from engine.settings import EngineSettings, ServerSettings
 from gateway.handling.openapi import attribute_docstrings
 from gateway.logs.access import AccessLine

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container
 
-from engine.batch import Batch, CandidatePass
 from engine.ints import Ints
-from engine.requests.core import Branch, Request
+from engine.requests.batch import Batch, CandidatePass
+from engine.requests.core import Branch, ItemBlock, ItemGroup, Request
 from engine.requests.generation import GenerateRequest
-from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import KVPool
-from engine.scheduling.flow import rank
+from engine.scheduling.fair_queue import rank
 from engine.scheduling.scheduler import Scheduler
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
-from engine.device.cuda_graphs import Captured
+from engine.runner.graphs import Captured
 
 GPU = torch.device("cuda", 0)
 POISON = 0x5A
@@ -130,7 +130,7 @@ class LateGpu(TorchDispatchMode):
     allocated = 0
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        """Stands for :class:`~engine.device.cuda_graphs.CudaCapture`: a replay spoils the results of all other graphs."""
+        """Stands for :class:`~engine.runner.graphs.CudaCapture`: a replay spoils the results of all other graphs."""
         work()
         self._recorded = recorded = []
         output = work()

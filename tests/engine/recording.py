@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.device.cuda_graphs import Captured
+from engine.runner.graphs import Captured
 
 Step = Callable[[], None]
 
 
 class Recorder(TorchDispatchMode):
-    """A :class:`~engine.device.cuda_graphs.Capture`."""
+    """A :class:`~engine.runner.graphs.Capture`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()

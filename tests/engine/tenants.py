@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import wire
-from engine.batch import Batch, ExtendSegment
-from engine.kvcache.slots import SlotPool
+from engine.kvcache.prefix_cache import SlotPool
+from engine.requests.batch import Batch, ExtendSegment
 from engine.requests.core import Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Budget, Scheduler

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.checks import MAX_CALLER_CHARACTERS
-from engine.loop import Loop
-from engine.replies.request_log import BURST, LINES_PER_SECOND, RequestLog
-from engine.serving import metrics
+from engine.loop.build import build_loop
+from engine.loop.checks import MAX_CALLER_CHARACTERS
+from engine.loop.loop import Loop
+from engine.loop.replies import BURST, LINES_PER_SECOND, RequestLog
+from engine.server import metrics
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
@@ -49,7 +49,7 @@ def lines() -> Iterator[list[logging.LogRecord]]:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("engine.replies.request_log"), Keep()
+    logger, handler = logging.getLogger("engine.loop.replies"), Keep()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield records
@@ -187,15 +187,6 @@ def test_the_log_names_requests_that_end_without_a_result(build, lines, monkeypa
     assert not [line for line in own for token in TOKENS if str(token) in line]
 
 
-def test_what_ends_well_is_logged_for_debugging_only(build, caplog):
-    with caplog.at_level(logging.INFO, "engine.replies.request_log"):
-        run(build(), score("s"))
-    assert not caplog.records
-    with caplog.at_level(logging.DEBUG, "engine.replies.request_log"):
-        run(build(), score("s"), wire.Generate("g", TOKENS, wire.Sampling(max_tokens=2, n=2, ignore_eos=True)))
-    assert [record.getMessage().split()[1] for record in caplog.records] == ["finished", "finished"]
-
-
 def test_the_log_is_one_line_whatever_the_id(lines):
     RequestLog().write("refused", wire.Caller('x" code="ok\nrequest refused'), "id\r\n\x1b[2J", code="invalid")
     (line,) = [record.getMessage() for record in lines]
@@ -221,7 +212,7 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
 import logging
 from engine.serving import logs
 from engine import wire
-from engine.replies.request_log import RequestLog
+from engine.loop.replies import RequestLog
 handler, clock = logs.start(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)
 for place in range(5000):

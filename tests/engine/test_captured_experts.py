@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.distributed.shard import part_of
 from engine.models.config import load_config
 from engine.models.decoder import Decoder
-from engine.models.experts import Experts
 from engine.models.loader import load_model
+from engine.models.modules import Experts
+from engine.runner.distributed.shard import part_of
 from tests.checkpoints import make_checkpoint
 from tests.engine.late import LateGpu, LateTensor, computing
 

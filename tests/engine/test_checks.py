@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from engine import wire
-from engine.checks import check
-from engine.checks.scoring import MAX_NUMBERS
+from engine.loop.checks import MAX_NUMBERS, check
 
 LIMITS = wire.Limits(max_branches=10_000, max_slots=1 << 20, max_logprobs=20, max_labels=1000, max_sequences=8)
 INFO = wire.Info("m", "f", 300, 1 << 20, [1], ["score", "generate", "embed"], LIMITS, embedding_size=64)

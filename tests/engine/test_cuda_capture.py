@@ -1,122 +1,16 @@
-"""Graphs of :class:`CudaCapture` stay valid when another capture fails or another graph is destroyed.
-
-Without a GPU, the real ``torch.cuda.graph`` captures nothing on stand-ins for streams and graphs, which do what those of torch
-do: streams are handed out in turn, and a graph that is destroyed frees cuBLAS's workspace for the stream of its capture.
-"""
+"""Graphs of :class:`CudaCapture` stay valid on a GPU when another capture fails or another graph is destroyed."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.device.cuda_graphs import STREAMS, CudaCapture
-
-GPU = torch.device("cuda", 0)
-
-
-class FakeStream(int):
-    """A stream, by its number; 0 is the default one."""
-
-    def wait_stream(self, other: FakeStream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class FakeCuda:
-    """CUDA's streams, and cuBLAS's workspaces."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.current = FakeStream(0)
-        self.workspaces: set[int] = set()
-        self.breaks = False
-        """Whether captures end with an error."""
-        self.leaves_pool = True
-        """Whether a capture also ends the allocation to its pool then."""
-        self.pools: set[object] = set()
-        """Those to which memory is allocated."""
-        turn = itertools.count()
-        graph = type("Graph", (FakeGraph,), {"cuda": self})
-        for name, value in {
-            "Stream": lambda device: FakeStream(1 + next(turn) % STREAMS),
-            "stream": lambda stream: FakeContext(self, stream),
-            "current_stream": lambda device=None: self.current,
-            "synchronize": lambda: None,
-            "empty_cache": self.empty_cache,
-            "current_device": lambda: 0,
-            "graph_pool_handle": object,
-            "mem_get_info": lambda device: (0, 0),
-            "CUDAGraph": graph,
-        }.items():
-            patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-        patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.end(pool), raising=False)
-
-    def empty_cache(self) -> None:
-        if self.pools:
-            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
-
-    def end(self, pool: object) -> None:
-        """End the allocation to ``pool``."""
-        if pool not in self.pools:
-            raise RuntimeError("not currently recording to mempool_id")
-        self.pools.remove(pool)
-
-    def product(self) -> Tensor:
-        """Work that needs the workspace."""
-        self.workspaces.add(self.current)
-        return torch.zeros(1)
-
-
-class FakeContext:
-    """``torch.cuda.stream``."""
-
-    def __init__(self, cuda: FakeCuda, stream: FakeStream) -> None:
-        self.cuda, self.stream = cuda, stream
-
-    def __enter__(self) -> None:
-        self.before, self.cuda.current = self.cuda.current, self.stream
-
-    def __exit__(self, *error: object) -> None:
-        self.cuda.current = self.before
-
-
-class FakeGraph:
-    """``torch.cuda.CUDAGraph``."""
-
-    cuda: FakeCuda
-    ended = False
-
-    def capture_begin(self, pool: object, **named: Any) -> None:
-        self.stream, self.pool = self.cuda.current, pool
-        self.cuda.pools.add(pool)
-
-    def capture_end(self) -> None:
-        if not self.cuda.breaks or self.cuda.leaves_pool:
-            self.cuda.end(self.pool)
-        if self.cuda.breaks:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        self.ended = True
-
-    def replay(self) -> None:
-        assert self.stream in self.cuda.workspaces, "the workspace belongs to other tensors now"
-
-    def __del__(self) -> None:
-        if self.ended:
-            self.cuda.workspaces.discard(self.stream)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    monkeypatch.setattr(CudaCapture, "_living", WeakSet())
-    return FakeCuda(monkeypatch)
+from engine.runner.graphs import STREAMS, CudaCapture
 
 
 def failing(work: Any) -> Any:
@@ -130,51 +24,6 @@ def failing(work: Any) -> Any:
         return output
 
     return run
-
-
-def test_a_failed_capture_does_not_free_what_earlier_graphs_use(cuda: FakeCuda) -> None:
-    capture = CudaCapture(GPU)
-    captured = capture(cuda.product)
-    with pytest.raises(torch.OutOfMemoryError):
-        capture(failing(cuda.product))
-    gc.collect()
-    captured.replay()
-
-
-@pytest.mark.parametrize("leaves_pool", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_a_failed_capture_restores_the_stream_and_others_can_follow(cuda: FakeCuda, leaves_pool: bool) -> None:
-    cuda.breaks, cuda.leaves_pool = True, leaves_pool
-    with pytest.raises(RuntimeError, match="previous error"):
-        CudaCapture(GPU)(cuda.product)
-    assert cuda.current == 0
-    cuda.breaks = False
-    CudaCapture(GPU)(cuda.product).replay()
-
-
-def test_captures_that_are_gone_do_not_free_what_others_use(cuda: FakeCuda) -> None:
-    """Torch has handed out the stream of the first one several times by then."""
-    capture = CudaCapture(GPU)
-    captured = capture(cuda.product)
-    for _ in range(3 * STREAMS):
-        CudaCapture(GPU)(cuda.product)
-        gc.collect(0)
-        captured.replay()
-
-
-def test_there_are_no_more_captures_than_streams(cuda: FakeCuda) -> None:
-    captures = [CudaCapture(GPU) for _ in range(STREAMS)]
-    with pytest.raises(RuntimeError, match="32 streams"):
-        CudaCapture(GPU)
-    del captures[5]
-    CudaCapture(GPU)
-
-
-def test_no_garbage_is_collected_during_a_capture(cuda: FakeCuda) -> None:
-    enabled = []
-    CudaCapture(GPU)(lambda: enabled.append(gc.isenabled()) or cuda.product())
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaCapture(GPU)(failing(cuda.product))
-    assert [*enabled, gc.isenabled()] == [True, False, True]
 
 
 @pytest.mark.gpu

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.distributed.shard import ShardedDecoder, load_part, part_of
+from engine.loop.build import build_loop
 from engine.models.config import load_config
-from engine.models.decoder import Decoder
-from engine.models.errors import ModelError
-from engine.models.loader import fingerprint, load_model
+from engine.models.files import ModelError
+from engine.models.loader import fingerprint
+from engine.runner.distributed.shard import ShardedDecoder, load_part, part_of
 from engine.settings import EngineSettings
 from kernels.int8 import instructions
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
@@ -33,8 +32,6 @@ MODELS = {
     "qwen2_moe": {},
 }
 """With biases behind the sums, with biases of queries, keys and values, without any, with norms behind the sums, with experts."""
-ONCE = ("o_proj.bias", "down_proj.bias")
-SHARED = ("_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], wire.Labels([1, 5, 2]))
 GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
 GENERATE = wire.Generate("g", list(range(5, 45)), GREEDY, logprobs=3, prompt_logprobs=1)
@@ -238,46 +235,6 @@ def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
     assert lines[-1].startswith("engine: ")
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"])
-def test_whole_experts_make_up_the_whole(family: str, tmp_path: Path):
-    model = make_checkpoint(tmp_path, family, **({"decoder_sparse_step": 1} if family == "qwen3_moe" else {}))
-    config, whole = load_config(model), load_model(model).checkpoint_views()
-    parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
-    for part in parts:
-        load_part(part, model)
-    first, second = (part.checkpoint_views() for part in parts)
-    names = [name for name in whole if ".experts." in name or "input_linear" in name or "output_linear" in name]
-    assert names
-    for name in names:
-        found = [part[name] for part in (first, second) if name in part]
-        assert torch.equal(torch.cat(found), whole[name]), name
-        assert len(found) == (2 if family == "granitemoe" else 1)
-    assert [len(part.layers[0].mlp.gate_up.weight) for part in parts] == [3, 3]
-    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        added = sum(part.layers[0].mlp.forward(x) for part in parts)  # without the sum over processes
-        torch.testing.assert_close(added, load_model(model).layers[0].mlp(x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"])
-def test_whole_experts_have_the_scales_of_one_process(family: str, tmp_path: Path):
-    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64} if family.startswith("qwen") else {}
-    model = make_checkpoint(tmp_path, family, **sizes)
-    layer = 1 if family == "qwen3_moe" else 0
-    config, whole = load_config(model), load_model(model, quantize="fp8").layers[layer].mlp
-    parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
-    for part in parts:
-        load_part(part, model, "fp8")
-    for name in ("gate_up", "down"):
-        found = [part.layers[layer].mlp.get_submodule(name) for part in parts]
-        for tensor in ("weight", "scales"):
-            joined = torch.cat([getattr(module, tensor).float() for module in found])
-            assert torch.equal(joined, getattr(whole.get_submodule(name), tensor).float())
-    configs = (None, parts[0].config)
-    assert len({fingerprint(model, torch.float32, "fp8", 2, config=each) for each in configs}) == 2
-    assert len({fingerprint(model, torch.float32, None, 2, config=each) for each in configs}) == 1
-
-
 @pytest.mark.parametrize(
     ("family", "processes", "experts", "problem"),
     [
@@ -305,23 +262,6 @@ def test_uneven_experts_are_refused(overrides: dict[str, int], problem: str, tmp
         part_of(config, 0, 2, 2)
 
 
-def test_the_parts_make_up_the_whole(model: Path):
-    config, whole = load_config(model), load_model(model).checkpoint_views()
-    parts = [ShardedDecoder(config, torch.float32, rank, 2) for rank in range(2)]
-    for part in parts:
-        load_part(part, model)
-    first, second = (part.checkpoint_views() for part in parts)
-    for name, tensor in whole.items():
-        if name == "lm_head.weight" or name.endswith(ONCE):
-            assert torch.equal(first[name], tensor)
-            assert name not in second
-            continue
-        halved = [axis for axis in range(tensor.dim()) if first[name].shape[axis] < tensor.shape[axis]]
-        joined = torch.cat([first[name], second[name]], halved[0]) if halved else second[name]
-        assert torch.equal(joined, tensor), name
-        assert bool(halved) == name.endswith(SHARED)
-
-
 @pytest.mark.parametrize(("size", "what"), [(4, "2 key-value heads"), (3, "4 attention heads")])
 def test_heads_that_cannot_be_shared_are_refused(qwen3: Path, size: int, what: str):
     before = children(os.getpid())  # a browser of other tests, perhaps
@@ -340,20 +280,13 @@ def test_another_models_weights_are_refused(qwen3: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_what_keeps_a_worker_from_loading_is_told(tmp_path: Path):
     result = subprocess.run([sys.executable, "-c", JOIN, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert result.stderr.splitlines()[-1].startswith("engine.models.errors.ModelError: There is no config.json")
+    assert result.stderr.splitlines()[-1].startswith("engine.models.files.ModelError: There is no config.json")
 
 
 JOIN = """
 import sys, torch
-from engine.distributed.leader import Workers
+from engine.runner.distributed.shard import Workers
 from engine.settings import EngineSettings
 Workers(EngineSettings(model=sys.argv[1], name="t", tensor_parallel=2)).join(torch.device("cpu"))
 """
 """Rank 0, which finds nothing wrong itself."""
-
-
-def test_a_decoder_needs_no_group(qwen3: Path):
-    decoder = load_model(qwen3)
-    assert type(decoder) is Decoder
-    hidden = decoder(torch.tensor([3, 4]), torch.tensor([0, 1]), lambda layer, q, k, v: q)
-    assert hidden.requires_grad

@@ -9,8 +9,7 @@ import pytest
 
 from engine.ints import Ints
 from engine.kvcache.eviction import path_key
-from engine.kvcache.prefix_cache import Node, PrefixCache
-from engine.kvcache.slots import SlotPool
+from engine.kvcache.prefix_cache import Node, PrefixCache, SlotPool
 
 HEAD, TAIL = 30, 150
 

@@ -81,21 +81,6 @@ def test_a_newcomer_has_its_share_in_the_next_step():
     assert own >= batch.load // 2 - batch.load // 8
 
 
-def test_decoding_branches_have_their_token_in_every_step():
-    simulation = Simulation(Tenant("texts", TEXT, 48), Tenant("scores", MEDIUM, 64), tokens=256)
-    tokens = {}
-
-    def each_step(batch) -> None:
-        decoding = {request.id for request in simulation.scheduler.running if request.reserve}
-        computed = {segment.request.id for segment in batch.segments}
-        assert tokens.get("decoding", set()) & decoding <= computed
-        tokens["decoding"] = decoding
-
-    simulation.each_step = each_step
-    for _ in range(200):
-        simulation.step()
-
-
 def test_a_tenant_that_returns_has_saved_up_nothing():
     away, other = Tenant("away", MEDIUM, 4), Tenant("other", MEDIUM, 8)
     simulation = Simulation(away, other)
@@ -127,30 +112,6 @@ def test_the_smallest_weight_still_gets_on():
     simulation = Simulation(least, Tenant("flood", MEDIUM, 64, weight=10))
     simulation.run("least", 12)
     assert simulation.tenants["flood"].tokens / least.tokens == pytest.approx(100, rel=0.3)
-
-
-def test_many_tenants_leave_nothing_behind():
-    scheduler = make(slots=4096, tokens=64, running=16)
-    for place in range(3000):
-        scheduler.add(score(f"s{place}", [place], [1, 2, 3], caller=wire.Caller(tenant=f"t{place}")))
-    steps = 0
-    while scheduler.requests:
-        settle(scheduler, scheduler.schedule(), None)
-        steps += 1
-    assert scheduler.tenants == 0
-    assert not scheduler._queue._debts
-    assert not scheduler._wait_estimator._queued
-    assert steps <= 3000 * 4 / (64 * CONTENDED_SHARE) + 10, "steps were full all the time"
-
-
-def test_the_engine_remembers_few_tenants_that_left():
-    scheduler = make(slots=4096, tokens=8, running=16)
-    for stayer in ("x", "y"):
-        scheduler.add(generate(stayer, [1], max_tokens=10**9, caller=wire.Caller(tenant=stayer)))
-    for place in range(3000):
-        scheduler.add(score(f"s{place}", [place], [1, 2, 3], caller=wire.Caller(tenant=f"t{place}")))
-        settle(scheduler, scheduler.schedule(), lambda: 7)
-    assert len(scheduler._queue._debts) <= 1024
 
 
 def test_a_newcomer_takes_a_place_from_a_flood():
@@ -279,12 +240,12 @@ def test_a_tenant_waits_for_its_own_requests_at_its_share_of_the_pace():
         settle(scheduler, scheduler.schedule(), None)
         clock.now += 1
     # A step is of 32 tokens, half of them each tenant's: some 16 requests of b and 55 of a are left.
-    assert scheduler.wait_seconds(tenant="c") == 0
+    assert scheduler.wait_estimator.seconds(0, tenant="c") == 0
     left = {tenant: sum(r.caller.tenant == tenant and not r.begun for r in scheduler.requests) for tenant in "ab"}
-    predicted = {tenant: scheduler.wait_seconds(tenant=tenant) for tenant in "ab"}
+    predicted = {tenant: scheduler.wait_estimator.seconds(0, tenant=tenant) for tenant in "ab"}
     assert predicted["b"] == pytest.approx(2 * left["b"], rel=0.2)
     assert predicted["a"] == pytest.approx(left["a"] + left["b"], rel=0.2)
-    assert scheduler.longest_wait == predicted["a"]
+    assert scheduler.wait_estimator.longest() == predicted["a"]
 
 
 CALLERS = [

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.distributed.shard import part_of
 from engine.kvcache.prefix_cache import PrefixCache
+from engine.loop.build import build_loop
 from engine.models.config import load_config
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import load_model
 from engine.requests.core import Request
+from engine.runner.distributed.shard import part_of
 from engine.scheduling.allocation import Allocator
 from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, TRAINED, every, make_checkpoint

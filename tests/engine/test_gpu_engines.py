@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models import fp8
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.formats import fp8
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import some_tokens, write_adapter

@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.serving.heap import resident_bytes
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.server.loop_process import resident_bytes
 from engine.settings import EngineSettings
-from engine.structured.checker import Checker
+from engine.structured.checker import Checker, load_vocabulary
 from engine.structured.compiler import KeptGrammars, NoRoomError
 from engine.structured.constraint import Constraint
-from engine.structured.fair_threads import FairThreads
-from engine.structured.vocabulary import load_vocabulary
 from gateway.output.constraint import of_choice, of_json_schema, of_regex
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
@@ -209,14 +207,6 @@ def test_a_tenant_with_many_grammars_evicts_its_own() -> None:
         assert not grammars.fork("hostile", "a", 1)  # tenants share nothing
 
 
-def test_a_bound_of_number_does_not_evict_by_bytes() -> None:
-    grammars, add = kept(most=10)
-    add("good", "large", 90)
-    for number in range(30):
-        add("hostile", f"h{number}", 1)
-    assert grammars.fork("good", "large", 1)
-
-
 def test_grammars_in_use_stay_and_leave_room_for_others() -> None:
     grammars, add = kept(room=100)
     used = []
@@ -233,38 +223,6 @@ def test_grammars_in_use_stay_and_leave_room_for_others() -> None:
         add("hostile", f"n{number}", 10)
     assert grammars.heap == 100
     assert not grammars.fork("hostile", "h0", 1)
-
-
-def test_jobs_of_tenants_take_turns_by_weight() -> None:
-    threads = FairThreads(1, "test")
-    order: list[str] = []
-    gate = threading.Event()
-    first = threads.submit(wire.Caller(tenant="first"), gate.wait)
-    jobs = [
-        threads.submit(wire.Caller(tenant=tenant, weight=weight), lambda tenant=tenant: (time.sleep(0.01), order.append(tenant)))
-        for tenant, weight in (("light", 1.0), ("heavy", 3.0))
-        for _ in range(12)
-    ]
-    gate.set()
-    for job in (first, *jobs):
-        job.result(timeout=30)
-    assert 7 <= order[:12].count("heavy") <= 10
-    threads.close()
-
-
-def test_one_tenant_holds_not_all_threads() -> None:
-    threads = FairThreads(2, "test", most=1)
-    gate = threading.Event()
-    stuck = [threads.submit(HOSTILE, gate.wait) for _ in range(5)]
-    assert threads.submit(GOOD, lambda: 7).result(timeout=10) == 7
-    assert not any(each.done() for each in stuck)
-    assert stuck[4].cancel()
-    gate.set()
-    assert [each.result(timeout=10) for each in stuck[:4]] == [True] * 4
-    failing = threads.submit(GOOD, lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        failing.result(timeout=10)
-    threads.close()
 
 
 def test_a_checker_that_was_killed_is_replaced(checkpoint: Path) -> None:

@@ -15,27 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import build, wire
-from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import FixedFlashInfer, FlashInferAttention
-from engine.attention.reference import ReferenceAttention
-from engine.attention.select import make_attention
-from engine.attention.triton import FixedTritonAttention, TritonAttention
-from engine.batch import Batch, ExtendSegment
-from engine.build import build_loop, make_graphs
-from engine.device.cuda_graphs import Captured, CudaCapture, Graphs
+from engine import wire
 from engine.ints import EMPTY, Ints, as_ints
-from engine.kvcache.kv import KVCache
-from engine.loop import Loop
+from engine.loop import build
+from engine.loop.build import build_loop, make_graphs
+from engine.loop.loop import Loop
 from engine.models.decoder import Decoder, FusedAttend
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
+from engine.models.formats.quantization import format_of
 from engine.models.loader import load_model
-from engine.models.quantization import format_of
+from engine.requests.batch import Batch, ExtendSegment
 from engine.requests.core import Request
-from engine.runner.graphs import LARGE_BUCKETS, StepGraphs
+from engine.runner.attention.base import AttentionBackend, KVCache
+from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
+from engine.runner.attention.reference import ReferenceAttention
+from engine.runner.attention.select import make_attention
+from engine.runner.attention.triton import FixedTritonAttention, TritonAttention
+from engine.runner.graphs import LARGE_BUCKETS, Captured, CudaCapture, StepGraphs
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Budget
-from engine.serving.metrics import render
+from engine.server.metrics import render
 from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -184,19 +183,6 @@ def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, whole: boo
         compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-5)
 
 
-def test_steps_differ_without_the_specs(decoder: Decoder) -> None:
-    """So the comparisons would find a backend that drops them."""
-    if decoder.config.attends_plainly:
-        pytest.skip("it has none")
-    specs = decoder.config.attention_specs
-    whole, dropped = (ReferenceAttention(cache(decoder), decoder.config.num_heads, given) for given in (specs, []))
-    segments = next(mixed_steps())
-    tokens, positions = inputs(segments, 0, decoder.embed.weight.device)
-    with torch.inference_mode():
-        found = [decoder(tokens, positions, backend.plan(segments)) for backend in (whole, dropped)]
-    assert (found[0] - found[1]).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_padding_changes_nothing_for_the_reference(decoder: Decoder, whole: bool) -> None:
     if decoder.embed.weight.is_cuda:
@@ -204,47 +190,6 @@ def test_padding_changes_nothing_for_the_reference(decoder: Decoder, whole: bool
     heads, specs, kv = decoder.config.num_heads, decoder.config.attention_specs, cache(decoder)
     graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads, specs)), Rerun(), BUCKETS, whole=whole)
     compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-6)
-
-
-def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = cache(decoder)
-    attention = FixedTritonAttention(kv, decoder.config.num_heads, 4)
-    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (1, 4))
-    five = [a_segment(np.arange(5, dtype=np.int32), 5)]
-    assert graphs.forward(*inputs(five, 0, kv.keys.device), five, torch.zeros(1, dtype=torch.int64)) is None
-    large = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (5, 8), above=5)
-    assert large.forward(*inputs(five, 0, kv.keys.device), five, torch.zeros(1, dtype=torch.int64)) is None
-    assert graphs.replayed == large.replayed == 0
-    assert attention.fill([a_segment(np.arange(4, dtype=np.int32), 4)], 4) == 0
-    before = attention._tables.clone()
-    assert None is attention.fill([a_segment(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
-    assert torch.equal(attention._tables, before)
-
-
-def test_any_function_is_captured_by_bucket(capture, device: torch.device) -> None:
-    """Two inputs and a bucket of two numbers; what no value covers stays."""
-    rows, scale = torch.zeros(3, 2, device=device), torch.ones(1, device=device)
-    graphs: Graphs[tuple[int, int]] = Graphs(capture)
-    for bucket in ((3, 2), (2, 2)):
-        graphs.add(bucket, lambda given, by: (given * by).cumsum(0), rows[: bucket[0]], scale)
-    assert graphs.buckets == [(3, 2), (2, 2)]
-    ones = torch.ones(3, 2, device=device)
-    first = graphs.replay((3, 2), ones, 2 * ones[0, :1])
-    assert first.tolist() == [[2, 2], [4, 4], [6, 6]]
-    again = graphs.replay((3, 2), 5 * ones[:1], ones[0, :1])
-    assert again.data_ptr() == first.data_ptr()
-    assert again.tolist() == [[5, 5], [6, 6], [7, 7]]
-    assert graphs.replay((2, 2), ones[:2], 3 * ones[0, :1]).tolist() == [[3, 3], [6, 6]]
-
-
-def test_a_record_is_replayed_and_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in itself: it must notice what a CUDA graph would get wrong."""
-    given, planned = torch.zeros(2), [torch.tensor([1.0, 2.0])]
-    captured = Recorder(monkeypatch)(lambda: given + planned[0].clone())
-    planned[0] = torch.tensor([3.0, 4.0])
-    given.fill_(10.0)
-    captured.replay()
-    assert captured.output.tolist() == [11.0, 12.0]
 
 
 EVERYTHING: list[wire.Request] = [
@@ -312,13 +257,6 @@ def test_the_whole_engine_answers_the_same(
     assert large.replayed > 0
     assert caplog.messages[0].startswith("CUDA graphs: captured for 1, ")
     assert caplog.messages[1].startswith("CUDA graphs: captured for 30 tokens")
-
-
-def test_slots_for_padding_are_not_handed_out(checkpoint: Path) -> None:
-    loop = build_loop(settings(checkpoint))
-    kv = loop._runner._attention.kv
-    assert (kv.keys.shape[1], kv.padding_slot) == (SLOTS + 1, SLOTS)
-    assert max(loop._scheduler.pool.free_slots) == SLOTS - 1
 
 
 def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,52 +12,13 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from engine.serving.environment import with_defaults
-from engine.serving.heap import GROWTH_BYTES, PAUSE_SECONDS, Heap
+from engine.server.loop_process import GROWTH_BYTES, PAUSE_SECONDS
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 
 SLOTS, LABELS = 20_000, wire.Labels([5, 6])
-
-GROW = """
-from engine.serving import heap
-
-heap.GROWTH_BYTES = 32 << 20
-now = 0.0
-trimmer = heap.Heap(lambda: now)
-start = heap.resident_bytes()
-
-def grow():
-    blocks = [bytearray(b"1" * (1 << 20)) for _ in range(48)]
-    last = bytearray(1 << 20)  # above the others: what is free is not at the end of the heap
-    del blocks
-    return last
-
-assert not trimmer.trim(), "nothing has grown"
-kept = [grow()]
-full = heap.resident_bytes()
-assert full - start > heap.GROWTH_BYTES, "the heap keeps what is freed"
-assert trimmer.trim()
-assert heap.resident_bytes() - start < 8 << 20
-kept.append(grow())
-now += heap.PAUSE_SECONDS - 1
-assert not trimmer.trim(), "too early"
-assert heap.resident_bytes() - start > heap.GROWTH_BYTES
-now += 1
-assert trimmer.trim()
-assert heap.resident_bytes() - start < 8 << 20
-"""
-
-
-def test_free_memory_is_returned_when_it_is_much_and_not_too_often() -> None:
-    subprocess.run([sys.executable, "-c", GROW], env=with_defaults(os.environ), timeout=60, check=True)
-
-
-def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.serving.heap._malloc_trim", lambda: None)
-    assert not Heap().trim()
 
 
 def resident(pid: int) -> int:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
 from engine.models.loader import load_model
+from engine.runner import machine as capacity
+from engine.runner.machine import default_slots
 from engine.settings import EngineSettings
-from engine.startup import capacity
-from engine.startup.capacity import default_slots
 from kernels.quantize import FP8
 from tests.checkpoints import make_checkpoint
 from tests.engine.parity import some_tokens

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine import wire
-from engine.serving.bearer import BearerTokenError, BearerTokens
+from engine.server.app import BearerTokenError, BearerTokens
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, free_port, wait_until
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
 from engine.models.loader import fingerprint
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -13,14 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.device.transfer import Download
-from engine.loop import Loop
-from engine.readouts.labels import LabelReadout
-from engine.readouts.logprobs import join_logprobs
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.transfer import Download
+from engine.runner.readouts.draws import join_logprobs
+from engine.runner.readouts.scores import LabelReadout
 from engine.runner.runner import DeviceLost, PendingStep
 from engine.settings import EngineSettings
-from engine.wire import generation
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.parity import assert_greedy
@@ -222,7 +221,7 @@ def test_logprobs_of_output_and_prompt(build, reference):
 def test_logprobs_of_a_long_prompt_come_in_parts(build, monkeypatch):
     message = wire.Generate("g", list(range(3, 43)), wire.Sampling(max_tokens=2, temperature=0), prompt_logprobs=2)
     whole = run(build(), message)
-    monkeypatch.setattr(generation, "PROMPT_PART", 16)
+    monkeypatch.setattr(wire, "PROMPT_PART", 16)
     parts = run(build(), message)
     assert [(part.prompt_offset, part.tokens) for part in parts] == [(0, []), (16, []), (32, whole[0].tokens), (0, whole[1].tokens)]
     joined = join_logprobs([part.prompt_logprobs for part in parts[:3]])

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
 from engine.settings import EngineSettings
 from kernels import lora, lora_gate, lora_rope
 from kernels.int8 import instructions
@@ -170,7 +170,7 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
 def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tables that the engine makes, while adapters change their slots; ``kernels``: in Triton's interpreter."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("engine.lora.build._fuses", lambda device: fused)
+    monkeypatch.setattr("engine.loop.build._fuses", lambda device: fused)
     launched: dict[str, set[int]] = {}
 
     def watch(module: ModuleType, name: str) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from gateway.output.constraint import of_regex
 from kernels.quantize import quantize_rows_reference
@@ -73,7 +73,7 @@ def test_fused_projections_and_experts(
 ) -> None:
     """One layer of the mixture of experts with ``mlp_only_layers`` is dense, and its MLP has adapters. ``deferred``: the operations
     behind projections make additions, as on a GPU."""
-    monkeypatch.setattr("engine.lora.build._fuses", lambda device: deferred)
+    monkeypatch.setattr("engine.loop.build._fuses", lambda device: deferred)
     model = make_checkpoint(tmp_path / "base", family)
     kinds: list[dict[str, Any]] = [{}, {"targets": targets[:1], "rank": 7}]
     adapters = [
@@ -147,7 +147,7 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
 def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
     last bit changes others behind it, so some prompts differ more. Additions are made as on a GPU."""
-    monkeypatch.setattr("engine.lora.build._fuses", lambda device: True)
+    monkeypatch.setattr("engine.loop.build._fuses", lambda device: True)
     model, rng = make_checkpoint(tmp_path / "base", family), random.Random(3)
     adapters = [
         write_adapter(tmp_path / f"a{seed}", load(model), FUSED if family == "phi3" else ALL, seed=seed, rank=rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import wire
-from engine.attention.reference import ReferenceAttention
-from engine.build import build_loop
-from engine.lora import linear
-from engine.lora.captured import CapturedRows
-from engine.lora.linear import StepRows, UploadedRows
+from engine.loop.build import build_loop
+from engine.models.lora import linear
+from engine.models.lora.linear import CapturedRows
+from engine.runner.attention.reference import ReferenceAttention
 from engine.settings import EngineSettings
 from kernels.lora import shrink_lora
-from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraRun
+from kernels.lora_layout import FEW_ROWS, ROW_BLOCKS
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import some_tokens, write_adapter
 from tests.engine.late import computing
@@ -162,46 +160,3 @@ def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path,
             run(loop, wire.Score("s", some_tokens(rng, 90, 90), [[5], [6, 7]], wire.Labels([5]), adapter=digest))
         run(loop, *messages(["", *digests], rng))
     assert kernels_of_adapters(variants) == early
-
-
-def test_steps_without_adapters_launch_the_same_kernels(base: Path, adapters: Path) -> None:
-    """As an engine that takes no adapters."""
-    found = []
-    for lora in ([], [f"a{each}={adapters / f'a{each}'}" for each in range(4)]):
-        with pytest.MonkeyPatch.context() as patch:
-            variants = Variants(patch)
-            settings = EngineSettings(
-                model=str(base), name="t", lora=lora, max_lora_rank=8, dtype="float32", max_total_tokens=2000, attention="triton"
-            )
-            loop = build_loop(settings)
-            loop._runner._decoder.packed_head = None
-            with variants:
-                run(loop, *messages([""], random.Random(1)))
-            found.append(variants.found)
-    assert any(each.startswith("_silu_mul") for each in found[0])
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 48, 200])
-def test_the_table_has_room_for_any_runs(tokens: int, base: Path, adapters: Path) -> None:
-    """The blocks of a step, and zeros behind them, whatever the step before had."""
-    loop = build_loop(EngineSettings(model=str(base), name="t", lora_root=str(adapters), max_loras_device=5, max_total_tokens=99))
-    step, slots = StepRows(), loop._runner._adapters._slots
-    captured = CapturedRows(step, slots, 8, (1, 4, 48, 200))
-    assert not captured.active
-    with captured.captured(tokens):
-        found = step.of(tokens)
-        assert captured.active
-    assert not captured.active
-    rng = random.Random(tokens)
-    for _ in range(20):
-        cuts = sorted(rng.choices(range(tokens + 1), k=6))
-        lengths = [(slot, begin, end) for slot, (begin, end) in enumerate(pairwise(cuts)) if begin < end]
-        runs = tuple(LoraRun(*each) for each in lengths)
-        step.all = UploadedRows(runs, None, 0)  # type: ignore[arg-type]
-        captured.fill(tokens)
-        blocks = [block for block in found.blocks.view(-1, 3).tolist() if block != [0, 0, 0]]
-        rows = [(slot, row) for slot, first, end in blocks for row in range(first, end)]
-        slots = {row: slot for slot, begin, end in lengths for row in range(begin, end)}
-        assert rows == [(slots.get(row, NO_ADAPTER), row) for row in range(tokens)]
-        assert all(end - first <= found.size for _, first, end in blocks)

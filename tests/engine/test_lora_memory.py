@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.lora.adapter import LoadedAdapter
-from engine.lora.errors import AdapterError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.lora.config import AdapterError
+from engine.models.lora.slots import LoadedAdapter
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, some_tokens, write_adapter

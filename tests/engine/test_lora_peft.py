@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import some_tokens

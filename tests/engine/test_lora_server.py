@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import wire
-from engine.serving.loop_client import LoopClient
+from engine.server.loop_client import LoopClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import typer
 
-from engine.options import options_of, parse, parser
+from engine.server.options import options_of, parse, parser
 from engine.settings import EngineSettings, ServerSettings
 from gateway import cli
 

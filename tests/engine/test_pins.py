@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from engine.batch import Batch
-from engine.loop import Loop
+from engine.loop.loop import Loop
+from engine.requests.batch import Batch
 from tests.engine.integrity import check
 from tests.engine.parity import make_model, some_tokens
 from tests.engine.test_item_scores import LABELS, answer, make_loop, message

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.serving.pulse import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
+from engine.server.loop_client import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from tests.processes import wait_until
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine import wire
-from engine.build import build_loop
-from engine.device import sampling
-from engine.device.transfer import Download, Upload
-from engine.lenvm import guided_draws
+from engine.loop.build import build_loop
+from engine.models.transfer import Download
+from engine.runner import sampling
+from engine.runner.lenvm import draws as guided_draws
 from engine.runner.runner import Runner
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -76,28 +76,6 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
         replies += loop.step()
     assert len(watched) >= 6
     assert not [reply for reply in replies if isinstance(reply, wire.Failed)]
-
-
-def test_uploads_and_downloads_bring_back_what_they_took():
-    upload = Upload()
-    copies = [upload.add([3, 1]), upload.add([]), upload.add([[4, 5], [6, 7]])]
-    upload.send(torch.device("cpu"))
-    assert [copy.tensor.tolist() for copy in copies] == [[3, 1], [], [4, 5, 6, 7]]
-    tensors = [torch.randn(2, 3), torch.tensor([5, 1 << 20]), torch.empty(0, 4)]
-    download = Download(torch.device("cpu"))
-    copies = [download.add(tensor) for tensor in tensors]
-    download.send()
-    download.wait()
-    for before, copy in zip(tensors, copies, strict=True):
-        assert (before.shape, before.dtype) == (copy.tensor.shape, copy.tensor.dtype)
-        assert torch.equal(before, copy.tensor)
-
-
-def test_nothing_to_copy() -> None:
-    Upload().send(torch.device("cpu"))
-    download = Download(torch.device("cpu"))
-    download.send()
-    download.wait()
 
 
 def test_on_a_gpu_a_step_without_results_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

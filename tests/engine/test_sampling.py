@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.device.sampling
-from engine.device.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample
-from engine.structured.bits import bits_of
+import engine.runner.sampling
+from engine.ints import bits_of
+from engine.runner.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample
 from engine.wire import Sampling
 from kernels.keep_thresholds import FIRST_LOOK
 from kernels.largest import token_logprobs
-from tests.engine.device import Device, no_waiting
+from tests.engine.device import no_waiting
 
 EOS = 0
 
@@ -64,15 +63,6 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float((statistic - degrees) / math.sqrt(2 * degrees))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_follow_the_distribution(temperature: float) -> None:
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    tokens = draws(logits.tolist(), 200_000, temperature=temperature, seed=11)
-    assert chi_square(tokens, (logits / temperature).softmax(0)) < 4
-    assert chi_square(tokens, (logits / (temperature * 1.1)).softmax(0)) > 10  # the test can tell a wrong temperature
-
-
 def test_frequencies_follow_the_filtered_distribution() -> None:
     logits = logs(0.3, 0.25, 0.2, 0.15, 0.06, 0.04)
     tokens = draws(logits, 100_000, top_k=5, top_p=0.9)
@@ -109,31 +99,10 @@ def test_noise_is_splitmix64() -> None:
     torch.testing.assert_close(gumbel(torch.tensor([1234567]), torch.arange(5))[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
-    two = keys((5, 0, 1), (6, 0, 2))
-    ids = torch.tensor([[3, 99, 7], [0, 1, 98]])
-    assert torch.equal(gumbel(two, ids), gumbel(two, torch.arange(100)).gather(1, ids))
-
-
 def test_keys_do_not_collide() -> None:
     found = {noise_key(seed, index, position) for seed in range(20) for index in range(20) for position in range(50)}
     assert len(found) == 20_000
     assert all(0 <= key < 2**64 for key in found)
-
-
-def test_keys_by_hand() -> None:
-    """In Python's integers: every draw that a client was promised by its seed depends on them."""
-
-    def mix(z: int) -> int:
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        return z ^ z >> 31
-
-    for seed, index, position in ((0, 0, 0), (2**64 - 1, 3, 4095), (2**63 + 5, 1, 0)):
-        expected = mix(seed)
-        for number in (index, position):
-            expected = mix((expected + 0x9E3779B97F4A7C15 * (number + 1)) % 2**64)
-        assert noise_key(seed, index, position) == expected
 
 
 PARAMS = st.fixed_dictionaries(
@@ -190,22 +159,9 @@ def test_greedy_rows_take_the_same_token_beside_drawn_ones() -> None:
     assert torch.equal(logits, kept)
 
 
-def test_greedy_and_drawn_rows_mix() -> None:
-    logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, -math.inf], [9.0, 0.0, 0.0]])
-    tokens = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)])
-    assert tokens[0] == 1
-    assert tokens[1] in (0, 1)
-    assert tokens[2] == 0
-
-
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
 def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     assert support([100.0, 101.0, -1000.0], count=100, temperature=temperature) == {1}
-
-
-@pytest.mark.slow
-def test_huge_temperature_is_uniform() -> None:
-    assert chi_square(draws([10.0, 0.0, -10.0], 30_000, temperature=1e30), torch.full((3,), 1 / 3)) < 4
 
 
 def test_top_k() -> None:
@@ -304,54 +260,6 @@ def test_min_tokens_excludes_every_end() -> None:
     assert greedy(logits, position=2, ignore_eos=True, min_tokens=3) == 1
 
 
-def test_penalties_come_before_filters() -> None:
-    assert support([5.0, 4.0, 0.0], top_k=1, output=(0,), presence_penalty=2.0) == {1}
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        [{"temperature": 0.0}],
-        [{}],
-        [{"temperature": 0.0}, {"temperature": 0.7}],
-        [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {}],
-        [{"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}, "temperature": 0.0}, {"min_tokens": 9}],
-    ],
-    ids=str,
-)
-def test_draw_never_reads_from_the_device(params: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(seed=seed, prompt=(1, 2), output=(3, 4, 4), **some) for seed, some in enumerate(params)]
-    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(1))
-    expected = sample(logits, rows)
-    batch = prepare(SamplingRows(rows), logits.device)
-    with monkeypatch.context() as patch, Device(patch) as device:
-        for name in ("keep_thresholds", "seeded_draw"):
-            patch.setattr(engine.device.sampling, name, device.kernel(getattr(engine.device.sampling, name)))
-        drawn = draw(logits, batch)
-    assert torch.equal(drawn, expected)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: bool(x[0] > 0),
-        lambda x: x.tolist(),
-        lambda x: x[0].item(),
-        lambda x: x.cpu(),
-        lambda x: x.numpy(),
-        lambda x: x.nonzero(),
-        lambda x: x.unique(),
-        lambda x: x.masked_select(x > 0),
-        lambda x: x[x > 0],
-        lambda x: x.__setitem__(x > 0, x[:1]),
-    ],
-)
-def test_the_device_of_that_test_refuses_reads(read: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.tensor([-1.0, 1.0])
-    with monkeypatch.context() as patch, Device(patch), pytest.raises(AssertionError, match="waits for the device"):
-        read(values)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_draw_never_waits_for_a_gpu() -> None:
@@ -398,6 +306,6 @@ def test_rows_that_allow_few_tokens_are_drawn_alike(monkeypatch: pytest.MonkeyPa
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(1))
     assert len(prepare(SamplingRows(rows), logits.device).few) == 12
     drawn = sample(logits, rows)
-    monkeypatch.setattr(engine.device.sampling, "FEW", 1 << 40)
+    monkeypatch.setattr(engine.runner.sampling, "FEW", 1 << 40)
     assert list(prepare(SamplingRows(rows), logits.device).few) == [3, 4, 5], "those that allow none"
     assert torch.equal(drawn, sample(logits, rows))

@@ -1,23 +1,28 @@
-"""The scheduler without a model: random requests, a check of every slot after every step."""
+"""The scheduler, the turns of adapters, decoding of many sequences at once, and the estimate of waiting time."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from engine import wire
-from engine.kvcache.slots import SlotPool
-from engine.replies.counters import Counters
-from engine.replies.item_results import ItemResults
-from engine.requests.core import NOBODY, Branch, Request, ScoringRequest
+from engine.ints import Ints
+from engine.kvcache.prefix_cache import SlotPool
+from engine.loop.loop import take_items
+from engine.loop.replies import Counters
+from engine.requests.batch import Batch
+from engine.requests.core import NOBODY, Branch, ItemGroup, Request, ScoringRequest
 from engine.requests.generation import GenerateRequest
-from engine.requests.item_group import ItemGroup
+from engine.scheduling import scheduler as scheduling
+from engine.scheduling.allocation import TURN, AdapterTurns, Allocator
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.depth import seeds
 from tests.engine.integrity import SlotContents, check
@@ -52,7 +57,7 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
         if segment.request.group is not None and segment.branch is not None and segment.completes:
             items.setdefault(segment.request.group, []).append((segment.request, [0.0]))
     for group, rows in items.items():
-        ItemResults(scheduler, Counters()).take(group, rows)
+        take_items(group, rows, scheduler, Counters())
     for segment in batch.segments:
         if segment.branch is None or not segment.completes or segment.request.group is not None:
             continue
@@ -75,7 +80,7 @@ def take(scheduler: Scheduler, batch, draw, contents: SlotContents, decided: Cal
     skipped = [candidate_pass for candidate_pass in batch.candidate_passes.values() if decided()]
     contents.compute(batch, skipped)
     for candidate_pass in skipped:
-        scheduler.release_unused(candidate_pass)
+        scheduler.allocator.release_unused(candidate_pass)
     settle(scheduler, batch, draw)
     contents.adopt()
 
@@ -90,47 +95,6 @@ def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = 
         take(scheduler, batch, draw, contents, decided)
         check(scheduler)
     raise AssertionError("the requests never ended")
-
-
-def test_query_and_items_go_through_in_one_step():
-    scheduler = make(tokens=100)
-    scheduler.add(score("a", [1, 2, 3], [4, 5], [6], [7, 8]))
-    batch = scheduler.schedule()
-    assert [len(segment.tokens) for segment in batch.segments] == [3, 2, 1, 2]
-    assert [len(segment.context) for segment in batch.segments] == [3, 5, 4, 5]
-    SlotContents().compute(batch)
-    settle(scheduler, batch, None)
-    assert scheduler.pool.available == scheduler.pool.size - 3  # the items' slots are free at once, the query's are kept
-    check(scheduler)
-
-
-def test_a_known_query_is_not_computed_again():
-    scheduler, contents = make(tokens=100), SlotContents()
-    for name in "ab":
-        request = score(name, [1, 2, 3], [4, 5])
-        scheduler.add(request)
-        drain(scheduler, contents=contents)
-    assert request.cached_tokens == 3
-    assert request.computed_tokens == 2
-
-
-def test_requests_of_one_step_share_a_query():
-    scheduler = make(tokens=100)
-    first, second = score("a", [1, 2, 3, 4], [5]), score("b", [1, 2, 9], [5])
-    scheduler.add(first)
-    scheduler.add(second)
-    batch = scheduler.schedule()
-    assert (first.computed_tokens, second.cached_tokens, second.computed_tokens) == (5, 2, 2)
-    SlotContents().compute(batch)
-    check(scheduler)
-
-
-def test_n_sequences_share_the_prompt():
-    scheduler = make(tokens=100)
-    request = generate("a", list(range(20)), n=4)
-    scheduler.add(request)
-    assert scheduler.schedule().tokens == 19 + 4
-    assert request.reserve == 4
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decoding():
@@ -252,18 +216,6 @@ def test_late_work_is_dropped_before_it_is_computed():
     assert scheduler.requests == [written, computed]
 
 
-def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
-    """Gateways give each message one of ten minutes, and a request has its prompt."""
-    scheduler = make()
-    for number in range(200):
-        scheduler.add(score(f"kept {number}", [5, 6, 7], [4], deadline=600.0))
-        settle(scheduler, scheduler.schedule(), None)
-    assert not scheduler.requests
-    gc.collect()
-    assert not [found for found in gc.get_objects() if isinstance(found, Request) and found.id.startswith("kept ")]
-    assert len(scheduler._deadlines) < 100
-
-
 def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
     clock = Clock()
     scheduler = make(clock=clock)
@@ -275,16 +227,6 @@ def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
     assert scheduler.expire() == []
     clock.now = 5.0
     assert scheduler.expire() == [later]
-
-
-def test_a_failed_step_leaves_nothing_behind():
-    scheduler = make(tokens=8)
-    scheduler.add(generate("a", [1, 2, 3]))
-    settle(scheduler, scheduler.schedule(), lambda: 4)
-    scheduler.add(score("b", [1, 2, 9], [5]))
-    failed = scheduler.fail(scheduler.schedule())
-    assert [request.id for request in failed] == ["a", "b"]
-    assert scheduler.pool.available == scheduler.pool.size
 
 
 def items(name: str, given: list[list[int]], query: list[int], now: float = 0.0, **extra) -> ItemGroup:
@@ -378,3 +320,247 @@ def test_tree_is_exact_under_splits():
     assert sorted(len(node.tokens) for node in cache.nodes()) == [1, 1, 2]
     cache.clear()
     assert pool.available == pool.size
+
+
+STEPS = 150
+
+
+class Played:
+    """A run of a scheduler with random requests and results, in which a step may be scheduled before the last one is known."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._run_ahead, guided = self._random.random() < 0.7, self._random.random() < 0.5
+        slots = self._random.choice((60, 120, 400))  # few, so that requests are preempted
+        self._lenvm_pool = SlotPool(slots) if guided else None
+        budget = Budget(self._random.choice((16, 64)), 10)
+        self._scheduler = Scheduler(SlotPool(slots), budget, lambda: 0.0, run_ahead=self._run_ahead, lenvm_pool=self._lenvm_pool)
+        self._added = 0
+        self._pending: list[Branch] = []
+        self.steps = [self._step() for _ in range(STEPS)]
+
+    def _step(self) -> Any:
+        while len(self._scheduler.requests) < 12 and self._random.random() < 0.5:
+            self._scheduler.add(self._request())
+        batch = self._scheduler.schedule()
+        flows = self._scheduler._queue.flows.values()
+        told = describe(batch), [(flow.tenant, flow.virtual, list(flow.held), flow.room) for flow in flows]
+        launched = [each.branch for each in (*batch.segments, *self._valued(batch)) if each.branch is not None and each.completes]
+        for branch in launched:
+            branch.pending_steps += 1
+        arrived, self._pending = (self._pending, launched) if self._run_ahead else (launched, [])
+        for branch in arrived:
+            branch.pending_steps -= 1
+            if not branch.done:
+                self._take(branch)
+        check(self._scheduler)
+        return told
+
+    def _valued(self, batch: Batch) -> list[Any]:
+        return [segment for segment in batch.lenvm_segments if isinstance(segment.request, ScoringRequest)]
+
+    def _take(self, branch: Branch) -> None:
+        request = branch.request
+        if isinstance(request, GenerateRequest):
+            branch.draw(self._random.randrange(9))
+            if request.offset(branch) - branch.pending < request.message.sampling.max_tokens and self._random.random() > 0.02:
+                return
+        self._scheduler.finish(branch)
+
+    def _request(self) -> Request:
+        self._added += 1
+        draws, name = self._random, str(self._added)
+        prompt = [draws.randrange(3) for _ in range(draws.randint(1, 20))]
+        caller = wire.Caller(tenant=draws.choice("aab"))
+        if draws.random() < 0.2:
+            items = [[draws.randrange(9) for _ in range(draws.randint(1, 9))] for _ in range(3)]
+            return ScoringRequest.of(wire.Score(name, prompt, items, wire.Labels([1]), caller=caller), 0.0)
+        penalty = 0.0 if draws.random() < 0.8 else 1.0  # with one, a draw needs the tokens before it
+        sampling = wire.Sampling(max_tokens=draws.randint(0, 30), n=draws.choice((1, 1, 1, 2)), presence_penalty=penalty)
+        guidance = wire.LengthGuidance(scale=2.0) if self._lenvm_pool is not None and draws.random() < 0.7 else None
+        return GenerateRequest.of(wire.Generate(name, prompt, sampling, length_guidance=guidance, caller=caller), 0.0)
+
+
+def describe(batch: Batch) -> Any:
+    """All numbers of a batch. Slots are numbered in their order in it, because evictions at once leave the free ones in another
+    order."""
+    labels: dict[tuple[bool, int], int] = {}
+
+    def told(slots: Ints, on_lenvm: bool) -> list[int]:
+        return [labels.setdefault((on_lenvm, slot), len(labels)) for slot in slots.tolist()]
+
+    segments = [
+        (each.request.id, each.branch and each.branch.index, each.tokens.tolist(), told(each.context, each.request.on_lenvm))
+        for each in (*batch.segments, *batch.lenvm_segments)
+    ]
+    passes = [
+        (branch.request.id, branch.index, told(each.prefix, True), each.pending and each.pending.tokens.tolist())
+        for branch, each in batch.candidate_passes.items()
+    ]
+    return segments, passes, batch.tokens, batch.load
+
+
+def test_the_steps_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    decode, preempt = scheduling.decode, Allocator.preempt
+
+    def counting(batch: Batch, branches: list[Branch], allocator: Allocator) -> bool:
+        done = decode(batch, branches, allocator)
+        counts["at once" if done else "lacked slots"] += 1
+        counts["guided"] += done and any(branch.aux_branch is not None for branch in branches)
+        return done
+
+    def preempting(self: Allocator, request: Request) -> None:
+        counts["preempted"] += 1
+        preempt(self, request)
+
+    monkeypatch.setattr(scheduling, "decode", counting)
+    monkeypatch.setattr(Allocator, "preempt", preempting)
+    at_once = [Played(seed).steps for seed in range(12)]
+    assert min(counts[name] for name in ("at once", "lacked slots", "guided", "preempted")) > 20, counts
+    monkeypatch.setattr(scheduling, "decoding_branch", lambda request, run_ahead: None)
+    for seed, steps in enumerate(at_once):
+        for number, (step, expected) in enumerate(zip(steps, Played(seed).steps, strict=True)):
+            assert step == expected, (seed, number)
+
+
+def request(digest: str | None) -> Any:
+    return SimpleNamespace(adapter=None if digest is None else SimpleNamespace(digest=digest))
+
+
+def step(turns: AdapterTurns, digests: str) -> str:
+    """Begin a step with a request for each adapter, named by a letter; return those that it takes."""
+    requests = [request(digest) for digest in digests]
+    turns.begin(requests)
+    return "".join(digest for digest, each in zip(digests, requests, strict=True) if turns.takes(each))
+
+
+def test_adapters_take_turns_of_some_steps() -> None:
+    turns = AdapterTurns(2)
+    taken = [step(turns, "abcde") for _ in range(50 * TURN)]
+    assert taken[:TURN] == ["ab"] * TURN
+    assert taken[TURN : 2 * TURN] == ["cd"] * TURN
+    assert taken[2 * TURN : 3 * TURN] == ["ae"] * TURN, "the one that never had a turn comes before the one whose turn ended first"
+    for digest in "abcde":
+        assert sum(digest in each for each in taken) == 20 * TURN, "as many steps for each"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_adapter_is_served_after_a_bounded_number_of_steps(seed: int) -> None:
+    """Requests come and go at random; at least one is always there for each of the adapters that are watched."""
+    rng = random.Random(seed)
+    most, count = rng.randint(1, 4), rng.randint(2, 12)
+    names = "abcdefghijkl"[:count]
+    turns, waited = AdapterTurns(most), dict.fromkeys(names, 0)
+    watched = set(rng.sample(names, rng.randint(1, count)))
+    for _ in range(1000):
+        wanted = [name for name in names if name in watched or rng.random() < 0.4]
+        rng.shuffle(wanted)
+        taken = step(turns, "".join(wanted))
+        assert len(taken) <= most
+        assert len(taken) == min(most, len(wanted)), "no place is left empty"
+        for name in names:
+            waited[name] = 0 if name in taken or name not in wanted else waited[name] + 1
+            assert waited[name] <= TURN * -(-count // most)
+
+
+def drive(load: float, limit: float, steps: int, seed: int = 0) -> tuple[list[tuple[float, float]], float]:
+    """Random score requests, ``load`` times what there is room for, refused where the wait would be beyond ``limit``.
+
+    A step is a second, of 32 tokens. Returns each accepted request's predicted and real wait, and the share of steps' room that was
+    used.
+    """
+    rng, clock = random.Random(seed), Clock()
+    scheduler = make(slots=512, tokens=32, running=64, clock=clock)
+    predicted: dict[str, tuple[float, float]] = {}
+    waits: list[tuple[float, float]] = []
+    used, owed = 0, 0.0
+    for step in range(steps):
+        owed += 32 * load
+        while owed > 0:
+            sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
+            request = score(f"{step} {owed}", [rng.randrange(1 << 20) for _ in range(4)], *([1] * size for size in sizes))
+            owed -= 4 + sum(sizes)
+            if (wait := scheduler.wait_estimator.seconds(0)) <= limit:
+                predicted[request.id] = wait, clock.now
+                scheduler.add(request)
+        batch = scheduler.schedule()
+        used += batch.tokens
+        for segment in batch.segments:
+            if segment.request.id in predicted:
+                wait, since = predicted.pop(segment.request.id)
+                waits.append((wait, clock.now - since))
+        clock.now += 1
+        settle(scheduler, batch, lambda: 7)
+    return waits, used / (32 * steps)
+
+
+def test_nobody_waits_longer_than_the_limit_and_no_room_is_left_unused() -> None:
+    waits, used = drive(load=3, limit=8, steps=300)
+    assert used > 0.98
+    assert max(real for _, real in waits[50:]) <= 8 * 1.2 + 1
+    assert sum(real for _, real in waits) / len(waits) > 6, "the queue is as long as it may be"
+    for wait, real in waits[50:]:
+        assert real == pytest.approx(wait, abs=0.15 * wait + 1)
+
+
+def test_nobody_is_refused_where_there_is_room() -> None:
+    waits, _ = drive(load=0.8, limit=8, steps=300)
+    assert len(waits) == pytest.approx(0.8 * 32 * 300 / 12.75, rel=0.1)
+    assert max(wait for wait, _ in waits) < 8
+
+
+def test_a_burst_upon_an_idle_engine_is_taken() -> None:
+    scheduler = make()
+    for place in range(200):
+        assert scheduler.wait_estimator.seconds(0) == 0
+        scheduler.add(score(str(place), [1], [2]))
+
+
+def test_small_requests_one_by_one_say_nothing_about_the_pace() -> None:
+    """Each waits a step, but not because the engine could not have been faster."""
+    clock = Clock()
+    scheduler = make(clock=clock)
+    for place in range(50):
+        scheduler.add(score(str(place), [place], [2]))
+        settle(scheduler, scheduler.schedule(), lambda: 7)
+        clock.now += 1
+    for place in range(100):
+        scheduler.add(score(f"late {place}", [1], [2]))
+    assert scheduler.wait_estimator.seconds(0) == 0
+
+
+def test_lower_priorities_are_not_in_the_way() -> None:
+    clock = Clock()
+    scheduler = make(clock=clock)
+
+    def request(place: int, priority: int) -> ScoringRequest:
+        return ScoringRequest.of(wire.Score(str(place), [place], [[2] * 31], wire.Labels([1]), priority=priority), 0.0)
+
+    for place in range(10):
+        scheduler.add(request(place, priority=5))
+    for _ in range(2):
+        settle(scheduler, scheduler.schedule(), lambda: 7)
+        clock.now += 1
+    assert scheduler.wait_estimator.seconds(priority=0) == 0
+    assert scheduler.wait_estimator.seconds(priority=5) == pytest.approx(8)
+    for waiting in scheduler.requests:
+        scheduler.remove(waiting)
+    assert scheduler.wait_estimator.seconds(priority=5) == 0
+    assert not scheduler._wait_estimator._tokens, "priorities are callers' own, and forgotten with the last request"
+
+
+def test_where_slots_are_what_lacks_it_takes_as_long_as_it_takes() -> None:
+    """Generations hold all slots, so that nothing moves: the queue is as long as it has stood."""
+    clock = Clock()
+    scheduler = make(slots=40, running=8, clock=clock)
+    for place in range(2):
+        scheduler.add(generate(f"g{place}", [place * 20 + token for token in range(18)], max_tokens=2))
+    scheduler.schedule()
+    scheduler.add(score("s", [5] * 20, [6] * 10))
+    for _ in range(5):
+        scheduler.schedule()
+        clock.now += 1
+    assert scheduler.wait_estimator.seconds(0) == pytest.approx(4, rel=0.15)
+    scheduler.remove(scheduler.get("s"))
+    assert scheduler.wait_estimator.seconds(0) == 0

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
-from engine.wire.ids import pack_ids
+from engine.wire import pack_ids
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens

@@ -8,11 +8,8 @@ import torch
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.modules import TokenHead
-from engine.readouts.labels import label_table
-from engine.readouts.likelihoods import token_likelihoods
-from engine.readouts.logits import label_logits
-from engine.readouts.prompts import next_token_logprobs
-from kernels.label_logprobs import label_logprobs
+from engine.runner.readouts.draws import next_token_logprobs
+from engine.runner.readouts.scores import label_logits, token_likelihoods
 from kernels.soft_cap import NO_CAP
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
@@ -27,23 +24,8 @@ def log_softmax(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
     return (hidden @ decoder.head_weight.T).double().log_softmax(-1)
 
 
-def test_each_row_has_its_own_labels(decoder: Decoder) -> None:
-    hidden = torch.randn(4, 64)
-    labels = [[5], [], [7, 7, VOCAB_SIZE - 1], [0, 3]]
-    table = label_table(labels)
-    assert table.tolist() == [[5, 0, 0], [0, 0, 0], [7, 7, VOCAB_SIZE - 1], [0, 3, 0]]
-    expected = log_softmax(decoder, hidden)
-    found = label_logprobs(hidden, decoder.head_weight, torch.from_numpy(table))
-    for at, row in enumerate(labels):
-        assert found[at, : len(row)].tolist() == pytest.approx(expected[at, row].tolist(), abs=1e-5)
-
-
-def test_no_rows() -> None:
-    assert label_table([]).shape == (0, 0)
-
-
 def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.readouts.prompts.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr("engine.runner.readouts.draws.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
     hidden, tokens = torch.randn(10, 64), torch.arange(10)
     expected = log_softmax(decoder, hidden).float()
     chosen, ids, top = next_token_logprobs(decoder.token_head, hidden, tokens, 2)
@@ -70,7 +52,7 @@ def test_logits_are_summed_in_float32(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 1000])
 def test_likelihoods_of_some_rows_in_chunks(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
-    monkeypatch.setattr("engine.readouts.likelihoods.CHUNK_ELEMENTS", rows_at_a_time * VOCAB_SIZE)
+    monkeypatch.setattr("engine.runner.readouts.scores.CHUNK_ELEMENTS", rows_at_a_time * VOCAB_SIZE)
     hidden, rows = torch.randn(20, 64), torch.tensor([3, 4, 5, 11, 12, 19, 0])
     expected = log_softmax(decoder, hidden)[rows].float()
     targets = expected.argmin(1)

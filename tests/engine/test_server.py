@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from engine import wire
-from engine.server import _listen
-from engine.serving.environment import WAITING
+from engine.server.loop_client import WAITING
+from engine.server.process import _listen
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
 from tests.warm import as_in_production
@@ -248,7 +248,7 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
 
 @pytest.mark.slow
 def test_the_server_imports_no_torch():
-    code = "import sys, engine.serving.app, engine.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.server.app, engine.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

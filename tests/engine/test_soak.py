@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from engine.build import build_loop
+from engine.loop.build import build_loop
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check

@@ -17,8 +17,8 @@ import pytest
 import tokenizers
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from engine.structured import constraint
 from gateway.output.constraint import of_choice, of_json_object, of_json_schema, of_regex

@@ -19,7 +19,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernels
-from engine.attention import branches, triton
+from engine.runner.attention import base as branches
+from engine.runner.attention import triton
 from kernels import label_logprobs
 
 PROCESSORS = 132
@@ -49,7 +50,7 @@ class Variants(TorchDispatchMode):
 
         patch.setattr(InterpretedFunction, "run", recorded)
         patch.setattr(label_logprobs, "multiprocessors", lambda device: PROCESSORS)
-        patch.setattr("engine.lora.build._fuses", lambda device: True)
+        patch.setattr("engine.loop.build._fuses", lambda device: True)
         for module in pkgutil.iter_modules(kernels.__path__):
             self._record_beside_references(importlib.import_module(f"kernels.{module.name}"), patch)
 

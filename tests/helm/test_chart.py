@@ -14,8 +14,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import wire
-from engine.options import options_of, parser
-from engine.serving import metrics
+from engine.server import metrics
+from engine.server.options import options_of, parser
 from engine.settings import EngineSettings, ServerSettings
 from gateway.keys import ApiKey
 from gateway.metrics.collectors import KeySample, ModelSample, ReplicaSample

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.models.files import read_json
-from engine.models.keys import Keys
+from engine.models.files import Keys, read_json
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """The second holds the first as ``image_processor`` in checkpoints of newer releases."""
@@ -86,7 +85,7 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
 
 def parse_vision(keys: Keys, hidden_size: int, vocab_size: int) -> VisionConfig:
     """Read the tower of Qwen2.5-VL. ``hidden_size``, ``vocab_size``: of the decoder. Raises
-    :class:`~engine.models.errors.ModelError`."""
+    :class:`~engine.models.files.ModelError`."""
     inner = keys.section("vision_config")
     if inner is None:
         raise keys.error("vision_config", "is missing; download the model again or correct the file")
@@ -127,7 +126,7 @@ def parse_vision(keys: Keys, hidden_size: int, vocab_size: int) -> VisionConfig:
 
 def load_preprocessing(directory: Path, config: VisionConfig) -> Preprocessing:
     """Read the constants of a model directory; the defaults where it has no file of them. Raises
-    :class:`~engine.models.errors.ModelError` for what gateways and engine cannot do."""
+    :class:`~engine.models.files.ModelError` for what gateways and engine cannot do."""
     if (directory / PREPROCESSOR).is_file():
         keys = Keys(read_json(directory / PREPROCESSOR), PREPROCESSOR)
     elif (directory / PROCESSOR).is_file():

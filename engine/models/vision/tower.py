@@ -1,28 +1,90 @@
-"""The vision tower of Qwen2.5-VL: patches of an image to embeddings, one for each merged patch.
+"""Models of text and images: the vision tower of Qwen2.5-VL, which embeds the patches of an image, one embedding for each merged
+patch, and the decoder that takes them in place of token embeddings, with positions of three axes.
 
 Blocks attend within windows of the image, and a few of them to the whole image. Patches are put in the order of their windows
-(:mod:`engine.models.vision.windows`), so that each window is a run of rows. Source: Bai et al. 2025, "Qwen2.5-VL Technical
-Report", arXiv 2502.13923, and Hugging Face transformers.
+(:func:`grid_of`), so that each window is a run of rows. Source: Bai et al. 2025, "Qwen2.5-VL Technical Report", arXiv 2502.13923,
+and Hugging Face transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from engine.device.transfer import Upload
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attend, Decoder
 from engine.models.modules import Linear
+from engine.models.transfer import Upload
 from engine.models.vision.config import VisionConfig
-from engine.models.vision.windows import Grid, WindowRun
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
+
+Longs = npt.NDArray[np.int64]
+
+REMEMBERED = 256
+"""Grids whose order is kept; the images of many requests have few sizes."""
+
+
+class WindowRun(NamedTuple):
+    """Consecutive patches, in the order of the tower, that make windows of one size."""
+
+    begin: int
+    end: int
+    length: int
+    """Patches of each window; divides ``end - begin``."""
+
+
+class Grid(NamedTuple):
+    """Order and places of the patches of images of one size."""
+
+    order: Longs
+    """[patches] place in :class:`engine.wire.Image` of each patch in the order of the tower"""
+    inverse: Longs
+    """[tokens] place, in the order of the tower, of each merged patch of the image"""
+    places: Longs
+    """[patches, 2] row and column of each patch of :class:`engine.wire.Image`"""
+    windows: list[WindowRun]
+
+    @property
+    def tokens(self) -> int:
+        """Merged patches."""
+        return len(self.inverse)
+
+
+@lru_cache(REMEMBERED)
+def grid_of(rows: int, columns: int, merge: int, window: int) -> Grid:
+    """rows, columns: of patches, multiples of ``merge``; window: side of a window, in merged patches."""
+    high, wide, unit = rows // merge, columns // merge, merge**2
+    row, column = np.divmod(np.arange(high * wide), wide)
+    window_of = row // window * (-(-wide // window)) + column // window
+    sizes = np.bincount(window_of)
+    # Windows of one size together, each with its merged patches in the order of the image.
+    merged = np.lexsort((np.arange(high * wide), window_of, sizes[window_of]))
+    order = (merged[:, None] * unit + np.arange(unit)).flatten()
+    inner_row, inner_column = np.divmod(np.arange(unit), merge)
+    places = np.stack([row[:, None] * merge + inner_row, column[:, None] * merge + inner_column], 2).reshape(-1, 2)
+    return Grid(order, np.argsort(merged), places, _runs(np.sort(sizes[sizes > 0]).astype(np.int64), unit))
+
+
+def _runs(sizes: Longs, unit: int) -> list[WindowRun]:
+    """sizes: merged patches of each window, in order."""
+    lengths, counts = np.unique(sizes, return_counts=True)
+    ends = np.cumsum(lengths * counts) * unit
+    begins = [0, *ends[:-1].tolist()]
+    return [
+        WindowRun(begin, end, length) for begin, end, length in zip(begins, ends.tolist(), (lengths * unit).tolist(), strict=True)
+    ]
+
 
 NORM_EPS = 1e-6
 """Epsilon of the tower's norms; no configuration changes it."""
@@ -173,3 +235,57 @@ def normalised_values(config: VisionConfig) -> Tensor:
     rescaled = (np.arange(256, dtype=np.float64) * constants.rescale).astype(np.float32)
     mean, std = (np.array(values, np.float32)[:, None] for values in (constants.mean, constants.std))
     return torch.from_numpy((rescaled - mean) / std)
+
+
+class ImageRows(NamedTuple):
+    """Tokens of images among the tokens of one forward pass."""
+
+    rows: Tensor
+    """[image tokens] int64, places among the tokens of the pass"""
+    embeddings: Tensor
+    """[image tokens, hidden]"""
+    positions: Tensor
+    """[3, image tokens] int64: time, row and column"""
+
+
+class VisionDecoder(Decoder):
+    """The decoder, its tower, and what its next forward pass inserts.
+
+    All three axes of a text token's position are equal, so a pass without images is that of any decoder.
+    """
+
+    axes: Tensor
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(config, dtype)
+        assert config.vision is not None
+        self.tower = VisionTower(config.vision, dtype)
+        self.images: ImageRows | None = None
+        """Taken by the next forward pass."""
+        axes = torch.repeat_interleave(torch.arange(3), torch.tensor(config.rope_sections))
+        self.register_buffer("axes", axes, persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """See :meth:`Decoder.forward`. Tokens and positions in the rows of :attr:`images` are not used."""
+        try:
+            return super().forward(tokens, positions, attend, rows)
+        finally:
+            self.images = None
+
+    def outer_views(self) -> dict[str, Tensor]:
+        return super().outer_views() | self.tower.checkpoint_views()
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = super()._embedded(tokens)
+        return x if self.images is None else x.index_copy(0, self.images.rows, self.images.embeddings)
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        rotations = super()._rotations(positions)
+        if self.images is None:
+            return rotations
+        turned = super()._rotations(self.images.positions.index_select(0, self.axes).T)
+        rows = self.images.rows
+        return [
+            (cos.index_copy(0, rows, own_cos), sin.index_copy(0, rows, own_sin))
+            for (cos, sin), (own_cos, own_sin) in zip(rotations, turned, strict=True)
+        ]

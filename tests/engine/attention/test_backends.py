@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import flashinfer
-from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
-from engine.attention.reference import ReferenceAttention
-from engine.attention.triton import TritonAttention
-from engine.batch import ExtendSegment
 from engine.ints import EMPTY, Ints, as_ints
-from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from engine.requests.batch import ExtendSegment
 from engine.requests.core import Request
+from engine.runner.attention import flashinfer
+from engine.runner.attention.base import AttentionBackend, KVCache
+from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
+from engine.runner.attention.reference import ReferenceAttention
+from engine.runner.attention.triton import TritonAttention
 from kernels.attention_spec import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.attention.reference import ReferenceAttention
-from engine.attention.triton import TritonAttention
-from engine.batch import ExtendSegment
 from engine.ints import EMPTY
-from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from engine.requests.batch import ExtendSegment
 from engine.requests.core import Request
+from engine.runner.attention.base import AttentionBackend, KVCache
+from engine.runner.attention.reference import ReferenceAttention
+from engine.runner.attention.triton import TritonAttention
 from tests.engine.device import no_waiting
 
 LAYERS, KV_HEADS = 2, 2

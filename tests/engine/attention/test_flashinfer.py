@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from engine import wire
-from engine.attention import flashinfer
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.select import choose
-from engine.attention.triton import TritonAttention
-from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Heads
 from engine.models.rope import Rope
+from engine.runner.attention import flashinfer
+from engine.runner.attention.base import KVCache
+from engine.runner.attention.flashinfer import FlashInferAttention
+from engine.runner.attention.select import choose
+from engine.runner.attention.triton import TritonAttention
 from kernels.attention_spec import PLAIN, AttentionSpec
 from tests.checkpoints import make_checkpoint
 from tests.engine.late import computing

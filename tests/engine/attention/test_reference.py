@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import reference
-from engine.attention.reference import ReferenceAttention, Tile, tiles
-from engine.batch import ExtendSegment
 from engine.ints import EMPTY, Ints, as_ints
-from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from engine.requests.batch import ExtendSegment
 from engine.requests.core import Request
+from engine.runner.attention import reference
+from engine.runner.attention.base import KVCache
+from engine.runner.attention.reference import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 400
 
@@ -67,21 +67,6 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
     torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("threads", "calls"), [(1, 6), (2, 4), (4, 3)])
-def test_more_threads_gather_more_keys(threads: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has room for the keys and values of one item. The query with its first item, and the decoded token, are a call
-    each, the other four items one to four."""
-    called, attend = [], reference._attention
-    monkeypatch.setattr(reference, "GATHERED_BYTES", 2 * (24 + 20) * KV_HEADS * HEAD_DIM * 4)
-    monkeypatch.setattr(reference, "_attention", lambda *given: called.append(len(given[0])) or attend(*given))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    kv, segments, heads = some_step([20] * 5)
-    found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, heads)
-    torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
-    assert len(called) == calls, called
-    assert max(called) == threads
-
-
 def test_items_and_their_queries_are_attended_to_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a catalogue: queries behind cached items, the rest of an item, and items that are computed with their queries."""
     monkeypatch.setattr(reference, "MANY_QUERIES", 40)
@@ -94,20 +79,3 @@ def test_items_and_their_queries_are_attended_to_in_place(monkeypatch: pytest.Mo
     kv = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
     groups = ReferenceAttention(kv, HEADS)._groups(segments, None)
     assert sorted((group.pieces, group.span) for group in groups) == [(1, slice(40, 52)), (3, slice(52, 127)), (8, slice(0, 40))]
-
-
-def test_only_a_segment_on_the_slots_of_the_one_before_continues_it() -> None:
-    def counts(*contexts: list[int]) -> list[int]:
-        segments = [segment(np.array(contexts[0], np.int32), 3), *(segment(np.array(each, np.int32), 1) for each in contexts[1:])]
-        return [count for count, _ in reference.joined(segments)]
-
-    assert counts([1, 2, 3], [1, 2, 3, 5]) == [4]
-    assert counts([1, 2, 3], [1, 2, 4, 5]) == [3, 1]
-    assert counts([1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 6]) == [4, 1]
-
-
-def test_tiles() -> None:
-    assert tiles(180, 300, 120) == [Tile(0, 60, 180), Tile(60, 120, 240), Tile(120, 180, 300)]
-    assert tiles(64, 64, 0) == [Tile(0, 64, 64)]
-    assert tiles(65, 70, 40) == [Tile(0, 32, 70), Tile(32, 65, 70)]  # of pieces of different lengths
-    assert tiles(1, 9, 8) == [Tile(0, 1, 9)]

@@ -7,16 +7,14 @@ import logging
 import pytest
 import torch
 
-from engine.attention import flashinfer, triton
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.reference import ReferenceAttention
-from engine.attention.select import choose
-from engine.attention.triton import TritonAttention
 from engine.models.config import ModelConfig
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.rope import Rope
-from engine.settings import ATTENTION
-from tests.engine.device import skip_without_flashinfer
+from engine.runner.attention import flashinfer, triton
+from engine.runner.attention.flashinfer import FlashInferAttention
+from engine.runner.attention.reference import ReferenceAttention
+from engine.runner.attention.select import choose
+from engine.runner.attention.triton import TritonAttention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -132,12 +130,6 @@ def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
     assert "compute capability 8.0" in refused("auto", GPU, config())
 
 
-def test_unknown_names() -> None:
-    with pytest.raises(ModelError, match="There is no attention backend 'fast'; there are auto, reference, triton, flashinfer"):
-        choose("fast", CPU, config(), HALF)
-    assert ATTENTION == ("auto", "reference", "triton", "flashinfer")
-
-
 def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise flashinfer.metadata.PackageNotFoundError(name)
@@ -145,16 +137,3 @@ def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer.metadata, "version", absent)
     assert flashinfer.problem(GPU, 128, HALF, HALF) == "flashinfer-python 0.6.6 is not installed"
-
-
-@pytest.mark.parametrize("ready", [True, False])
-def test_tests_never_compile_flashinfer(hopper: pytest.MonkeyPatch, ready: bool) -> None:
-    """The GPU host has a compiler, and float16 is not among the modules that are built beforehand."""
-    hopper.setattr(flashinfer, "compiled", lambda *_: ready)
-    hopper.setattr(flashinfer, "_compiler", lambda: True)
-    assert flashinfer.problem(GPU, 128, torch.float16, torch.float16) is None
-    if ready:
-        skip_without_flashinfer(GPU, 128, torch.float16)
-    else:
-        with pytest.raises(pytest.skip.Exception, match=r"its module for torch.float16 and heads of 128 is not compiled"):
-            skip_without_flashinfer(GPU, 128, torch.float16)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine import wire
-from engine.batch import Batch, ExtendSegment
-from engine.lenvm import guided_draws
-from engine.loop import Loop
+from engine.loop.loop import Loop
+from engine.requests.batch import Batch, ExtendSegment
 from engine.requests.core import PENDING
+from engine.runner.lenvm import draws as guided_draws
 from engine.runner.runner import PendingStep
 from kernels.candidates import candidates_triton
 from kernels.length_tilt import length_tilt_triton

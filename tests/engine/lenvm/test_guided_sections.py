@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from engine import wire
-from engine.loop import Loop
-from engine.requests.length_guidance import GuidedSection
+from engine.loop.loop import Loop
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
 from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, some_tokens, tokens_of
@@ -143,14 +141,3 @@ def test_a_limit_ends_a_section_that_is_guided_or_not(build: Build, prompt: str,
     assert (after[:place], after[place], len(after)) == (before[:place], CLOSE, 14)
     (values,) = [reply.logprobs.values[0] for reply in told["cut"] if reply.tokens == [CLOSE] and reply.logprobs]
     assert values == [None] * 3  # no length model took part
-
-
-@pytest.mark.parametrize("thinking", THINKING.values())
-@pytest.mark.parametrize("wanted", ["thinking", "answer"])
-def test_a_section_is_found_however_the_output_arrives(thinking: wire.Thinking, wanted) -> None:
-    for output in ([OPEN, 1, CLOSE, 2, CLOSE], [1, 2], [OPEN, CLOSE], [CLOSE, 1], [OPEN]):
-        singly, once = (GuidedSection(thinking, wanted) for _ in range(2))
-        for known in range(len(output) + 1):
-            singly.read(np.array(output[:known], np.int32))
-        once.read(np.array(output, np.int32))
-        assert (singly.begin, singly.settled) == (once.begin, once.settled)

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from engine import wire
-from engine.loop import Loop
+from engine.loop.loop import Loop
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, tokens_of
 

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from engine import wire
-from engine.build import build_loop
 from engine.demo import MODELS
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from examples.demo_models.corpus.documents import draw_request
 from examples.demo_models.text import load_tokenizer

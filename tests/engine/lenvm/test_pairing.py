@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop, check
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop, check
+from engine.models.files import ModelError
 from engine.settings import EngineSettings
 from kernels import length_tilt
 from tests.checkpoints import make_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
 from engine.settings import EngineSettings
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.integrity import check

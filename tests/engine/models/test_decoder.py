@@ -96,14 +96,6 @@ def test_biases_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", every(FAMILIES))
-def test_half_precision_weights_are_widened(tmp_path: Path, family: str, stored: torch.dtype) -> None:
-    directory = make_checkpoint(tmp_path, family, dtype=stored)
-    expected = reference_logits(directory, some_tokens())
-    torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.3), (torch.float16, 0.03)])
 def test_half_precision_runs_near_float32(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
     directory = make_checkpoint(tmp_path, "qwen3", rope_parameters=YARN)
@@ -135,25 +127,6 @@ def test_saved_model_is_read_by_transformers(tmp_path: Path, family: str, shape:
     assert torch.equal(own_logits(again, some_tokens()), own_logits(decoder, some_tokens()))
     expected = reference_logits(tmp_path / "second", some_tokens())
     torch.testing.assert_close(own_logits(decoder, some_tokens()), expected, atol=1e-4, rtol=0)
-
-
-def test_saved_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
-    decoder = load_model(make_checkpoint(tmp_path / "first", "llama", **BIASED))
-    save_model(decoder, decoder.config, tmp_path / "half", torch.float16)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    assert model.dtype == torch.float16
-    torch.testing.assert_close(
-        own_logits(load_model(tmp_path / "half"), some_tokens()), own_logits(decoder, some_tokens()), atol=0.05, rtol=0
-    )
-
-
-def test_positions_are_relative(tmp_path: Path) -> None:
-    """Rotary attention sees distances only: shifting every position changes nothing but rounding."""
-    decoder = load_model(make_checkpoint(tmp_path, "qwen3"))
-    tokens = some_tokens(40)
-    with torch.no_grad():
-        here, there = (decoder(tokens, torch.arange(40) + shift, causal) for shift in (0, 500))
-    torch.testing.assert_close(here, there, atol=1e-3, rtol=0)
 
 
 def test_gradients_equal_transformers(tmp_path: Path) -> None:

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from engine import wire
-from engine.build import build_loop
-from engine.distributed.shard import ShardedDecoder, load_part
-from engine.models import fp8
+from engine.loop.build import build_loop
 from engine.models.config import load_config
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.errors import ModelError
-from engine.models.experts import Experts, GroupedLinear
-from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
-from engine.models.loader import fingerprint, load_model, save_model
-from engine.models.modules import Linear
+from engine.models.files import ModelError
+from engine.models.formats import fp8
+from engine.models.loader import fingerprint, load_model
+from engine.models.modules import GroupedLinear, Linear
 from engine.settings import EngineSettings
 from kernels.quantize import FP8, quantize_rows_reference
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
@@ -101,46 +98,6 @@ def test_the_models_dtype_is_around_the_products(model: Path, dtype: torch.dtype
     assert (logits(decoder) - plain).norm() < bound * plain.norm()
 
 
-def test_only_the_layers_matrices_are_quantised(model: Path) -> None:
-    decoder, plain = load_model(model, torch.bfloat16, "fp8"), load_model(model, torch.bfloat16)
-    state, before = decoder.state_dict(), plain.state_dict()
-    codes = {name for name, tensor in state.items() if tensor.dtype == FP8}
-    matrices = {name for name, module in plain.layers.named_modules() if isinstance(module, Linear | GroupedLinear)}
-    assert codes == {f"layers.{name}.weight" for name in matrices if not name.endswith(UNQUANTISED)}
-    for name, tensor in state.items():
-        if name in codes:
-            found = tensor.float() * state[name.replace("weight", "scales")]
-            torch.testing.assert_close(found, rounded(before[name]), rtol=0, atol=0)
-        elif not name.endswith("scales"):
-            assert torch.equal(tensor, before[name]), name
-
-
-def test_experts_and_the_shared_one_are_quantised(tmp_path: Path) -> None:
-    decoder = load_model(make_checkpoint(tmp_path, "qwen2_moe", **OVERRIDES["qwen2_moe"]), torch.bfloat16, "fp8")
-    mlp = decoder.layers[0].mlp
-    assert isinstance(mlp, Experts)
-    assert mlp.shared is not None
-    for part in (mlp.gate_up, mlp.down, mlp.shared.gate_up_proj, mlp.shared.down_proj):
-        assert part.weight.dtype == FP8
-        assert part.scales.shape == (*part.weight.shape[:-1], 1)
-    assert mlp.router.weight.dtype == torch.bfloat16
-
-
-def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
-    value_model = LenVM(load_config(qwen3))
-    with torch.no_grad():
-        for parameter in value_model.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    save_lenvm(value_model, tmp_path)
-    plain, quantised = load_lenvm(tmp_path), load_lenvm(tmp_path, quantize="fp8")
-    assert all(torch.equal(*pair) for pair in zip(plain.head.parameters(), quantised.head.parameters(), strict=True))
-    assert quantised.decoder.layers[0].mlp.down_proj.weight.dtype == FP8
-    tokens = torch.arange(3, 40)
-    with torch.no_grad():
-        values = [m.value(m(tokens, torch.arange(len(tokens)), causal))[1] for m in (plain, quantised)]
-    assert 0 < (values[0] - values[1]).abs().max() < 0.1
-
-
 def test_there_is_never_more_than_a_layer_in_the_models_dtype(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pass through the same one, and when the first does, no other is left."""
     decoders: list[Decoder] = []
@@ -156,30 +113,6 @@ def test_there_is_never_more_than_a_layer_in_the_models_dtype(qwen3: Path, monke
     monkeypatch.setattr(fp8, "fill", watch)
     load_model(qwen3, torch.bfloat16, "fp8")
     assert passages == [passages[0]] * 3
-
-
-def test_shards_load_like_one_file(tmp_path: Path) -> None:
-    whole = make_checkpoint(tmp_path / "whole", "qwen2", tie_word_embeddings=True)
-    sharded = make_checkpoint(tmp_path / "sharded", "qwen2", tie_word_embeddings=True, max_shard_size="60KB")
-    assert torch.equal(logits(load_model(sharded, quantize="fp8")), logits(load_model(whole, quantize="fp8")))
-
-
-def test_parts_are_quantised_for_themselves(qwen3: Path) -> None:
-    whole = load_model(qwen3, quantize="fp8").layers[1]
-    parts = []
-    for rank in range(2):
-        part = ShardedDecoder(load_config(qwen3), torch.float32, rank, 2)
-        load_part(part, qwen3, "fp8")
-        parts.append(part.layers[1])
-    # Rows of the projections into heads and columns are dealt out whole: their codes are those of one process.
-    for name in ("weight", "scales"):
-        gates = [getattr(part.mlp.gate_up_proj, name).float().view(2, 48, -1) for part in parts]
-        assert torch.equal(torch.cat(gates, 1).flatten(0, 1), getattr(whole.mlp.gate_up_proj, name).float())
-    # Columns are dealt out of the others: an output channel has a scale in each process, the greater of which is the whole's.
-    for name in ("attention.o_proj", "mlp.down_proj"):
-        scales = torch.stack([part.get_submodule(name).scales for part in parts])
-        assert torch.equal(scales.amax(0), whole.get_submodule(name).scales)
-        assert (scales[0] != scales[1]).all()
 
 
 @pytest.mark.parametrize(
@@ -258,17 +191,6 @@ def test_a_gpu_computes_what_a_cpu_does(model: Path) -> None:
     assert_same_logits(logits(decoder.to(GPU)), emulated, plain)
 
 
-def test_wrong_scales_fail_the_comparison_with_a_gpu(model: Path) -> None:
-    decoder = load_model(model, torch.bfloat16, "fp8")
-    emulated, plain = logits(decoder), logits(load_model(model))
-    assert_same_logits(emulated, emulated, plain)
-    for name, scales in decoder.named_buffers():
-        if name.endswith("scales"):
-            scales.copy_(scales.roll(1, -2))
-    with pytest.raises(AssertionError):
-        assert_same_logits(logits(decoder), emulated, plain)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["auto", "triton"])
 def test_a_gpu_serves_it(tmp_path: Path, attention: str) -> None:
@@ -288,9 +210,3 @@ def test_a_gpu_serves_it(tmp_path: Path, attention: str) -> None:
     assert found["g"].finish == "length"
     with pytest.raises(ModelError, match="--dtype is float16"):
         answer(EngineSettings(**given, quantize="fp8", dtype="float16"), message)
-
-
-def test_a_quantised_decoder_cannot_be_saved(qwen3: Path, tmp_path: Path) -> None:
-    decoder = load_model(qwen3, quantize="fp8")
-    with pytest.raises(AssertionError):
-        save_model(decoder, decoder.config, tmp_path)

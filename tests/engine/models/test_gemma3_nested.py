@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel, SiglipVisionConfig
 
 from engine import wire
-from engine.build import build_loop
+from engine.loop.build import build_loop
 from engine.models.config import parse_config
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import load_model
 from engine.models.rope import LinearRope, Rope
 from engine.settings import EngineSettings

@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.build import build_loop
-from engine.distributed.shard import ShardedDecoder, load_part
-from engine.models.config import load_config
+from engine.loop.build import build_loop
+from engine.models.config import load_pooling
 from engine.models.decoder import Decoder
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import fingerprint, load_model
-from engine.models.pooling import load_pooling
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, every, make_checkpoint, write_pooling
 from tests.engine.models.causal import causal_of
@@ -106,25 +104,6 @@ def test_a_language_model_with_pooling_keeps_its_head(tmp_path: Path) -> None:
     assert (config.lm_head, config.pooling) == (True, "mean")
     rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
     assert "lack tensor lm_head.weight" in error_of(directory)
-
-
-def test_a_head_in_fp8_keeps_its_dtype(classifier: Path) -> None:
-    plain, quantised = load_model(classifier), load_model(classifier, quantize="fp8")
-    assert torch.equal(plain.class_head.weight, quantised.class_head.weight)
-    difference = plain.class_logits(hidden(plain)) - quantised.class_logits(hidden(quantised))
-    assert 0 < difference.abs().max() < 1
-
-
-def test_heads_are_in_the_first_process_only(classifier: Path, embedder: Path) -> None:
-    for directory in (classifier, embedder):
-        parts = [ShardedDecoder(load_config(directory), torch.float32, rank, 2) for rank in range(2)]
-        for part in parts:
-            load_part(part, directory)
-        assert [part.class_head is not None for part in parts] == [directory == classifier, False]
-    whole = load_model(classifier)
-    first = ShardedDecoder(load_config(classifier), torch.float32, 0, 2)
-    load_part(first, classifier)
-    assert torch.equal(first.class_head.weight, whole.class_head.weight)
 
 
 def test_a_classifier_without_its_head(classifier: Path, own) -> None:

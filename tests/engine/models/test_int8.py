@@ -12,20 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from engine import wire
-from engine.build import build_loop
-from engine.models import int8
+from engine.loop.build import build_loop
 from engine.models.config import load_config
-from engine.models.conversion import PROJECTIONS
 from engine.models.decoder import MLP, Decoder, DecoderLayer
-from engine.models.errors import ModelError
-from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
+from engine.models.files import ModelError
+from engine.models.formats import int8
 from engine.models.loader import fingerprint, load_model
 from engine.models.modules import Linear
 from engine.settings import EngineSettings
 from kernels.int8 import instructions, quantize_rows
 from kernels.linear import multiplies_bfloat16
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal, causal_of
+from tests.engine.models.causal import causal_of
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 CPU = torch.device("cpu")
@@ -91,41 +89,6 @@ def test_bfloat16_around_the_products_adds_little_to_the_error_of_int8(model: Pa
     assert found.embed.weight.dtype == logits(found).dtype == torch.bfloat16
     errors = [(logits(decoder).float() - exact).norm() / exact.norm() for decoder in (found, in_float32)]
     assert errors[0] < errors[1] + 0.03  # bfloat16 alone: 0.02
-
-
-@able
-def test_the_numbers_between_the_projections_of_a_feed_forward_layer_are_those_of_its_parts(model: Path) -> None:
-    decoder = load_model(model, quantize="int8")
-    mlp = decoder.layers[1].mlp
-    assert isinstance(mlp, MLP)
-    x = torch.randn(50, decoder.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        found, expected = mlp(x), mlp.whole(x)
-    assert mlp.compute is not None
-    assert (found - expected).norm() < 0.005 * expected.norm()  # a code may round to the other side
-
-
-@able
-def test_everything_but_the_layers_matrices_stays(model: Path) -> None:
-    state, before = load_model(model, quantize="int8").state_dict(), load_model(model).state_dict()
-    gone = before.keys() - state.keys()
-    assert gone == {f"layers.{index}.{name}.weight" for index in range(3) for name in PROJECTIONS}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
-
-
-@able
-def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
-    value_model = LenVM(load_model(qwen3).config)
-    with torch.no_grad():
-        for parameter in value_model.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    save_lenvm(value_model, tmp_path)
-    plain, quantised = load_lenvm(tmp_path), load_lenvm(tmp_path, quantize="int8")
-    assert all(torch.equal(*pair) for pair in zip(plain.head.parameters(), quantised.head.parameters(), strict=True))
-    tokens = torch.arange(3, 40)
-    with torch.no_grad():
-        values = [m.value(m(tokens, torch.arange(len(tokens)), causal))[1] for m in (plain, quantised)]
-    assert 0 < (values[0] - values[1]).abs().max() < 0.1
 
 
 def test_what_cannot_compute_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

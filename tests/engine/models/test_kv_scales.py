@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distributed.shard import ShardedDecoder, load_part
-from engine.models.config import load_config
 from engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
-from engine.models.errors import ModelError
-from engine.models.kv_scales import check_kv_dtype, kv_bounds, kv_scales
+from engine.models.files import ModelError
+from engine.models.formats.quantization import arithmetic_of, check_kv_dtype, kv_bounds, kv_scales
 from engine.models.loader import fingerprint, load_model
-from engine.models.quantization import arithmetic_of
 from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
 
@@ -71,23 +68,6 @@ def test_quantised_models_have_the_same_scales(tmp_path: Path, quantize: str) ->
         pytest.skip("no int8")
     model = make_checkpoint(tmp_path, "qwen3")
     assert torch.equal(kv_scales(load_model(model, quantize=quantize)), kv_scales(load_model(model)))
-
-
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_scales_lie_where_the_model_was_moved(tmp_path: Path, quantize: str | None) -> None:
-    """Weights are quantised on the host, and the model is moved to the GPU afterwards."""
-    decoder = load_model(make_checkpoint(tmp_path, "qwen3"), quantize=quantize)
-    assert kv_scales(decoder.to("meta")).device.type == "meta"
-
-
-def test_parts_have_the_scales_of_their_heads(tmp_path: Path) -> None:
-    """Each part has the scales of its heads, so the codes equal those of one process."""
-    model = make_checkpoint(tmp_path, "qwen3")
-    parts = []
-    for rank in range(2):
-        parts.append(ShardedDecoder(load_config(model), torch.float32, rank, 2))
-        load_part(parts[-1], model)
-    assert torch.equal(torch.cat([kv_scales(part) for part in parts], 2), kv_scales(load_model(model)))
 
 
 def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import load_model
 from tests.checkpoints import make_checkpoint

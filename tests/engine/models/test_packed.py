@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder
-from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
+from engine.models.formats.quantization import format_of
 from engine.models.loader import load_model
-from engine.models.quantization import format_of, pack_head
+from engine.models.modules import PROJECTIONS, ConvertedLinear
 from kernels.label_logprobs import label_logprobs
 from kernels.linear import MKL, ONEDNN, PackedWeight, linear
 from kernels.soft_cap import soft_cap
@@ -65,12 +64,6 @@ def test_bfloat16(model: Path, count: int) -> None:
     torch.testing.assert_close(logits(decoder, count), expected, rtol=0.05, atol=0.05)
 
 
-def test_only_the_layers_matrices_are_packed(model: Path) -> None:
-    state, before = load_model(model, quantize="packed").state_dict(), load_model(model).state_dict()
-    assert before.keys() - state.keys() == {f"layers.{index}.{name}.weight" for index in range(3) for name in PROJECTIONS}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
 def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_of(None, CPU, torch.float32) == "packed"
@@ -83,15 +76,6 @@ def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPat
     assert format_of(None, torch.device("cuda", 0), torch.float32) is None
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert format_of(None, CPU, torch.float32) is None
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
-def test_a_head_in_bfloat16_is_packed_where_plain_layers_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = load_model(model, torch.bfloat16)
-    for amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx, "avx512_bf16": True})
-        pack_head(decoder, "int8")
-        assert isinstance(decoder.packed_head, PackedWeight) == amx
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
@@ -110,10 +94,3 @@ def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str, library
         assert torch.equal(head.logits(hidden[:1]), one), "one row takes the packed one too"
         found, expected = (label_logprobs(hidden, each.head_operand, labels) for each in (decoder, plain))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
-def test_a_length_model_keeps_no_packed_head(tmp_path: Path) -> None:
-    config = load_model(make_checkpoint(tmp_path / "model", "qwen2")).config
-    save_lenvm(LenVM(config), tmp_path / "lenvm")
-    assert load_lenvm(tmp_path / "lenvm", quantize="packed").decoder.packed_head is None

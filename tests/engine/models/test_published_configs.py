@@ -1,14 +1,24 @@
-"""Keys of published ``config.json`` files, in the forms in which releases 4 of Hugging Face transformers wrote them."""
+"""Configurations as they are published: complete ones, without the keys that are defaults, and those that are refused."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
-from tests.engine.models.test_class_defaults import assert_same
+from engine.models.config import ModelConfig, parse_config
+from engine.models.decoder import Decoder
+from engine.models.files import ModelError
+from engine.models.formats.int8 import check_shapes
+from engine.models.loader import load_model
+from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.models.causal import causal_of
 
 
 def shape(
@@ -114,3 +124,263 @@ def test_published_dense_and_expert_models(model: str) -> None:
     written = PUBLISHED[model]
     given = copy.deepcopy({key: value for key, value in written.items() if key != "model_type"})
     assert_same(written, AutoConfig.for_model(written["model_type"], **given))
+
+
+KEPT = ("architectures", "model_type")
+
+
+def complete(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
+    """Every key of a configuration."""
+    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+
+
+def old_form(written: dict[str, Any]) -> dict[str, Any]:
+    """``written`` as releases 4 write it: the base beside the other values of the rotation, and no keys of release 5."""
+    old = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype", "layer_types")}
+    rope = dict(written["rope_parameters"])
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if "num_local_experts" in old and written["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
+    old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    return old | {"torch_dtype": "bfloat16"}
+
+
+def facts(config: PreTrainedConfig) -> dict[str, Any]:
+    """What transformers makes of a configuration, by its names in :class:`~engine.models.config.ModelConfig`."""
+    layers, rope = config.num_hidden_layers, config.rope_parameters
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds) if window else ()
+    found = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "norm_eps": config.rms_norm_eps,
+        "tied": config.tie_word_embeddings,
+        "theta": rope.get("full_attention", rope)["rope_theta"],
+        "local_theta": rope["sliding_attention"]["rope_theta"] if "sliding_attention" in rope else None,
+        "windows": windows if any(windows) else (),
+        "attention_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
+        "o_bias": getattr(config, "attention_bias", False),
+        "unrotated": tuple(layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or []) if not turns),
+        "experts": None,
+    }
+    if hasattr(config, "num_experts_per_tok"):
+        found["experts"] = (getattr(config, "num_experts", None) or config.num_local_experts, config.num_experts_per_tok)
+    if hasattr(config, "query_pre_attn_scalar"):
+        found["attention_scale"] = config.query_pre_attn_scalar**-0.5
+    if hasattr(config, "logits_scaling"):
+        found |= {"attention_scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
+        found |= {"residual_scale": config.residual_multiplier, "logit_divisor": config.logits_scaling}
+    return found
+
+
+def own_facts(config: ModelConfig) -> dict[str, Any]:
+    """:func:`facts` of a configuration as it was parsed."""
+    local = None if config.local_rope is None else config.local_rope.theta
+    experts = None if config.experts is None else (config.experts.count, config.experts.chosen)
+    return vars(config) | {"theta": config.rope.theta, "local_theta": local, "experts": experts}
+
+
+def assert_same(written: dict[str, Any], reference: PreTrainedConfig) -> None:
+    found, expected = own_facts(parse_config(written)), facts(reference)
+    assert {key: found[key] for key in expected} == expected
+
+
+SWITCHED = {"use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [(family, {}) for family in FAMILIES]
+    + [(family, SWITCHED) for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")]
+    + [("smollm3", SWITCHED | {"sliding_window": 64})],
+)
+def test_every_key_may_be_left_out(family: str, given: dict[str, Any]) -> None:
+    """One at a time, all at once, and in the form of releases 4."""
+    config_class, model_class = FAMILIES[family]
+    reference = config_class(**given)
+    written = complete(reference, model_class.__name__)
+    for form in (written, old_form(written)):
+        assert_same(form, reference)
+        whole = parse_config(form)
+        for key in form:
+            if key not in (*KEPT, *given):
+                assert parse_config({name: value for name, value in form.items() if name != key}) == whole, key
+        assert parse_config({key: form[key] for key in (*KEPT, *given)}) == whole
+
+
+def test_every_key_of_text_and_tower_may_be_left_out() -> None:
+    reference = Qwen2_5_VLConfig(
+        text_config={"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, tie_word_embeddings=False
+    )
+    written = complete(reference, "Qwen2_5_VLForConditionalGeneration")
+    written["vision_config"]["out_hidden_size"] = 8192
+    whole, text = parse_config(written), written["text_config"]
+    for key in text:
+        if key not in ("rope_parameters", "model_type"):
+            less = {name: value for name, value in text.items() if name != key}
+            assert parse_config(written | {"text_config": less}) == whole, key
+    for key in (tower := written["vision_config"]):
+        if key != "out_hidden_size":
+            less = {name: value for name, value in tower.items() if name != key}
+            assert parse_config(written | {"vision_config": less}) == whole, key
+    assert parse_config({key: value for key, value in written.items() if key != "image_token_id"}) == whole
+    # as release 4.57 writes it
+    moved = {"text_config": text | {"architectures": written["architectures"]}, "architectures": None}
+    assert parse_config(written | moved) == whole
+    foreign = {"text_config": text | {"architectures": ["LlamaForCausalLM"]}, "architectures": None}
+    with pytest.raises(ModelError, match=r"architectures is missing from config\.json"):
+        parse_config(written | foreign)
+
+
+HEADS = {"gemma": 16, "gemma2": 8, "gemma3": 8, "mistral": 8, "ministral": 8, "mixtral": 8, "smollm3": 8, "qwen3": 32, "qwen2": 32}
+"""Attention heads with which the default number of key heads fits."""
+EXPERTS = {"qwen2_moe": 60, "qwen3_moe": 128, "mixtral": 8, "granitemoe": 8}
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "moe_intermediate_size")
+
+
+def of_defaults(family: str) -> dict[str, Any]:
+    """Keys for a small model whose other values are defaults."""
+    defaults = FAMILIES[family][0].default_config_fields()
+    heads = HEADS.get(family, 4)
+    values = {"num_attention_heads": heads, "head_dim": defaults.get("head_dim") or 16, "hidden_size": 64}
+    values["num_key_value_heads"] = defaults.get("num_key_value_heads") or heads
+    values["tie_word_embeddings"] = defaults["tie_word_embeddings"]
+    for key in ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps"):
+        if key in defaults:
+            values[key] = defaults[key]
+    if family in EXPERTS:
+        values["num_local_experts" if family in ("mixtral", "granitemoe") else "num_experts"] = EXPERTS[family]
+        values |= {"num_experts_per_tok": defaults["num_experts_per_tok"], "norm_topk_prob": False, "decoder_sparse_step": 1}
+    if family == "qwen2_moe":
+        values |= {"num_attention_heads": 16, "num_key_value_heads": 16}
+    if family == "smollm3":
+        values["no_rope_layer_interval"] = 4
+        values["num_hidden_layers"] = 4
+    return values
+
+
+def strip(directory: Path, family: str) -> set[str]:
+    """Delete each key of ``config.json`` that has the value of the class, and return the keys.
+
+    The padding token stays, because it has to be in the small vocabulary.
+    """
+    path = directory / "config.json"
+    written = old_form(json.loads(path.read_text(encoding="utf-8")))
+    defaults = old_form(complete(FAMILIES[family][0](pad_token_id=0), ""))
+    gone = {
+        key for key, value in written.items() if key not in (*KEPT, "pad_token_id") and key in defaults and value == defaults[key]
+    }
+    path.write_text(json.dumps({key: value for key, value in written.items() if key not in gone}), encoding="utf-8")
+    return gone
+
+
+QUICK = ("gemma", "gemma3", "smollm3", "mixtral", "qwen3")
+"""Families whose classes have the most defaults."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    # phi4_mini has the class of phi3, and no default rotation
+    [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES if family != "phi4_mini"],
+)
+@torch.inference_mode()
+def test_logits_without_the_keys_that_are_defaults(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, **of_defaults(family))
+    gone = strip(tmp_path, family)
+    assert {"rope_theta", "rms_norm_eps", "tie_word_embeddings"} < gone
+    reference = FAMILIES[family][1].from_pretrained(tmp_path, dtype=torch.float32).eval()
+    decoder = load_model(tmp_path)
+    tokens = torch.randint(3, 320, (50,), generator=torch.Generator().manual_seed(1))
+    hidden = decoder(tokens, torch.arange(50), causal_of(decoder.config))
+    torch.testing.assert_close(decoder.logits(hidden), reference(tokens[None]).logits[0], atol=1e-4, rtol=1e-5)
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "other architectures": [
+        ({"architectures": ["Glm4ForCausalLM"]}, "Glm4ForCausalLM .* is not supported; use .*LlamaForCausalLM")
+    ],
+    "`longrope`, `dynamic` and other rotations": [
+        ({"rope_scaling": LONGROPE}, r"rope_type .* \(longrope\) is not supported; use default"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type .* \(dynamic\) is not supported"),
+    ],
+    "rotation of a part of each head": [
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in config.json is not 1"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor in rope_parameters"),
+    ],
+    "rotations for each kind of layer": [
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "sliding_attention in rope_parameters"),
+    ],
+    "attention to later tokens": [
+        ({"is_causal": False}, "is_causal in config.json asks for attention to later tokens"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json asks for attention to later tokens"),
+    ],
+    "chunked and linear attention": [
+        ({"layer_types": ["full_attention", kind]}, f"layer_types in config.json asks for {kind}, which is not supported")
+        for kind in ("chunked_attention", "linear_attention")
+    ],
+    "other activations": [
+        ({"hidden_act": "relu2"}, "hidden_act in config.json is not supported; only silu is"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation .* only gelu_pytorch_tanh is"),
+    ],
+    "quantised checkpoints": [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config in config.json is set, and quantised weights"),
+    ],
+    "images beside text": [
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"]},
+            "architecture Qwen2VLForConditionalGeneration in config.json is not",
+        ),
+    ],
+    "experts in int8": [
+        (EXPERT_MODEL, "--quantize int8 does not support mixtures of experts such as Qwen3MoeForCausalLM; leave it out")
+    ],
+}
+
+
+def load(raw: dict[str, Any]) -> None:
+    """Run the checks of ``--quantize int8`` that precede the reading of weights."""
+    check_shapes(Decoder(parse_config(raw)))
+
+
+CASES = [pytest.param(*case, id=feature) for feature, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("changes", "problem"), CASES)
+def test_refused_by_name(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        load(CONFIG | changes)
+
+
+def test_the_document_lists_what_is_refused() -> None:
+    _, _, text = DOCUMENT.read_text(encoding="utf-8").partition("Not supported, and refused by name:")
+    table = text.strip().partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [feature for feature, _, _ in rows] == list(REFUSED)
+    for feature, _, named in rows:
+        keys = re.findall("`([^`]+)`", named)
+        problems = " ".join(problem for _, problem in REFUSED[feature])
+        assert all(key in problems for key in keys), feature

@@ -12,9 +12,9 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from engine import wire
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
 from engine.settings import EngineSettings
 from tests.engine.adapters import ALL, merge, write_adapter
 from tests.engine.lenvm.writing import run

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from engine import wire
-from engine.batch import Batch
-from engine.build import build_loop
-from engine.loop import Loop
-from engine.models.errors import ModelError
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.loop.warm_up import requests
+from engine.models.files import ModelError
+from engine.requests.batch import Batch
 from engine.runner.graphs import StepGraphs
 from engine.runner.runner import PendingStep
 from engine.scheduling.scheduler import Budget
 from engine.settings import EngineSettings
-from engine.startup.warm_up import requests
 from tests.engine.lenvm.writing import run
 from tests.engine.test_graphs import Replanned, Rerun
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image, some_text

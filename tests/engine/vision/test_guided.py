@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import build, wire
-from engine.build import build_loop
-from engine.models.errors import ModelError
+from engine import wire
+from engine.loop import build
+from engine.loop.build import build_loop
+from engine.models.files import ModelError
 from engine.models.lenvm import load_lenvm
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

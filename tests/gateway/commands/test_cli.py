@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.options import parse
+from engine.server.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.errors import CommandError

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from engine.options import parse
+from engine.server.options import parse
 from gateway.commands import gpus
 from gateway.commands.errors import CommandError, WrongUsage
 from gateway.commands.gpus import VISIBLE, gpus_of_engines

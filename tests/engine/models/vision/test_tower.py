@@ -13,11 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine import wire
 from engine.models.config import load_config, parse_config
-from engine.models.errors import ModelError
+from engine.models.files import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.vision.config import Preprocessing
-from engine.models.vision.tower import VisionTower
-from engine.models.vision.windows import grid_of
+from engine.models.vision.tower import VisionTower, grid_of
 from tests.engine.vision.models import Reference, make_vision_checkpoint, picture, processor, some_image
 
 SHAPES = [(2, 2), (2, 30), (8, 8), (10, 8), (8, 10), (18, 6), (22, 26), (4, 16)]

@@ -1,0 +1,1 @@
+"""The loop: checks, requests, replies; how it is built and warmed up."""

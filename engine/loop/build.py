@@ -1,0 +1,475 @@
+"""The loop's composition root: from settings to a loaded model with its memory and scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from engine import wire
+from engine.kvcache.prefix_cache import SlotPool
+from engine.loop.loop import Loop
+from engine.loop.warm_up import warm_up
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Decoder
+from engine.models.files import ModelError
+from engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
+from engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
+from engine.models.loader import fingerprint, load_model
+from engine.models.lora.config import AdapterError
+from engine.models.lora.linear import CapturedRows, StepRows, adapt
+from engine.models.lora.reader import AdapterReader, blank_adapter, capacity_of
+from engine.models.lora.registry import AdapterRegistry
+from engine.models.lora.slots import WHOLE, DeviceSlots, Layout
+from engine.models.source import ADAPTER_FILES, locate, located, split_revision
+from engine.models.vision.tower import VisionDecoder
+from engine.requests.images import EmbeddingCache, ImageIntake
+from engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
+from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
+from engine.runner.attention.select import make_attention, problem_of
+from engine.runner.attention.triton import FixedTritonAttention
+from engine.runner.distributed.shard import LeadingDecoder
+from engine.runner.graphs import BUCKETS, GRAPH_BYTES, LARGE_BUCKETS, Compilations, CudaCapture, FixedAttention, StepGraphs
+from engine.runner.images import StepImages
+from engine.runner.lenvm.draws import LenVMRunner
+from engine.runner.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
+from engine.runner.lenvm.passes import WIDTHS
+from engine.runner.machine import (
+    StepThreads,
+    default_running_requests,
+    default_slots,
+    device_of,
+    dtype_of,
+    set_threads,
+    slot_bytes,
+    step_bytes,
+    step_threads,
+    warn_of_slow_dtype,
+)
+from engine.runner.runner import Runner, StepAdapters
+from engine.scheduling.drafting import LookupSettings
+from engine.scheduling.scheduler import Budget, Scheduler
+from engine.scheduling.structured_requests import StructuredRequests
+from engine.settings import (
+    CPU_BATCHED_PATCHES,
+    CPU_BATCHED_TOKENS,
+    CPU_DRAFT_ROWS,
+    GPU_BATCHED_PATCHES,
+    GPU_BATCHED_TOKENS,
+    GPU_DRAFT_ROWS,
+    EngineSettings,
+)
+from engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
+from kernels.largest import MOST
+from kernels.quantize import FP8
+
+
+def describe(
+    config: ModelConfig,
+    settings: EngineSettings,
+    slots: int,
+    digest: str,
+    lenvm: LenVM | None = None,
+    gamma: float | None = None,
+    *,
+    grammar: bool = False,
+) -> wire.Info:
+    """Return the description of the model and its limits for the gateway. ``gamma``: of the length model, if there is one.
+    Head rows that only one of two models has are padding."""
+    vocab_size = config.vocab_size if lenvm is None else min(config.vocab_size, lenvm.config.vocab_size)
+    able = {
+        "score": config.lm_head,
+        "generate": config.lm_head,
+        "classify": bool(config.classes),
+        "embed": config.pooling is not None,
+        "length_guidance": lenvm is not None,
+        "grammar": grammar,
+        "vision": config.vision is not None,
+    }
+    return wire.Info(
+        model=settings.name,
+        fingerprint=digest,
+        vocab_size=vocab_size,
+        max_context=config.max_context,
+        eos_token_ids=list(config.eos_token_ids),
+        capabilities=[name for name, is_able in able.items() if is_able],
+        limits=wire.Limits(
+            max_branches=10_000,
+            max_slots=slots,
+            max_logprobs=20,
+            max_labels=1000,
+            max_sequences=128,
+            max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
+        ),
+        lenvm_gamma=gamma,
+        classes=list(config.classes),
+        multi_label=config.multi_label,
+        regression=config.regression,
+        embedding_size=0 if config.pooling is None else config.hidden_size,
+    )
+
+
+class Vision(NamedTuple):
+    """The parts of a loop that images need."""
+
+    steps: StepImages
+    intake: ImageIntake | None
+    """None where the model reads no images."""
+    info: wire.VisionInfo | None
+
+
+def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots: int) -> Vision:
+    """decoders: the main model's and, if there is one, the length model's; slots: of each."""
+    towers = {bool(place): decoder for place, decoder in enumerate(decoders) if isinstance(decoder, VisionDecoder)}
+    if False not in towers:
+        return Vision(StepImages(), None, None)
+    config, weight = towers[False].config, towers[False].embed.weight
+    assert config.vision is not None
+    patches = settings.max_batched_patches or (GPU_BATCHED_PATCHES if weight.is_cuda else CPU_BATCHED_PATCHES)
+    token_bytes = {key: each.config.hidden_size * each.embed.weight.element_size() for key, each in towers.items()}
+    cache = EmbeddingCache(token_bytes, settings.image_cache_mib << 20, patches)
+    vision, side = config.vision, config.vision.patch_size * config.vision.merge_size
+    info = wire.VisionInfo(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        min_pixels=vision.preprocessing.min_pixels,
+        max_pixels=max(side**2, min(vision.preprocessing.max_pixels, settings.max_image_tokens * side**2)),
+        image_token=vision.image_token,
+        max_tokens=min(config.max_context, slots),
+    )
+    return Vision(StepImages(towers, cache), ImageIntake(vision, cache), info)
+
+
+logger = logging.getLogger(__name__)
+
+MODULES: dict[str, tuple[str, ...]] = {"score": (), "lm_head": ("lm_head",), "all": WHOLE}
+"""Whole modules by :attr:`~engine.settings.EngineSettings.lora_modules`."""
+
+
+class AdapterMemory(NamedTuple):
+    """The device's side of adapters."""
+
+    layout: Layout
+    slots: DeviceSlots
+    rows: StepRows
+    max_rank: int
+
+    def captured(self, buckets: Sequence[int]) -> CapturedRows:
+        """The rows of steps that are captured for ``buckets`` of tokens."""
+        return CapturedRows(self.rows, self.slots, self.max_rank, buckets)
+
+
+def check_settings(settings: EngineSettings, config: ModelConfig) -> None:
+    """Raise :class:`ModelError` for settings that do not go together."""
+    shared = settings.tensor_parallel > 1
+    if settings.takes_adapters and shared:
+        raise ModelError("LoRA adapters cannot be used with --tensor-parallel; leave one of the two out.")
+    if settings.takes_adapters and settings.kv_dtype != "auto":
+        raise ModelError("LoRA adapters cannot be used with --kv-dtype fp8, whose scales hold for the base model; leave one out.")
+    if settings.expert_parallel not in (1, settings.tensor_parallel):
+        raise ModelError(
+            f"--expert-parallel is {settings.expert_parallel}, but must be 1 or --tensor-parallel, which is "
+            f"{settings.tensor_parallel}."
+        )
+    if config.vision is not None and shared:
+        raise ModelError(f"A {config.architecture} has a vision tower, so --tensor-parallel cannot share it; leave the option out.")
+
+
+def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory | None:
+    """Reserve the device's memory and give the decoder projections with adapters; None where the engine takes none."""
+    if not settings.takes_adapters:
+        return None
+    layout, weight = Layout(decoder.config), decoder.embed.weight
+    capacity = capacity_of(layout, settings.max_lora_rank)
+    modules = MODULES[settings.lora_modules]
+    slots = DeviceSlots(layout, settings.max_loras_device, capacity, weight.device, weight.dtype, modules)
+    size = (capacity + len(modules) * layout.vocab_size * layout.hidden_size) * weight.dtype.itemsize / 2**20
+    logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
+    rows = StepRows()
+    adapt(decoder, layout, rows, slots.products, fused=_fuses(weight.device), embeddings="embed_tokens" in modules)
+    return AdapterMemory(layout, slots, rows, settings.max_lora_rank)
+
+
+def _fuses(device: torch.device) -> bool:
+    """Whether operations behind projections make additions. On a CPU, this would save nothing."""
+    return device.type == "cuda"
+
+
+def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: EngineSettings, info: wire.Info) -> AdapterRegistry:
+    """The registry, with the adapters of ``--lora``. Raises :class:`ModelError` if one of them cannot be loaded."""
+    if memory is None:
+        return AdapterRegistry()
+    weight = decoder.embed.weight
+    modules = MODULES[settings.lora_modules]
+    reader = AdapterReader(memory.layout, info, weight.dtype, settings.max_lora_rank, pinned=weight.is_cuda, modules=modules)
+    registry = AdapterRegistry(reader, memory.slots, settings.max_loras)
+    for given in settings.lora:
+        name, equals, path = given.partition("=")
+        if not equals or not path:
+            raise ModelError(f"--lora is {given!r:.80}, and must be NAME=PATH.")
+        try:
+            registry.load(name, locate(*split_revision(path), files=ADAPTER_FILES))
+        except (AdapterError, ModelError) as error:
+            raise ModelError(f"The LoRA adapter {name} cannot be loaded. {error}") from None
+    return registry
+
+
+def blank_registry(memory: AdapterMemory | None, decoder: Decoder, info: wire.Info) -> AdapterRegistry:
+    """The registry of the engine's start; in an engine with adapters it has the blank one alone."""
+    if memory is None:
+        return AdapterRegistry()
+    weight = decoder.embed.weight
+    return AdapterRegistry.of(blank_adapter(memory.layout, info, weight.dtype, pinned=weight.is_cuda))
+
+
+def build_loop(settings: EngineSettings) -> Loop:
+    """Load the model and build the loop around it. Raises :class:`ModelError`.
+
+    Only for a process that computes nothing else, because operations of the calling thread may get no other threads from here on.
+    """
+    settings = located(settings)
+    check_settings(settings, load_config(Path(settings.model)))
+    set_threads(settings)
+    device = device_of(settings)
+    dtype = dtype_of(settings, device)
+    warn_of_slow_dtype(device, dtype)
+    if settings.quantize is not None:
+        FORMATS[settings.quantize].check_device(device, dtype)
+    if settings.kv_dtype != "auto":
+        check_kv_dtype(device, dtype)
+    directory = Path(settings.model)
+    shared = settings.tensor_parallel > 1
+    if shared:
+        decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
+    else:
+        decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
+    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
+    vocabulary = load_grammar_vocabulary(directory, decoder.config)
+    paired = None
+    if settings.lenvm_model is not None:
+        lenvm_directory = Path(settings.lenvm_model)
+        paired = load_pair(lenvm_directory, directory, settings, dtype, device)
+        both = f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}"
+        digest = hashlib.sha256(both.encode()).hexdigest()[: len(digest)]
+    threads = None if shared else step_threads(decoder.config, device, None if paired is None else paired.model.config)
+    return assemble(decoder, settings, digest, paired, vocabulary, threads)
+
+
+def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary | None:
+    """Load what grammars need of a model; None where it does not write text, or where its tokeniser or end of text is unknown."""
+    path = directory / "tokenizer.json"
+    if not (config.lm_head and config.eos_token_ids and path.is_file()):
+        return None
+    try:
+        return load_vocabulary(path.read_bytes(), config.vocab_size, config.eos_token_ids)
+    except VocabularyError as error:
+        logger.warning("outputs cannot follow grammars: %s", error)
+        return None
+
+
+class PairedLenVM(NamedTuple):
+    """A length model and its gamma."""
+
+    model: LenVM
+    gamma: float
+
+
+def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
+    """Load the length model of a directory. Raises :class:`ModelError` if it cannot serve beside the model in ``base``."""
+    architecture = load_config(base)
+    if not architecture.lm_head:
+        raise ModelError(
+            f"A length model guides generations, and the model {base.name} has no language-model head; leave --lenvm-model out."
+        )
+    check_pairing(base, directory)
+    model = load_lenvm(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
+    problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
+    if problem is not None:
+        raise ModelError(f"The length model cannot serve here: {problem}.")
+    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma))
+
+
+def assemble(
+    decoder: Decoder,
+    settings: EngineSettings,
+    digest: str,
+    paired: PairedLenVM | None = None,
+    vocabulary: Vocabulary | None = None,
+    threads: StepThreads | None = None,
+) -> Loop:
+    """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars. ``threads``: see
+    :class:`Runner`."""
+    config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
+    compilations = Compilations()
+    decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
+    kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
+    memory = adapt_decoder(decoder, settings)
+    tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
+    processes = settings.tensor_parallel * settings.machine_engines
+    slots = settings.max_total_tokens or default_slots(decoders, kept, processes, tokens)
+    attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
+    running = settings.max_running_requests or default_running_requests(decoders, slots, tokens)
+    budget = Budget(tokens, running, settings.reserved_share, settings.max_loras_device if memory is not None else 0)
+    description = attention.description
+    if isinstance(decoder, LeadingDecoder):
+        attention = decoder.lead(attention)
+    vision = assemble_vision(decoders, settings, slots)
+    overlap = on_gpu if settings.overlap is None else settings.overlap
+    rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
+    lookup = LookupSettings(rows, wire.DraftOptions(settings.prompt_lookup), config.eos_token_ids)
+    lenvm = None
+    if paired is not None:
+        compact = not on_gpu and not overlap
+        own = make_attention(paired.model.decoder, slots, settings.attention)
+        passes = make_pass_graphs(paired.model, own.kv, settings.cuda_graphs, budget)
+        lenvm = LenVMRunner(paired.model, own, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact)
+    graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
+    step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
+    length = (None, None) if paired is None else (paired.model, paired.gamma)
+    info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
+    size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
+    registry = make_registry(memory, decoder, settings, info)
+
+    def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:
+        lenvm_pool = None if paired is None else SlotPool(slots)
+        return Loop(
+            runner,
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup),
+            info,
+            max_waiting=max_waiting,
+            max_wait_seconds=max_wait,
+            overlap=overlap,
+            mean_pooling=config.pooling == "mean",
+            pad_token_id=config.pad_token_id,
+            structured=structured,
+            compilations=compilations,
+            adapters=adapters,
+            images=vision.intake,
+        )
+
+    if _compiles(attention.kv.keys.device):
+        # Its steps are not counted, and it refuses nothing.
+        loop = make_loop(blank_registry(memory, decoder, info), None, max_waiting=16, max_wait=math.inf)
+        warm_up(loop, budget, compilations, adapted=memory is not None)
+        vision.steps.reset()
+        if memory is not None:
+            memory.slots.reset()
+    compilations.ready()
+    structured = None if vocabulary is None else StructuredRequests(vocabulary)
+    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled when they are first launched."""
+    return device.type == "cuda"
+
+
+def make_graphs(
+    decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
+) -> list[StepGraphs]:
+    """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible, and large ones where
+    the memory that is left allows it.
+
+    Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
+    """
+    small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention.kv, budget, adapters))
+    if small is None:
+        return []
+    sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
+    if not sizes:
+        return [small]
+    device = attention.kv.keys.device
+    # Each size has two layouts, and with adapters twice as many graphs.
+    needed = (2 + 2 * (adapters is not None)) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, sizes[-1])
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+    if free < needed:
+        logger.warning("CUDA graphs of large steps: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
+        return [small]
+    large = _captured("CUDA graphs of large steps", decoder, wanted, lambda: _capture_large(decoder, attention, sizes, adapters))
+    return [small] if large is None else [small, large]
+
+
+def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
+    """Capture the length model's passes over candidates; see :func:`make_graphs`."""
+    return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
+
+
+T = TypeVar("T")
+
+
+def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]) -> T | None:
+    if wanted == "off":
+        return None
+    problem = _graphs_problem(decoder)
+    if problem is None:
+        try:
+            return capture()
+        except Exception as error:  # an error of CUDA or of Triton's compiler; the engine works without graphs
+            problem = f"capturing them failed: {str(error).partition(chr(10))[0].rstrip('.') or type(error).__name__}"
+            logger.warning("%s: off, %s", what, problem, exc_info=wanted == "auto")
+    elif decoder.embed.weight.is_cuda:
+        logger.info("%s: off, %s", what, problem)
+    if wanted == "on":
+        raise ModelError(f"{what} cannot be used here: {problem}. Start without --cuda-graphs on.")
+    return None
+
+
+def _graphs_problem(decoder: Decoder) -> str | None:
+    """Return the reason why steps cannot be captured, as a clause; None if they can."""
+    weight = decoder.embed.weight
+    if not weight.is_cuda:
+        return "they need an NVIDIA GPU"
+    if isinstance(decoder, LeadingDecoder):
+        return "a model shared by several processes is launched by each of them"
+    return problem_of("triton", weight.device, decoder.config, weight.dtype)
+
+
+def _capture(decoder: Decoder, kv: KVCache, budget: Budget, adapters: AdapterMemory | None) -> StepGraphs:
+    """Capture steps of up to ``max_batched_tokens``."""
+    buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
+    attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets), decoder.config.attention_specs)
+    rows = None if adapters is None else adapters.captured(buckets)
+    return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets, rows)
+
+
+def _capture_large(
+    decoder: Decoder, attention: AttentionBackend, sizes: Sequence[int], adapters: AdapterMemory | None
+) -> StepGraphs:
+    """Capture steps of ``sizes`` with the engine's attention, up to that of the last layer."""
+    fixed: FixedAttention
+    if isinstance(attention, FlashInferAttention):
+        fixed = FixedFlashInfer(attention, max(sizes))
+    else:
+        fixed = FixedTritonAttention(attention.kv, decoder.config.num_heads, max(sizes), decoder.config.attention_specs)
+    rows = None if adapters is None else adapters.captured(sizes)
+    return StepGraphs(decoder, fixed, CudaCapture(attention.kv.keys.device), sizes, rows, above=BUCKETS[-1], whole=False)
+
+
+def _counted_parts(budget: Budget, most: int) -> list[int]:
+    """Numbers of parts of the passes over needed candidates: up to ``most``, which other passes have, and for as many rows as the
+    requests that run at once."""
+    covering = next((parts for parts in COUNTED_PARTS if parts >= budget.max_running_requests), COUNTED_PARTS[-1])
+    return [parts for parts in COUNTED_PARTS if parts <= min(max(most, covering), budget.max_batched_tokens)]
+
+
+def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
+    """Capture passes for as many rows as a step may draw for."""
+    capture = CudaCapture(kv.keys.device)
+    buckets = [parts for parts in PARTS if parts <= max(budget.max_batched_tokens, PARTS[0])]
+    counted = _counted_parts(budget, buckets[-1])
+    attention = [FixedBranches(kv, max([*buckets, *counted]), width) for width in WIDTHS]
+    graphs = PassGraphs(model, attention, capture, buckets)
+    try:
+        graphs.add_counted(counted)
+    except Exception:  # an error of CUDA or of Triton's compiler; the passes over all candidates are captured
+        logger.warning("CUDA graphs of the length model: none for needed candidates, capturing them failed", exc_info=True)
+    return graphs

@@ -1,0 +1,86 @@
+"""A decoder whose layers multiply in 8-bit integers on a CPU: a scale for each output channel of the weights and for each token of
+their input (:mod:`kernels.int8`).
+
+Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in the model's dtype, float32 or
+bfloat16. Where several processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.formats.fp8`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
+from engine.models.files import ModelError
+from engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
+from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
+from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
+
+logger = logging.getLogger(__name__)
+
+
+class Int8Linear(ConvertedLinear):
+    """A linear layer of codes."""
+
+    weight: PackedWeight
+
+    def fill(self, weight: Tensor) -> None:
+        self.weight = pack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return int8_linear(x, self.weight, self.bias)
+
+
+def convert(layer: DecoderLayer) -> None:
+    """Give a layer its quantised projections, without weights, in place of those it has."""
+    convert_parts(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
+    if isinstance(layer.mlp, MLP):
+        layer.mlp.compute = _compute_mlp
+
+
+def _compute_mlp(mlp: MLP, x: Rows) -> Tensor:
+    """[tokens, hidden] -> [tokens, hidden]; what is between the projections in one operation, unless adapters change them."""
+    gate_up, down = mlp.gate_up_proj, mlp.down_proj
+    if not (isinstance(x, Tensor) and isinstance(gate_up, Int8Linear) and isinstance(down, Int8Linear)):
+        return mlp.whole(x)
+    return int8_gated(x, gate_up, down, gelu=mlp.gelu)
+
+
+fill = fill_parts
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises :class:`ModelError` where the device cannot multiply 8-bit integers."""
+    if device.type != "cpu":
+        raise ModelError("--quantize int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there, or --device cpu.")
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(
+            f"--quantize int8 needs float32 or bfloat16 around its products, and --dtype is {name}; leave one of the two out."
+        )
+    found = instructions()
+    if found is None:
+        raise ModelError(
+            f"--quantize int8 needs a processor with one of {', '.join(INSTRUCTIONS)}, and this one has none; leave --quantize out."
+        )
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
+        raise ModelError(
+            f"--quantize int8 with --dtype bfloat16 needs a processor with one of {', '.join(BFLOAT16_INSTRUCTIONS)}, and this one"
+            " has none; use --dtype float32."
+        )
+    logger.info("the layers' matrix products are computed in int8, with %s, and the rest in %s", found, name)
+
+
+def check_shapes(decoder: Decoder) -> None:
+    """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
+    refuse_experts(decoder.config, "--quantize int8")
+    for name in PROJECTIONS:
+        columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
+        if columns > MOST_COLUMNS:
+            raise ModelError(
+                f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,}"
+                " columns in each process; leave --quantize out."
+            )

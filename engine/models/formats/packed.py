@@ -1,0 +1,54 @@
+"""A decoder whose layers keep their weights in the own layout of a library, for inference on a CPU (:mod:`kernels.linear`).
+
+Products equal those of plain weights, to rounding, but the library need not rearrange the weights in each of them.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
+from kernels.linear import PackedWeight, pack, packed_linear
+
+
+class PackedLinear(ConvertedLinear):
+    """A linear layer of a packed weight."""
+
+    weight: PackedWeight
+
+    def fill(self, weight: Tensor) -> None:
+        self.weight = pack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return packed_linear(x, self.weight, self.bias)
+
+
+def suits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the layers of a model of this dtype gain from packed weights on this device. Only x86-64 was measured, and bfloat16
+    with AMX only."""
+    if device.type != "cpu" or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16")))
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """The device is one that :func:`suits`."""
+    assert suits(device, dtype)
+
+
+def check_shapes(decoder: Decoder) -> None:
+    """All shapes can be packed."""
+
+
+def convert(layer: DecoderLayer) -> None:
+    """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
+    names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
+    convert_parts(layer, dict.fromkeys(names, PackedLinear))
+
+
+fill = fill_parts

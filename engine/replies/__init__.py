@@ -1,1 +1,0 @@
-"""Replies of the loop: what becomes of a step's results, refusals, counters."""

@@ -1,0 +1,314 @@
+"""One process's part of a decoder, and rank 0: the process of the loop, which starts the others and tells them of every step before
+it computes its own part.
+
+Query heads, key-value heads and the inner columns of the feed-forward layer are dealt out in equal, consecutive parts. A process
+has the rows of the projections into them and the columns of the projections out of them, so each layer needs two sums over the
+processes and nothing else. Embedding and norms are whole in every process; heads are in rank 0 only, which alone uses them.
+Method: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053.
+
+Experts are dealt out by their inner columns too, or whole, with ``--expert-parallel``: a process computes the rows of a step that
+choose its experts, and the sum over the processes adds what the others compute. All processes have all rows, so none are exchanged.
+
+Rank 0 orders the other processes over each one's standard input, in msgpack. A worker starts with an :class:`Assignment`. It
+answers :data:`READY`, or one line that says why not, on its standard output when its weights are loaded. Then it gets one
+:class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.ints import EMPTY, Ints
+from engine.models.config import ExpertConfig, ModelConfig, load_config
+from engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
+from engine.models.files import ModelError
+from engine.models.formats.quantization import format_of, pack_head
+from engine.models.loader import fill, read_checked
+from engine.models.registry import family_of
+from engine.requests.batch import ExtendSegment
+from engine.requests.core import Request
+from engine.runner.attention.base import AttentionBackend
+from engine.settings import EngineSettings
+
+READY = "ready"
+LENGTH_BYTES = 8
+"""Before each order: its length."""
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """Settings and rank of one process."""
+
+    settings: EngineSettings
+    rank: int
+    """1 and up; rank 0 is the process that sends the orders."""
+    port: int
+    """Port of the local address where the processes find each other."""
+
+
+class Allocate(msgspec.Struct, tag="allocate", frozen=True):
+    """Make room for keys and values; comes once."""
+
+    slots: int
+
+
+class ComputeStep(msgspec.Struct, tag="step", frozen=True):
+    """Compute these segments. Token ids and positions follow from device to device."""
+
+    segments: list[tuple[bytes, bytes]]
+    """Tokens and context of each run, int32."""
+
+    @classmethod
+    def of(cls, segments: Sequence[ExtendSegment]) -> ComputeStep:
+        """The parts of ``segments`` that attention needs."""
+        return cls([(segment.tokens.tobytes(), segment.context.tobytes()) for segment in segments])
+
+    def unpack(self) -> list[ExtendSegment]:
+        """The segments, of a placeholder request: attention does not read whose they are."""
+        nobody = Request(id="", prefix=EMPTY)
+        arrays = ((np.frombuffer(tokens, np.int32), np.frombuffer(context, np.int32)) for tokens, context in self.segments)
+        return [ExtendSegment(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]
+
+
+Order = Allocate | ComputeStep
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(order: Order) -> bytes:
+    """``order`` as :func:`read_orders` takes it."""
+    payload = _encoder.encode(order)
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def read_orders(file: BinaryIO) -> Iterator[Order]:
+    """Every order up to the end of ``file``."""
+    decoder = msgspec.msgpack.Decoder(Order)
+    while len(head := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        length = int.from_bytes(head, "little")
+        if len(payload := file.read(length)) < length:
+            return
+        yield decoder.decode(payload)
+
+
+LOCAL = "127.0.0.1"
+
+
+class ShardedDecoder(Decoder):
+    """A :class:`Decoder` of its part's shape, which adds up what the others compute. For inference only.
+
+    Raises :class:`ModelError` where the parts would not be equal.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, rank: int, size: int, expert_parallel: int = 1) -> None:
+        super().__init__(part_of(config, rank, size, expert_parallel), dtype)
+        self.whole = config
+        self.rank = rank
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            if rank > 0:  # only one process adds the bias to the sum
+                layer.attention.o_proj.register_parameter("bias", None)
+                if isinstance(layer.mlp, MLP):
+                    layer.mlp.down_proj.register_parameter("bias", None)
+            layer.attention.register_forward_hook(_sum_over_processes)
+            layer.mlp.register_forward_hook(_sum_over_processes)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """See :meth:`Decoder.forward`. All processes call it with the same numbers of tokens and rows; those of rank 0 count."""
+        given = torch.stack((tokens, positions))
+        dist.broadcast(given, src=0)
+        return super().forward(given[0], given[1], attend, rows)
+
+
+def part_of(config: ModelConfig, rank: int, size: int, expert_parallel: int = 1) -> ModelConfig:
+    """The shape of one process's part. ``expert_parallel``: see :attr:`~engine.settings.EngineSettings.expert_parallel`."""
+    dealt = {"num_heads": "attention heads", "num_kv_heads": "key-value heads", "intermediate_size": "feed-forward columns"}
+    for key, what in dealt.items():
+        if (count := getattr(config, key)) % size:
+            raise ModelError(
+                f"The model's {count} {what} cannot be shared evenly by {size} processes; "
+                f"give --tensor-parallel a number that divides {count}."
+            )
+    problem = "normalises all heads together" if config.qk_norm_over_heads else None
+    problem = "stores queries, keys and values as one" if config.fused_projections else problem
+    if family_of(config.architecture).experts == "granite" and expert_parallel == 1:
+        problem = "stores all experts as one, and --expert-parallel is 1"
+    if problem is not None:
+        raise ModelError(f"{config.architecture} {problem}, so --tensor-parallel cannot share it; leave it out.")
+    parts = {key: getattr(config, key) // size for key in dealt}
+    part = dataclasses.replace(config, **parts, experts=_experts_part(config, rank, size, expert_parallel))
+    return part if rank == 0 else dataclasses.replace(part, lm_head=False, classes=())
+
+
+def _experts_part(config: ModelConfig, rank: int, size: int, expert_parallel: int) -> ExpertConfig | None:
+    """Every process has a part of the inner columns of each expert, or some of the experts, and a part of the shared one."""
+    experts = config.experts
+    if experts is None and expert_parallel > 1:
+        raise ModelError(f"--expert-parallel shares experts, and {config.architecture} has none; leave it out.")
+    if experts is None:
+        return None
+    if expert_parallel > 1:
+        return _whole_experts(experts, rank, size)
+    if experts.size % size or experts.shared_size % size:
+        raise ModelError(
+            f"The inner columns of the model's experts cannot be shared evenly by {size} processes; "
+            f"give --tensor-parallel a number that divides {math.gcd(experts.size, experts.shared_size)}."
+        )
+    return dataclasses.replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
+
+
+def _whole_experts(experts: ExpertConfig, rank: int, size: int) -> ExpertConfig:
+    if experts.count % size or experts.shared_size % size:
+        counted = "inner columns of the shared expert" if experts.count % size == 0 else "experts"
+        count = experts.shared_size if experts.count % size == 0 else experts.count
+        raise ModelError(
+            f"The model's {count} {counted} cannot be shared evenly by {size} processes; give --tensor-parallel and "
+            f"--expert-parallel a number that divides {count}."
+        )
+    held = experts.count // size
+    return dataclasses.replace(experts, held=range(rank * held, (rank + 1) * held), shared_size=experts.shared_size // size)
+
+
+def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:
+    """Fill ``decoder`` with its part of the weights, reading no more than that. Raises :class:`ModelError`.
+
+    ``quantize``: as :func:`~engine.models.loader.load_model`; each part is quantised for itself (see
+    :mod:`engine.models.formats.fp8`).
+    """
+    with torch.device("meta"):
+        whole = Decoder(decoder.whole)
+    fill(decoder, read_checked(directory, whole), quantize, decoder.rank)
+    pack_head(decoder, quantize)
+    decoder.eval()
+
+
+def join(rank: int, size: int, port: int, device: torch.device, listener: socket.socket | None = None) -> None:
+    """Form the group of all processes; returns when all are there. Rank 0 gives the socket that listens on ``port``."""
+    names = (name for _, name in socket.if_nameindex())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in names if name.startswith("lo")))  # loopback only
+    fd = None if listener is None else listener.detach()
+    store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _sum_over_processes(module: nn.Module, arguments: object, out: Tensor) -> Tensor:  # noqa: ARG001 (a forward hook)
+    dist.all_reduce(out)
+    return out
+
+
+logger = logging.getLogger(__name__)
+
+
+class PartLost(Exception):
+    """A step failed in the middle, and the processes no longer agree on where they are. The engine has to start again.
+
+    No RuntimeError, because those end the step's requests only.
+    """
+
+
+class Workers:
+    """The processes of rank 1 and up. They end when this process does, however it ends."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._size = settings.tensor_parallel
+        self._listener = socket.create_server((LOCAL, 0))
+        self._port: int = self._listener.getsockname()[1]
+        self._processes = [_start(Assignment(settings, rank, self._port)) for rank in range(1, self._size)]
+
+    def join(self, device: torch.device) -> None:
+        """Wait until all have loaded their part, and form the group with them. Raises :class:`ModelError` where one cannot."""
+        for rank, process in enumerate(self._processes, 1):
+            assert process.stdout is not None
+            answer = process.stdout.readline().decode().strip()
+            if answer != READY:
+                raise ModelError(answer or f"Process {rank} of the model ended while it loaded its part.")
+            threading.Thread(target=_end_with, args=(process, rank), daemon=True).start()
+        join(0, self._size, self._port, device, self._listener)
+
+    def send(self, order: Order) -> None:
+        """To all of them. Raises OSError where one is gone."""
+        message = frame(order)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(message)
+            process.stdin.flush()
+
+
+class LeadingDecoder(ShardedDecoder):
+    """Rank 0's part. Its :meth:`forward` makes every process compute the segments for which attention was last planned."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
+        super().__init__(load_config(directory, settings.max_context), dtype, 0, settings.tensor_parallel, settings.expert_parallel)
+        self._planned: Sequence[ExtendSegment] = ()
+        self._workers = Workers(settings)  # the workers load their parts while this process loads its own
+        load_part(self, directory, format_of(settings.quantize, device, dtype))
+        self.to(device)
+        self._workers.join(device)
+
+    def lead(self, attention: AttentionBackend) -> AttentionBackend:
+        """``attention`` for this process's part; the other processes get room for as many tokens."""
+        self._workers.send(Allocate(attention.kv.slots))
+        return LeadingAttention(attention, self)
+
+    def plan(self, segments: Sequence[ExtendSegment]) -> None:
+        """Announce that the next :meth:`forward` computes ``segments``."""
+        self._planned = segments
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """See :meth:`Decoder.forward`. All rows are computed, because the other processes do not know ``rows``. Raises
+        :class:`PartLost`.
+        """
+        try:
+            self._workers.send(ComputeStep.of(self._planned))
+            hidden = super().forward(tokens, positions, attend)
+            return hidden if rows is None else hidden.index_select(0, rows)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise PartLost("a step failed in one of the processes that share the model") from error
+
+
+class LeadingAttention(AttentionBackend):
+    """Another backend, which lets the decoder know what is planned."""
+
+    def __init__(self, backend: AttentionBackend, decoder: LeadingDecoder) -> None:
+        super().__init__(backend.kv)
+        self._backend = backend
+        self._decoder = decoder
+
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        self._decoder.plan(segments)
+        return self._backend.plan(segments)
+
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
+        raise NotImplementedError("length models are not shared by processes")
+
+
+def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "engine.runner.distributed.worker", msgspec.json.encode(assignment).decode()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 (this program's own module)
+
+
+def _end_with(process: subprocess.Popen[bytes], rank: int) -> None:
+    """A group that has lost a process would wait for it, so the whole engine ends."""
+    code = process.wait()
+    logger.critical("process %d of the model ended with exit code %d, and the engine ends with it", rank, code)
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,348 @@
+"""The loop process: sockets around :class:`engine.loop.loop.Loop`. :mod:`engine.server.loop_client` starts it.
+
+Arguments: the settings as JSON, the address to receive requests from, the address to send events to. The process exits when its
+standard input closes, so that it cannot outlive the server that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from logging.handlers import QueueHandler, QueueListener
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import msgspec
+import zmq
+
+from engine import wire
+from engine.loop.build import build_loop
+from engine.loop.loop import Loop
+from engine.models.files import ModelError
+from engine.models.lora.registry import AdapterRegistry, LoraManager
+from engine.models.source import located, tokenizer_files
+from engine.server import channel
+from engine.settings import EngineSettings
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_QUEUED = 1000
+"""Lines that wait to be written."""
+FLUSH_SECONDS = 1.0
+"""Longest wait for the last lines when the process ends."""
+
+
+class DroppingHandler(QueueHandler):
+    """Queues records, and counts those for which there is no room.
+
+    The loop never waits for whoever reads its standard error: a reader that stops would stop the engine as soon as the pipe is
+    full. Lines go through the queue to a thread of their own; where it is full, they are dropped. ``logging.shutdown``, which
+    Python calls at its exit, waits a second for the thread.
+    """
+
+    def __init__(self) -> None:
+        self.lines = queue.Queue[logging.LogRecord](MAX_QUEUED)
+        self.dropped = 0
+        super().__init__(self.lines)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.lines.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Wait until every queued line is written, for ``FLUSH_SECONDS`` at most."""
+        ends = time.monotonic() + FLUSH_SECONDS
+        while self.lines.unfinished_tasks and time.monotonic() < ends:
+            time.sleep(0.005)
+
+
+def start_logs(stream: TextIO = sys.stderr) -> DroppingHandler:
+    """Write the lines of all loggers to ``stream``, from a daemon thread. Returns the handler of the root logger."""
+    writer = logging.StreamHandler(stream)
+    writer.setFormatter(logging.Formatter(FORMAT))
+    handler = DroppingHandler()
+    QueueListener(handler.lines, writer).start()
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    return handler
+
+
+logger = logging.getLogger(__name__)
+
+GROWTH_BYTES = 256 << 20
+"""Growth of the resident memory since the last time that makes it worth while: more than requests of one size need again."""
+PAUSE_SECONDS = 10.0
+"""Shortest time between two attempts."""
+
+_STATM = Path("/proc/self/statm")
+
+
+class Heap:
+    """Trims the heap of this process; does nothing without glibc or ``/proc``. Not thread-safe.
+
+    The variables in :mod:`engine.server.loop_client` keep freed temporaries in the heap, because faulting them in again takes
+    longer than the products that use them. Requests of ever new sizes divide the heap into blocks that later ones do not fit, so it
+    grows although what is allocated does not. glibc's ``malloc_trim`` returns the free pages within all arenas; later requests
+    fault them in again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._malloc_trim = _malloc_trim() if _STATM.exists() else None
+        self._clock = clock
+        self._least = resident_bytes() if self._malloc_trim else 0
+        self._tried = -PAUSE_SECONDS
+
+    def trim(self) -> bool:
+        """Return free memory if the process has grown by :data:`GROWTH_BYTES` since the last time. Call this only without work:
+        it took 54 ms of processor time for 300 MiB. Return whether it was tried."""
+        if self._malloc_trim is None or (before := resident_bytes()) < self._least + GROWTH_BYTES:
+            return False
+        began = self._clock()
+        if began - self._tried < PAUSE_SECONDS:
+            return False
+        self._malloc_trim(0)
+        self._tried = self._clock()
+        self._least = resident_bytes()
+        logger.info("returned %d MiB of free memory in %.1f ms", before - self._least >> 20, 1000 * (self._tried - began))
+        return True
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's function; None where the C library has none, as musl."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+INLINE_BYTES = 1 << 20
+"""Pixels that are read at once, in about a millisecond."""
+THREADS = 2
+
+Message = wire.Score | wire.ScoreItems | wire.Generate
+
+
+class _Received(NamedTuple):
+    message: wire.Request
+    time: float | None
+
+
+class DigestChecks:
+    """Messages on their way to the loop. One thread calls it.
+
+    Threads compare the digests of images with their pixels, because a large image takes longer than a step may wait. A message
+    waits here until its images are read. Messages of the same id that come in the meantime, such as its abort, wait behind it.
+    """
+
+    def __init__(self, submit: Callable[[wire.Request, float | None], None], refuse: Callable[[str, str], None]) -> None:
+        """submit: takes messages whose images are right, and when they were received; refuse: takes the id of another one, and the
+        problem."""
+        self._submit = submit
+        self._refuse = refuse
+        self._threads: ThreadPoolExecutor | None = None
+        self._waiting: dict[str, tuple[list[_Received], Future[str | None]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message waits."""
+        return bool(self._waiting)
+
+    def add(self, message: wire.Request, received: float | None = None) -> None:
+        """Hand ``message`` on, at once or when its images are read. ``received``: see :meth:`engine.loop.loop.Loop.submit`."""
+        if message.id in self._waiting:
+            self._waiting[message.id][0].append(_Received(message, received))
+        elif isinstance(message, wire.Abort) or not message.images:
+            self._submit(message, received)
+        elif sum(len(image.pixels) for image in message.images) <= INLINE_BYTES:
+            self._hand_on(_Received(message, received), digest_problem(message.images))
+        else:
+            self._threads = self._threads or ThreadPoolExecutor(THREADS, "digests")
+            self._waiting[message.id] = [_Received(message, received)], self._threads.submit(digest_problem, message.images)
+
+    def settle(self) -> None:
+        """Hand on the messages whose images have been read."""
+        for request_id in [each for each, (_, read) in self._waiting.items() if read.done()]:
+            (first, *others), read = self._waiting.pop(request_id)
+            self._hand_on(first, read.result())
+            for message, received in others:
+                self.add(message, received)
+
+    def _hand_on(self, read: _Received, found: str | None) -> None:
+        if found is None:
+            self._submit(*read)
+        else:
+            self._refuse(read.message.id, found)
+
+
+def digest_problem(images: list[wire.Image]) -> str | None:
+    """Return the problem with the digests of ``images``, as a sentence; None if there is none."""
+    for place, image in enumerate(images):
+        sides = image.rows, image.columns
+        if not all(0 <= side < 1 << 32 for side in sides) or image.digest != wire.image_digest(*sides, image.pixels):
+            return f"The digest of image {place} is not that of its pixels."
+    return None
+
+
+class AdapterThread:
+    """Passes commands to the thread and its answers to the server."""
+
+    def __init__(
+        self, registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
+    ) -> None:
+        """Load the watched adapters and start the thread. ``address``: of the server's events. It has a socket of its own, because
+        sockets are not shared between threads."""
+        self._events = context.socket(zmq.PUSH)
+        self._events.set(zmq.LINGER, 0)
+        self._events.connect(address)
+        self._lock = threading.Lock()
+        """A full queue is answered by the loop's thread."""
+        self.manager = LoraManager(
+            registry,
+            lambda adapters: self._send(channel.AdaptersChanged(adapters)),
+            root=None if settings.lora_root is None else Path(settings.lora_root),
+            watched=None if settings.lora_directory is None else Path(settings.lora_directory),
+        )
+        self.manager.start()
+
+    def submit(self, message: channel.AdapterCommand) -> None:
+        """Queue a command of the server."""
+        self.manager.submit(message.command, partial(self._answer, message.id))
+
+    def _answer(self, command_id: str, result: wire.Adapter | wire.Failed | None) -> None:
+        self._send(channel.AdapterDone(command_id, result))
+
+    def _send(self, event: channel.Event) -> None:
+        with self._lock:
+            self._events.send(wire.encode(event))
+
+
+COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
+"""Steps since the last collection."""
+WAIT_MILLISECONDS = 1
+"""Pause of a loop that has nothing to do until the images of a message are read."""
+
+
+def main(settings_json: str, requests_address: str, events_address: str) -> int:
+    """Serve until the parent is gone; returns the exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends this process
+    settings = msgspec.json.decode(settings_json, type=EngineSettings)
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as events:
+        requests.connect(requests_address)
+        events.connect(events_address)
+        try:
+            settings = located(settings)
+            loop = build_loop(settings)
+            if loop.structured is not None:
+                loop.structured.start()
+            files = tokenizer_files(Path(settings.model))
+            adapters = AdapterThread(loop.adapters, settings, context, events_address)
+            ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
+        except ModelError as error:
+            events.send(wire.encode(channel.StartFailed(str(error))))
+            return 1
+        events.send(wire.encode(ready))
+        _serve(loop, requests, events, adapters)
+    return 0
+
+
+def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], adapters: AdapterThread | None = None) -> None:
+    inbox = Inbox(loop, adapters)
+    garbage = GarbageCollection()
+    heap = Heap()
+    while True:
+        if loop.idle and not inbox.busy:
+            garbage.collect_after(COLLECT_WHEN_IDLE)
+            while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
+                events.send(wire.encode(channel.StepDone([], loop.stats)))
+                heap.trim()
+            inbox.submit(*channel.unstamped(requests.recv_multipart()))
+        while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.busy else 0):
+            inbox.submit(*channel.unstamped(requests.recv_multipart()))
+        inbox.settle()
+        replies = loop.step()
+        events.send(wire.encode(channel.StepDone(replies, loop.stats)))
+        garbage.steps += 1
+        garbage.collect_after(COLLECT_UNDER_LOAD)
+
+
+class Inbox:
+    """Decodes messages for the loop. The server has read their headers only, so a body may be faulty."""
+
+    def __init__(self, loop: Loop, adapters: AdapterThread | None = None) -> None:
+        """``adapters``: None if the engine takes no adapters through HTTP."""
+        self._loop = loop
+        self._adapters = adapters
+        self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)
+        self._headers = msgspec.msgpack.Decoder(channel.Header)
+        self._digests = DigestChecks(loop.submit, loop.refuse)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is held until its images are read."""
+        return self._digests.busy
+
+    def settle(self) -> None:
+        """Hand the loop the messages whose images have been read."""
+        self._digests.settle()
+
+    def submit(self, body: bytes, received: float | None) -> None:
+        """Hand a message to the loop, or a refusal that names what is wrong with the body. ``received``: see
+        :meth:`Loop.submit`."""
+        try:
+            message = self._messages.decode(body)
+        except msgspec.DecodeError as error:
+            header = self._headers.decode(body)
+            kind = type(header).__name__.removesuffix("Header")
+            self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
+        else:
+            if not isinstance(message, channel.AdapterCommand):
+                self._digests.add(message, received)
+            elif self._adapters is not None:
+                self._adapters.submit(message)
+
+
+class GarbageCollection:
+    """Keeps Python's garbage collector off the hot path.
+
+    Objects that exist at the start are never examined again. The others are collected when the loop has nothing to do or, under
+    lasting load, after many steps. The loop's own objects form cycles (a request and its branches refer to each other), so the
+    collector cannot stay off.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.steps = 0
+        """Steps since the last collection."""
+
+    def collect_after(self, steps: int) -> None:
+        """Collect if there were at least ``steps`` steps since the last collection."""
+        if self.steps >= steps:
+            gc.collect()
+            self.steps = 0
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: sys.stdin's lock would block the interpreter's exit
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    start_logs()
+    sys.exit(main(*sys.argv[1:]))

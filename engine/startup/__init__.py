@@ -1,1 +1,0 @@
-"""Work that is done once, before an engine is ready."""

@@ -1,1 +1,0 @@
-"""Models that read images: the tower that embeds them, and images in prompts, in the prefix cache and in steps."""

@@ -1,0 +1,454 @@
+"""Files of a model: weights, downloads, tokenisers, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine import wire
+from engine.models.files import ModelError
+from engine.models.lenvm import GAMMA_FILE
+from engine.models.loader import fingerprint, load_model
+from engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, locate, split_revision, tokenizer_files
+from tests.checkpoints import CLASSIFIERS, make_checkpoint
+from tests.engine.adapters import write_adapter
+from tests.processes import Pod
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("pristine"), "qwen3")
+
+
+@pytest.fixture
+def model(pristine: Path, tmp_path: Path) -> Path:
+    """A whole checkpoint of its own to damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "sharded", "qwen3", max_shard_size="60KB")
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
+    """Change the tensors of ``model.safetensors``."""
+    tensors = load_file(directory / SINGLE)
+    change(tensors)
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(directory)
+    message = str(caught.value)
+    assert str(directory) not in message, "an error names files, not paths"
+    return message
+
+
+def test_missing_tensor(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.pop(Q_PROJ))
+    assert f"lack tensor {Q_PROJ};" in error_of(model)
+
+
+def test_missing_tensors_are_counted(model: Path) -> None:
+    rewrite(model, lambda tensors: [tensors.pop(Q_PROJ), tensors.pop(EMBEDDING)])
+    assert "and 1 more" in error_of(model)
+
+
+def test_unexpected_tensor(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({"model.layers.0.mlp.experts.weight": torch.ones(2)}))
+    assert "model.layers.0.mlp.experts.weight" in error_of(model)
+
+
+def test_wrong_shape(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 32)}))
+    message = error_of(model)
+    assert Q_PROJ in message
+    assert "[64, 32], not [64, 64]" in message
+
+
+def test_unsupported_stored_dtype(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.float64)}))
+    message = error_of(model)
+    assert Q_PROJ in message
+    assert "F64" in message
+
+
+def test_truncated_file(model: Path) -> None:
+    content = (model / SINGLE).read_bytes()
+    (model / SINGLE).write_bytes(content[:-100])
+    assert f"{SINGLE} is damaged or incomplete" in error_of(model)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 64])
+def test_corrupt_file(model: Path, content: bytes) -> None:
+    (model / SINGLE).write_bytes(content)
+    assert f"{SINGLE} is damaged or incomplete" in error_of(model)
+
+
+def test_pickled_weights_are_not_read(model: Path) -> None:
+    torch.save(load_file(model / SINGLE), model / "pytorch_model.bin")
+    (model / SINGLE).unlink()
+    assert "convert it to safetensors" in error_of(model)
+
+
+def test_missing_shard(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"{shard.name} is missing" in error_of(sharded)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "{"])
+def test_damaged_index(sharded: Path, index: str) -> None:
+    (sharded / INDEX).write_text(index)
+    assert INDEX in error_of(sharded)
+
+
+def test_index_cannot_lead_outside(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: "../secret.safetensors"}}))
+    assert "outside the model directory" in error_of(sharded)
+
+
+def test_missing_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "no config.json" in error_of(model)
+
+
+def test_nothing_is_copied_before_all_is_checked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(model, lambda tensors: tensors.pop(Q_PROJ))
+    monkeypatch.setattr("engine.models.checkpoint.copy", lambda *_: pytest.fail("copied"))
+    error_of(model)
+
+
+def test_obsolete_rotary_buffers_are_ignored(model: Path) -> None:
+    before = load_model(model)
+    rewrite(model, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    assert same_weights(load_model(model), before)
+
+
+@pytest.mark.parametrize("change", ["both", "head only"])
+def test_tied_embedding_under_the_heads_name(tmp_path: Path, change: str) -> None:
+    model = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    before = load_model(model)
+
+    def duplicate(tensors: Tensors) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        if change == "head only":
+            del tensors[EMBEDDING]
+
+    rewrite(model, duplicate)
+    assert same_weights(load_model(model), before)
+
+
+def test_untied_model_needs_both(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.pop(EMBEDDING))
+    assert EMBEDDING in error_of(model)
+
+
+def test_what_is_neither_directory_nor_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"{tmp_path}/nowhere is not a directory; give")):
+        locate(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="file is not a directory"):
+        locate(tmp_path / "file")
+
+
+def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"nobody/nothing.*check the name and the network, or give a local directory"):
+        locate("nobody/nothing")
+
+
+def test_hub_id_in_the_cache_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pristine: Path) -> None:
+    """The hub's own cache layout, as an earlier download leaves it."""
+    monkeypatch.chdir(tmp_path)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache" / "models--someone--model"
+    shutil.copytree(pristine, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert same_weights(load_model("someone/model"), load_model(pristine))
+
+
+def test_fingerprint_tells_models_apart(model: Path, sharded: Path) -> None:
+    first = fingerprint(model, torch.float32)
+    assert first == fingerprint(model, torch.float32)
+    assert fingerprint(sharded, torch.float32) == fingerprint(sharded, torch.float32)
+    others = [fingerprint(model, torch.bfloat16), fingerprint(sharded, torch.float32)]
+    rewrite(model, lambda tensors: tensors[Q_PROJ][3].mul_(1.001))
+    others.append(fingerprint(model, torch.float32))
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    others.append(fingerprint(model, torch.float32))
+    assert len({first, *others}) == 5
+
+
+def test_fingerprint_of_large_files_samples_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.loader.HASHED_WHOLE", 1000)
+    monkeypatch.setattr("engine.models.loader.SAMPLE_BLOCK", 1000)
+    before = fingerprint(model, torch.float32)
+    rewrite(model, lambda tensors: [tensor.mul_(1.01) for tensor in tensors.values()])
+    assert fingerprint(model, torch.float32) != before
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+NEEDED = ["config.json", "model.safetensors", "tokenizer.json", GAMMA_FILE, "1_Pooling/config.json", "yardstick.toml"]
+OTHERS = ["pytorch_model.bin", "onnx/model.onnx", "README.md"]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLD_COMMIT = "76543210fedcba9876543210fedcba9876543210"
+REVISIONS = {"main": COMMIT, "v1": OLD_COMMIT, COMMIT: COMMIT, OLD_COMMIT: OLD_COMMIT}
+REVISION = re.compile(r"/api/models/me/value(?:/revision/(.+))?")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The parts of the hub's HTTP interface that a download uses, with one repository."""
+
+    root: ClassVar[Path | None] = None
+    """A checkpoint to serve; None: files that contain their names."""
+    resolved: ClassVar[list[str]] = []
+    """Revisions that were asked for, in order."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = self.path.partition("?")[0]
+        commit, _, file = path.removeprefix("/me/value/resolve/").partition("/")
+        files = [*NEEDED, *OTHERS] if self.root is None else [entry.name for entry in self.root.iterdir()]
+        if asked := REVISION.fullmatch(path):
+            self._resolve(asked[1] or "main", files)
+        elif path.startswith("/api/models/me/value/tree/"):
+            tree = [{"type": "file", "path": name, "size": len(self._read(name)), "oid": f"{hash(name):x}"} for name in files]
+            self._send(200, json.dumps(tree).encode(), "application/json")
+        elif file in files and commit in REVISIONS.values():
+            self._send(200, self._read(file), "text/plain", ("X-Repo-Commit", commit))
+        else:
+            self._send(404, b"{}", "application/json", ("X-Error-Code", "RepoNotFound"))
+
+    def _resolve(self, revision: str, files: list[str]) -> None:
+        self.resolved.append(revision)
+        if revision not in REVISIONS:
+            self._send(404, b"{}", "application/json", ("X-Error-Code", "RevisionNotFound"))
+            return
+        about = {"id": "me/value", "sha": REVISIONS[revision], "siblings": [{"rfilename": name} for name in files]}
+        self._send(200, json.dumps(about).encode(), "application/json", ("X-Repo-Commit", REVISIONS[revision]))
+
+    def _read(self, name: str) -> bytes:
+        return name.encode() if self.root is None else (self.root / name).read_bytes()
+
+    def _send(self, status: int, body: bytes, kind: str, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        tag = ("ETag", f'"{self.path.rpartition("/")[2]}-{len(body)}"')
+        for name, value in (("content-type", kind), ("content-length", str(len(body))), tag, *headers):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def hub(handler: type[Hub] = Hub) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Locate a model in a process of its own, because the hub's library reads its environment when it is imported."""
+    program = f"from engine.models.source import locate; print(locate({hub_id!r}, {revision!r}))"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, timeout=100, check=False)
+
+
+def environment(endpoint: str, cache: Path) -> dict[str, str]:
+    """The environment of a process that downloads from the hub at ``endpoint``."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return given | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+
+def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        done = located("me/value", endpoint, tmp_path)
+        assert done.returncode == 0, done.stderr
+        directory = Path(done.stdout.splitlines()[-1])
+        assert sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()) == sorted(NEEDED)
+        assert (directory / GAMMA_FILE).read_text() == GAMMA_FILE
+        missing = located("me/nothing", endpoint, tmp_path)
+        assert "There is no directory and no hub model me/nothing" in missing.stderr
+    assert located("me/value", endpoint, tmp_path).stdout == done.stdout, "an earlier download is used where there is no network"
+
+
+@pytest.mark.slow
+def test_a_revision_is_pinned(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        for revision, commit in ((None, COMMIT), ("v1", OLD_COMMIT), (OLD_COMMIT, OLD_COMMIT)):
+            done = located("me/value", endpoint, tmp_path, revision)
+            assert Path(done.stdout.splitlines()[-1]).name == commit, done.stderr
+        missing = located("me/value", endpoint, tmp_path, "v2")
+        assert "The hub model me/value has no revision v2" in missing.stderr
+    with pytest.raises(ModelError, match="leave the revision out"):
+        locate(tmp_path, "v1")
+
+
+@pytest.mark.slow
+def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch may move while they start, so it is looked up once."""
+
+    class Checkpoint(Hub):
+        root = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Checkpoint) as endpoint:
+        for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        arguments = ["--revision", "v1", "--tensor-parallel", "2", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1"]
+        pod = Pod("me/value", *arguments)
+        try:
+            pod.wait_ready()
+            info = pod.read("/info", wire.Info)
+            assert "yardstick_engine_slots 512.0" in pod.client.get("/metrics").text, "metrics before the first step"
+        finally:
+            pod.close()
+    assert info.model == "value"
+    assert Checkpoint.resolved == ["v1"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x"])
+def test_what_is_no_hub_id_is_looked_for_here_only(name: str) -> None:
+    with pytest.raises(ModelError, match="is not a directory"):
+        locate(name)
+
+
+def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine.models.download", *arguments]
+    return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: Path) -> None:
+    """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait."""
+    with hub() as endpoint:
+        (tmp_path / "hub/models--me--value/snapshots" / OLD_COMMIT).mkdir(parents=True)
+        with download(endpoint, tmp_path, "--wait=60", "me/value@v1", str(tmp_path)) as waits:
+            with download(endpoint, tmp_path, "--wait=0.1", "me/value@v1") as late:
+                assert "me/value@v1 was not downloaded within 0.1 s" in late.communicate(timeout=60)[1]
+            assert late.returncode == 1
+            assert waits.poll() is None
+            with download(endpoint, tmp_path, "me/value@v1") as done:
+                assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "me/nothing") as missing:
+            assert "engine.models.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
+        assert missing.returncode == 1
+    offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
+    assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT
+
+
+@pytest.mark.slow
+def test_adapters_are_downloaded_beside_models(tmp_path: Path) -> None:
+    """The adapter of a repository is complete on its own: its model's files are others."""
+
+    class Adapter(Hub):
+        root = tmp_path / "adapter"
+
+    Adapter.root.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors"):
+        (Adapter.root / name).write_text(name)
+    with hub(Adapter) as endpoint, download(endpoint, tmp_path, "--wait=60", "--lora=sql=me/value@v1") as waits:
+        with download(endpoint, tmp_path, "--lora=sql=me/value@v1", f"--lora=here={tmp_path}") as done:
+            assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "--wait=0.1", "me/value") as other:
+            assert "me/value was not downloaded" in other.communicate(timeout=60)[1]
+    (snapshot,) = (tmp_path / "hub/models--me--value/snapshots").iterdir()
+    assert snapshot.name == OLD_COMMIT
+    assert {file.name for file in snapshot.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.slow
+def test_an_engine_loads_an_adapter_of_a_pinned_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1)
+
+    class Adapter(Hub):
+        root = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base))
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Adapter) as endpoint:
+        for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        pod = Pod(base, "--lora", "sql=me/value@v1", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1")
+        try:
+            assert [adapter.name for adapter in pod.wait_ready().read("/adapters", wire.Adapters).adapters] == ["sql"]
+        finally:
+            pod.close()
+    assert Adapter.resolved == ["v1"]
+
+
+def test_a_directory_with_an_at_sign_has_no_revision(tmp_path: Path) -> None:
+    (tmp_path / "ranker@home").mkdir()
+    assert split_revision(str(tmp_path / "ranker@home")) == (str(tmp_path / "ranker@home"), None)
+    assert split_revision("org/ranker@v1") == ("org/ranker", "v1")
+    assert split_revision("org/ranker") == ("org/ranker", None)
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_hidden_layers=1)
+
+
+def test_architecture_and_no_preset(classifier: Path) -> None:
+    files = tokenizer_files(classifier)
+    assert (files.architecture, files.preset) == ("Qwen3ForSequenceClassification", None)
+    assert files.special_tokens["eos_token"] == "<|im_end|>"
+
+
+def test_a_preset_is_passed_on_as_it_is(classifier: Path) -> None:
+    text = "# ä\n" + "x" * (MAX_PRESET_BYTES - 5)
+    (classifier / PRESET_FILE).write_bytes(text.encode())
+    assert tokenizer_files(classifier).preset == text
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [(b"x" * (MAX_PRESET_BYTES + 1), "has more than 65536 bytes; shorten it."), (b"\xff", "is not UTF-8")]
+)
+def test_a_preset_that_is_refused(classifier: Path, content: bytes, named: str) -> None:
+    (classifier / PRESET_FILE).write_bytes(content)
+    with pytest.raises(ModelError, match=f"^{PRESET_FILE} in the model directory {named}"):
+        tokenizer_files(classifier)

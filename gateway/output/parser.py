@@ -398,7 +398,6 @@ class ToolParser(ABC):
         self._most_calls = most_calls
         self._parts: list[Part] = []
         self._open = False
-        self._searched = 0
         self._steps = self._answer()
         next(self._steps)
 

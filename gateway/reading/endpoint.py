@@ -103,15 +103,12 @@ class Endpoint(Generic[T]):
         given = {name: value for name in UNBOUNDED if (value := getattr(request, name, None))}
         return hashlib.blake2b(msgspec.json.encode(given), digest_size=16).digest() if given else b""
 
-    def without_bulk(self, request: T) -> T:
-        """Return the request with stand-ins for its bulk fields."""
+    def pack_fields(self, request: T) -> bytes:
+        """Encode the request, with stand-ins for its bulk fields, for another process. Raises :class:`InvalidRequest` if the result
+        is large."""
         given = {name: value for name in self.bulk if (value := getattr(request, name))}
         present = {name: stand_in(given[name]) if callable(stand_in := self.bulk[name]) else stand_in for name in given}
-        return msgspec.structs.replace(request, **present)
-
-    def pack_fields(self, request: T) -> bytes:
-        """Encode :meth:`without_bulk` for another process. Raises :class:`InvalidRequest` if the result is large."""
-        fields = self.without_bulk(request)
+        fields = msgspec.structs.replace(request, **present)
         try:
             packed = msgspec.msgpack.encode(fields)
         except OverflowError:

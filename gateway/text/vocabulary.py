@@ -152,10 +152,6 @@ class Vocabulary:
         """Return True for vocabulary and added tokens, False for the padding of the model's head."""
         return 0 <= id < self.vocab_size and id not in self._missing
 
-    def token_bytes(self, id: int) -> bytes:
-        """Return the exact bytes of a token; empty if there is no such token."""
-        return self._spellings[id]
-
     def token_text(self, id: int) -> str:
         """Return one token as text, for log-probabilities. A part of a character becomes U+FFFD."""
         return self.texts[id]

@@ -1,4 +1,4 @@
-"""The limits of a key are checked before images are fetched for it."""
+"""Images in URLs, and the limits of a key, which are checked before images are fetched for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 
 from gateway.app import create_app
 from gateway.settings import Settings
-from tests.fakes import Running, stop, with_vision
+from tests.fakes import FakeEngine, Running, stop, with_vision
 from tests.gateway.admission.test_key_limits import by, entry, write
-from tests.gateway.conftest import metric
-from tests.pictures import picture
+from tests.gateway.conftest import Start, metric
+from tests.gateway.images.test_chat_images import ask, refused, text
+from tests.pictures import image_part, picture
 from tests.processes import wait_until
 from tests.tuned import split, tuned
 
@@ -30,6 +31,7 @@ KEYS = {
     "no image": {"requests_per_minute": 2},
     "not allowed": {"requests_per_minute": 2},
     "few tokens": {"tokens_per_minute": 8},
+    "free": {},
     "wide": {"requests_per_minute": 100, "tokens_per_minute": 10_000, "items_per_minute": 100},
 }
 
@@ -50,14 +52,15 @@ class Web:
             await asyncio.to_thread(self.go_on.wait, 20)
         kind = b"image/png" if path.endswith(".png") else b"text/html"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-        await send({"type": "http.response.body", "body": picture(1)})
+        name = path.strip("/").partition(".")[0]
+        await send({"type": "http.response.body", "body": picture(int(name) if name.isdecimal() else 1)})
 
 
 class Served:
     """A gateway with :data:`KEYS`, before an engine and :class:`Web`."""
 
-    def __init__(self, client: httpx.Client, web: Web, base: str) -> None:
-        self.client, self.web, self.base = client, web, base
+    def __init__(self, client: httpx.Client, engine: FakeEngine, web: Web, base: str) -> None:
+        self.client, self.engine, self.web, self.base = client, engine, web, base
 
     def chat(self, key: str, url: str = "/1.png", *, max_tokens: int = 4, **fields: Any) -> httpx.Response:
         part = {"type": "image_url", "image_url": {"url": url if "://" in url else self.base + url}}
@@ -74,7 +77,8 @@ class Served:
 def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     file = write(folder / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
     web = Web()
-    running = [Running(with_vision()), Running(web)]
+    engine = with_vision()
+    running = [Running(engine), Running(web)]
     base = running[1].url
     settings |= {"image_hosts": (base.removeprefix("http://"),), "image_seconds": 20}
     chosen, constants = split(settings)
@@ -83,7 +87,7 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     running.append(Running(app, http=app.protocol))
     with httpx.Client(base_url=running[2].url, timeout=30) as client:
         wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)
-        yield Served(client, web, base)
+        yield Served(client, engine, web, base)
         web.go_on.set()
     stop(running)
 
@@ -166,3 +170,37 @@ def test_the_files_of_a_request_are_bounded_together(tmp_path: Path) -> None:
         assert metric(served.client, 'yardstick_images_refused_total{reason="fetch"}') == 1
         assert metric(served.client, "yardstick_image_bytes_held") == 0
         assert served.chat("wide").status_code == 200
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+def test_a_fetched_image_is_the_image(served: Served, padding: int) -> None:
+    served.engine.generates.clear()
+    url = {"type": "image_url", "image_url": {"url": f"{served.base}/1.png"}}
+    for image in (url, image_part(1)):
+        messages = [{"role": "user", "content": [image, text("y")]}]
+        answer = served.send("free", "chat/completions", messages=messages, max_tokens=4, user="u" * padding)
+        assert answer.status_code == 200, answer.text
+    first, second = served.engine.generates
+    assert (first.images, first.prompt) == (second.images, second.prompt)
+
+
+def test_items_may_have_urls(served: Served) -> None:
+    body: dict[str, Any] = {"query": "q", "labels": [" Yes"]}
+    urls = served.send("free", "score", **body, items=[{"image": f"{served.base}/{seed}.png"} for seed in (1, 2, 1)])
+    data = served.send("free", "score", **body, items=[[image_part(seed)] for seed in (1, 2, 1)])
+    assert urls.status_code == 200, urls.text
+    assert urls.json()["scores"] == data.json()["scores"]
+    assert data.headers["x-yardstick-cache"] == "3/3"
+
+
+def test_a_url_that_cannot_be_used_is_named(served: Served) -> None:
+    for url, words in ((f"{served.base}/page", "Content-Type"), ("http://other.test/1.png", "does not allow")):
+        refused(served.chat("free", url), words, param="messages[0].content[0]")
+    answer = served.send("free", "score", query="q", items=["a", {"image": f"{served.base}/page"}], labels=[" Yes"])
+    refused(answer, "Content-Type", param="items[1].image")
+
+
+def test_by_default_nothing_is_fetched(start: Start) -> None:
+    client = start(with_vision())
+    refused(ask(client, [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]), "data URL")
+    assert metric(client, 'yardstick_images_refused_total{reason="host"}') == 1

@@ -170,3 +170,8 @@ def space_tokenizer(space_library: tokenizers.Tokenizer) -> Tokenizer:
 
 def from_library(library: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer.from_files(TokenizerFiles(library.to_str().encode(), None, {}))
+
+
+def bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
+    """The bytes that a token adds to a text."""
+    return tokenizer.spellings(skip_special_tokens=False)[id]

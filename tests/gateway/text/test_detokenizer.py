@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import Detokenizer
+from tests.gateway.text.conftest import bytes_of
 
 IDS = st.lists(st.integers(0, 520), max_size=30)
 TEXT = st.text(st.sampled_from("ab red wooden 😀é東京👩\u200d👧 \n"), max_size=30)
@@ -47,7 +48,7 @@ def test_it_tells_what_the_tokens_add_to_the_prompt(tokenizer: Tokenizer, prompt
 def test_a_character_begun_by_the_prompt_is_told_whole(byte_tokenizer: Tokenizer) -> None:
     tokenizer = byte_tokenizer
     ids = tokenizer.encode("red 𓀀!")
-    cut = next(index for index, id in enumerate(ids) if tokenizer.token_bytes(id).endswith(b"\xf0")) + 1
+    cut = next(index for index, id in enumerate(ids) if bytes_of(tokenizer, id).endswith(b"\xf0")) + 1
     detokenizer = Detokenizer(tokenizer, ids[:cut])
     assert detokenizer.push(ids[cut:]) == "𓀀!"
 
@@ -65,7 +66,7 @@ def test_a_broken_character_becomes_one_replacement_and_spares_its_neighbours(
     byte_tokenizer: Tokenizer, space_tokenizer: Tokenizer
 ) -> None:
     for tokenizer in (byte_tokenizer, space_tokenizer):
-        (lead,) = [id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"\xe6"]
+        (lead,) = [id for id in range(tokenizer.vocab_size) if bytes_of(tokenizer, id) == b"\xe6"]
         detokenizer = Detokenizer(tokenizer)
         told = detokenizer.push([*tokenizer.encode("é"), lead])
         assert told == "é"
@@ -75,7 +76,7 @@ def test_a_broken_character_becomes_one_replacement_and_spares_its_neighbours(
 
 
 def test_a_token_costs_the_same_wherever_it_stands(byte_tokenizer: Tokenizer) -> None:
-    (lead,) = [id for id in range(256 + 4) if byte_tokenizer.token_bytes(id) == b"\xe6"]
+    (lead,) = [id for id in range(256 + 4) if bytes_of(byte_tokenizer, id) == b"\xe6"]
 
     def seconds(tokens: int) -> float:
         detokenizer = Detokenizer(byte_tokenizer)

@@ -12,6 +12,7 @@ from tokenizers import decoders, models
 
 from engine.wire import TokenizerFiles
 from gateway.text.tokenizer import Tokenizer, TokenizerError
+from tests.gateway.text.conftest import bytes_of
 
 TEXT = st.text(st.one_of(st.sampled_from("ab re w😀é東 \n▁Ġ"), st.characters(codec="utf-8")), max_size=40)
 
@@ -43,13 +44,13 @@ def test_decoding_undoes_encoding(tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["😀", "東京", "ñ", "\x00"])
 def test_the_bytes_of_tokens_are_exact(tokenizer: Tokenizer, text: str) -> None:
-    ids = [id for id in tokenizer.encode(text, add_special_tokens=False) if tokenizer.token_bytes(id) != b" "]
-    assert b"".join(tokenizer.token_bytes(id) for id in ids) == text.encode()
+    ids = [id for id in tokenizer.encode(text, add_special_tokens=False) if bytes_of(tokenizer, id) != b" "]
+    assert b"".join(bytes_of(tokenizer, id) for id in ids) == text.encode()
 
 
 def test_a_part_of_a_character_shows_as_replacement(byte_tokenizer: Tokenizer, space_tokenizer: Tokenizer) -> None:
     for tokenizer in (byte_tokenizer, space_tokenizer):
-        first = next(id for id in tokenizer.encode("𓀀", add_special_tokens=False) if tokenizer.token_bytes(id) == b"\xf0")
+        first = next(id for id in tokenizer.encode("𓀀", add_special_tokens=False) if bytes_of(tokenizer, id) == b"\xf0")
         assert tokenizer.token_text(first) == "\ufffd"
 
 
@@ -71,9 +72,9 @@ def test_an_added_token_is_text_even_where_its_characters_could_stand_for_bytes(
 def test_byte_tokens_are_bytes_only_where_the_tokeniser_falls_back_to_them() -> None:
     library = Library(models.BPE(vocab={"<0xE2>": 0, "▁a": 1}, merges=[]))
     library.decoder = decoders.Metaspace(prepend_scheme="never")
-    assert from_library(library).token_bytes(0) == b"<0xE2>"
+    assert bytes_of(from_library(library), 0) == b"<0xE2>"
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
-    assert from_library(library).token_bytes(0) == b"\xe2"
+    assert bytes_of(from_library(library), 0) == b"\xe2"
     assert from_library(library).decode([1]) == " a"
 
 
@@ -91,7 +92,7 @@ def test_the_vocabulary_counts_added_tokens_and_no_padding(byte_library: Library
     assert tokenizer.has_token(tokenizer.vocab_size - 1)
     for id in (tokenizer.vocab_size, -1, 2**31, 2**70):
         assert not tokenizer.has_token(id)
-        assert tokenizer.token_bytes(id) == b""
+        assert bytes_of(tokenizer, id) == b""
         assert tokenizer.token_text(id) == ""
 
 

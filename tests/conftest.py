@@ -46,7 +46,6 @@ LONG = [
         "test_wheelhouse.py",
         "engine/test_heap.py",
         "benchmarks/engine",
-        "test_lora_soak.py",
         "kernels/test_branch_attention.py",
         "gateway/commands",
         "engine/test_structured.py",

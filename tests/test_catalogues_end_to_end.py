@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
+from tests.gateway.conftest import metric
 from tests.processes import Pod, Program, wait_until
 from tests.redis import RedisServer
 
@@ -204,3 +208,49 @@ def test_scores_stay_equal_while_engines_restart_one_after_the_other(model: Path
         assert asking.failures == []
     finally:
         gateway.close()
+
+
+@pytest.mark.slow
+def test_a_scan_has_every_item_once_and_ends_with_its_client(gateway: Program, pods: list[Pod]) -> None:
+    count = 2000
+    dice = random.Random(1)
+    items = [{"id": f"i{place}", "token_ids": dice.choices(range(3, 200), k=4)} for place in range(count)]
+    client = gateway.client
+    client.put("/v1/catalogues/large", json={"template": ["{item}", "{query}"]}).raise_for_status()
+    client.put("/v1/catalogues/large/items", json=items).raise_for_status()
+
+    def scan(query: str, leave_after: int = count) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        body = {"query": query, "catalogue": "large", "stream": True, "label_token_ids": [5, 6]}
+        with client.stream("POST", "/v1/score", json=body) as answer:
+            for line in answer.raise_for_status().iter_lines():
+                if line.startswith("data: {"):
+                    results = json.loads(line.removeprefix("data: "))["data"]
+                    assert not found.keys() & {result["id"] for result in results}
+                    found |= {result["id"]: result["scores"] for result in results}
+                if len(found) >= leave_after:
+                    break
+        return found
+
+    def computed() -> float:
+        return sum(metric(pod.client, "yardstick_engine_computed_tokens_total") for pod in pods)
+
+    def rest() -> bool:
+        """Whether the engines stay idle for a while: between two requests of a scan they are idle, too."""
+        before = computed()
+        time.sleep(0.3)
+        return computed() == before and all(metric(pod.client, "yardstick_engine_requests_running") == 0 for pod in pods)
+
+    found = scan("q1")
+    assert found.keys() == {item["id"] for item in items}
+    ids = dice.sample(sorted(found), 50)
+    body = {"query": "q1", "catalogue": "large", "ids": ids, "label_token_ids": [5, 6]}
+    again = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"}).raise_for_status().json()["scores"]
+    assert again == [pytest.approx(found[id], abs=1e-5) for id in ids]
+    before = computed()
+    scan("q2")  # its items are cached, as are those of the next one
+    whole, before = computed() - before, computed()
+    assert scan("q3", leave_after=1)
+    wait_until(rest, 5)
+    assert computed() - before < 0.9 * whole
+    client.delete("/v1/catalogues/large").raise_for_status()

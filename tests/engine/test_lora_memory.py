@@ -1,5 +1,4 @@
-"""Adapters that come and go beside requests: right answers, and nothing is kept of those that are gone. ``tests/test_lora_soak.py``
-does the same for longer, with an engine process."""
+"""Adapters that come and go beside requests: right answers, and nothing is kept of those that are gone."""
 
 from __future__ import annotations
 

@@ -54,9 +54,11 @@ from gateway.images.room import ImageRoom
 from gateway.limits.base import Limiter
 from gateway.limits.local import LocalLimiter
 from gateway.limits.shared import SharedLimiter
-from gateway.logs.access import AccessLog
-from gateway.logs.writer import LineWriter
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import AccessLog
+from gateway.ops.collectors import dropped_lines, dropped_spans
+from gateway.ops.log_writer import LineWriter
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import Tracer
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
 from gateway.redis.connect import open_client
@@ -83,7 +85,6 @@ from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
-from gateway.tracing import Tracer
 from gateway.workers.job_queue import Capacity
 from gateway.workers.workers import Workers, default_workers
 from tracing.export import Exporter, TracingError
@@ -431,14 +432,16 @@ def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
 
 def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
     store = MemoryCatalogues(settings.catalogue_bounds)
-    telemetry.catalogues.watch(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
+    telemetry.catalogues.catalogues.set_function(lambda: store.catalogues)
+    telemetry.catalogues.items.set_function(lambda: store.items)
+    telemetry.catalogues.bytes.set_function(lambda: store.bytes)
     return store
 
 
 def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:
     if log is None:
         return None
-    telemetry.watch_log(lambda: log.dropped)
+    telemetry.watch(lambda: dropped_lines(log.dropped))
     return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
 
 
@@ -449,5 +452,5 @@ def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:
     except TracingError as error:
         raise SettingsError(f"YARDSTICK_TRACING_ENDPOINT: {error}") from None
     if exporter is not None:
-        telemetry.watch_traces(lambda: exporter.dropped)
+        telemetry.watch(lambda: dropped_spans(exporter.dropped))
     return exporter

@@ -16,13 +16,12 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
-from gateway.logs.access import PROBES, AccessLog
-from gateway.logs.record import RequestRecord
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import PROBES, AccessLog, RequestRecord
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import Tracer
 from gateway.process.fair_room import Tenant
 from gateway.process.lifecycle import Lifecycle
 from gateway.time_limits import TimeLimits
-from gateway.tracing import Tracer
 
 if TYPE_CHECKING:
     from gateway.keys import ApiKey
@@ -147,13 +146,13 @@ async def answer_request(
         exemplar = None if trace is None else trace.exemplar
         model, first_byte = context.account.model, context.first_byte or now
         if context.account.adapter is not None:
-            telemetry.adapters.answered(model or "", context.account.adapter)
+            telemetry.adapter_used(model or "", context.account.adapter)
         if context.key is not None:
-            telemetry.keys.used(context.key.name, context.account)
+            telemetry.used(context.key.name, context.account)
         times = first_byte - context.began, now - context.began
         telemetry.answered(route, model, context.status, *times, exemplar, stream=context.streams)
         if context.broke:
-            telemetry.broke(model, context.error or context.outcome)
+            telemetry.broken.labels(model, context.error or context.outcome).inc()
         if log is not None:
             log.ended(context, route, now - context.began)
         if tracer is not None and trace is not None:

@@ -19,7 +19,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.edge.lifetime import WRITE_SECONDS
-from gateway.logs.writer import LineWriter, LogHandler
+from gateway.ops.log_writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
 from gateway.process.lifecycle import Lifecycle
 from gateway.settings import Settings, SettingsError, load_settings

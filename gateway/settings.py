@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.logs.access import Format
+from gateway.ops.access_log import Format
 from gateway.presets.preset import PresetError, parse_preset
 from gateway.presets.select import NO_PRESET, named
 from gateway.tools.families.registry import FAMILIES

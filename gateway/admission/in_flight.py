@@ -11,10 +11,10 @@ from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
 from gateway.edge.middleware import HttpMiddleware
 from gateway.errors import GatewayError, Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
 from gateway.process.fair_room import FairRoom
 from gateway.settings import Settings
-from gateway.tracing import stage
 
 
 class InFlightLimit(HttpMiddleware):
@@ -46,7 +46,7 @@ class InFlightLimit(HttpMiddleware):
                     body = await self._bodies.read(scope, receive, hold)
                 receive = _replay(body, receive)
             if not self._requests.take(tenant, weight=weight):
-                self._telemetry.rejected("in_flight")
+                self._telemetry.rejected.labels("in_flight").inc()
                 raise Overloaded("The server has too many requests in progress; try again soon.", retry_after=1)
             try:
                 await next_app(scope, receive, send)

@@ -29,8 +29,8 @@ import msgspec
 
 from gateway.errors import KeysUnavailable
 from gateway.keys import SHARED_GROUP, ApiKey, parse_keys
-from gateway.metrics.collectors import KeySample
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import KeySample, key_file
+from gateway.ops.metrics import Telemetry
 from gateway.settings import CacheIsolation, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class KeyRing:
 
     def start(self, telemetry: Telemetry) -> None:
         """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
-        telemetry.watch_keys(self.sample)
+        telemetry.watch(lambda: key_file(self.sample()))
         threading.Thread(target=self._follow, args=[telemetry], name="api-keys", daemon=True).start()
 
     def stop(self) -> None:
@@ -175,7 +175,7 @@ class KeyRing:
         self._keys, self._version = keys, version
         self._confirm()
         self._warn_of_writers()
-        telemetry.keys_reloaded("loaded" if keys else "revoked")
+        telemetry.key_reloads.labels("loaded" if keys else "revoked").inc()
 
     def _warn_of_writers(self) -> None:
         if self._version is not None and self._version.mode & stat.S_IWOTH:
@@ -188,7 +188,7 @@ class KeyRing:
         if self._missed == LOOKS_TO_REVOKE:
             reason = "does not exist any more" if what is _Missing.FILE else "is empty"
             logger.error("%s %s: all API keys are revoked", self._path, reason)
-            telemetry.keys_reloaded("revoked")
+            telemetry.key_reloads.labels("revoked").inc()
         missed, self._keys, self._version = self._missed, {}, None
         self._confirm()
         self._missed = missed
@@ -199,7 +199,7 @@ class KeyRing:
         if problem != self._problem:
             self._problem = problem
             self._good_until = self._confirmed + self._stale_seconds
-            telemetry.keys_reloaded("broken")
+            telemetry.key_reloads.labels("broken").inc()
             logger.error("%s; the %d keys read before stay valid for %g s", problem, len(self._keys), self._stale_seconds)
         if not self._refusing and self._clock() > self._good_until:
             self._refusing = True

@@ -11,7 +11,7 @@ from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
 from gateway.error_sources import from_status
 from gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.process.fair_room import FairRoom
 from gateway.settings import Settings
 
@@ -37,7 +37,7 @@ class Hold:
         if more <= 0:
             return
         if not self._room.take(self.tenant, more, self.weight):
-            self._telemetry.rejected("bytes_in_flight")
+            self._telemetry.rejected.labels("bytes_in_flight").inc()
             most = self._room.most(self.tenant, self.weight)
             if size > most:
                 raise BodyTooLarge(f"The request body is larger than the {most} bytes that one caller may have in progress.")
@@ -58,7 +58,8 @@ class BodyReader:
         self._telemetry = telemetry
         self._uploads = FairRoom(settings.max_uploads)
         self._bytes = FairRoom(settings.max_bytes_in_flight)
-        telemetry.watch_bodies(lambda: self._bytes.used, lambda: self._uploads.used)
+        telemetry.bytes_in_flight.set_function(lambda: self._bytes.used)
+        telemetry.uploads.set_function(lambda: self._uploads.used)
 
     def hold(self, tenant: str | None, weight: float = 1.0) -> Hold:
         """Create the hold of a request of ``tenant``, with no bytes yet. ``weight`` scales the tenant's share."""
@@ -134,12 +135,12 @@ class BodyReader:
         try:
             return Inflater(coding)
         except GatewayError:
-            self._telemetry.rejected("content_encoding")
+            self._telemetry.rejected.labels("content_encoding").inc()
             raise
 
     def _too_large(self) -> GatewayError:
         return self._counted("body_size", from_status(413, ""))
 
     def _counted(self, reason: str, error: GatewayError) -> GatewayError:
-        self._telemetry.rejected(reason)
+        self._telemetry.rejected.labels(reason).inc()
         return error

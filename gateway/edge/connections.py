@@ -6,8 +6,8 @@ import asyncio
 from collections import OrderedDict
 from typing import Protocol
 
-from gateway.logs.access import AccessLog
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import AccessLog
+from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 
 SWEEP_SECONDS = 0.25
@@ -39,7 +39,7 @@ class Connections:
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         """Connections without a request in progress, the longest idle first."""
         self._sweeping = False
-        telemetry.watch_connections(lambda: len(self.open))
+        telemetry.open_connections.set_function(lambda: len(self.open))
 
     @property
     def can_answer(self) -> bool:
@@ -76,7 +76,7 @@ class Connections:
         oldest, _ = self._waiting.popitem(last=False)
         self.open.discard(oldest)
         oldest.evict()
-        self.telemetry.rejected("evicted")
+        self.telemetry.rejected.labels("evicted").inc()
         return True
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:

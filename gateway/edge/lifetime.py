@@ -141,7 +141,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Abort if the client has read nothing since the last check. The disconnect cancels the request's work."""
         unwritten = self.transport.get_write_buffer_size()
         if unwritten and unwritten >= self._unwritten:
-            self._connections.telemetry.rejected("write_timeout")
+            self._connections.telemetry.rejected.labels("write_timeout").inc()
             self.transport.abort()
         elif unwritten:
             self._await_reader()
@@ -169,7 +169,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _refuse(self, error: GatewayError, reason: str) -> None:
         """Answer with ``error`` without the application, and close."""
-        self._connections.telemetry.rejected(reason)
+        self._connections.telemetry.rejected.labels(reason).inc()
         request_id = new_id()
         if (log := self._connections.log) is not None:
             log.refused(request_id, error.status, error.code or error.type, self.loop.time() - self._head_began)
@@ -189,7 +189,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _body_failed(self, error: GatewayError, reason: str) -> None:
         """Raise ``error`` in the application in place of the rest of the body."""
-        self._connections.telemetry.rejected(reason)
+        self._connections.telemetry.rejected.labels(reason).inc()
         self._deadline = inf
         self._dropping = True
         self.cycle.fail(error)

@@ -16,7 +16,7 @@ from litestar.types import HTTPScope
 from gateway.edge.cors import Origins
 from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 
 
 class LocalGuard:
@@ -42,7 +42,7 @@ class LocalGuard:
         return None
 
     def _count(self, reason: str, error: GatewayError) -> GatewayError:
-        self._telemetry.rejected(reason)
+        self._telemetry.rejected.labels(reason).inc()
         return error
 
     def _check_host(self, header: bytes) -> bool:

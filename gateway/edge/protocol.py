@@ -27,8 +27,8 @@ from gateway.edge.connections import Connections
 from gateway.edge.cycle import INCOMING, Cycle, Incoming
 from gateway.edge.lifetime import HEAD, WAITING, WORKING, BoundedConnection
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed
-from gateway.logs.access import AccessLog
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import AccessLog
+from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 
 MAX_HEADER_BYTES = 64 << 10

@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from litestar import Request, post, put
-from litestar._openapi.schema_generation import SchemaCreator
 from litestar.dto import AbstractDTO, DTOFieldDefinition
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
@@ -90,10 +89,11 @@ class JsonBody(AbstractDTO[T]):
         cls,
         field_definition: FieldDefinition,  # noqa: ARG003 - the framework's signature
         handler_id: str,  # noqa: ARG003 - the framework's signature
-        schema_creator: SchemaCreator,
+        schema_creator: Any,
     ) -> Reference | Schema:
         """Return the struct's own schema."""
-        return schema_creator.for_field_definition(FieldDefinition.from_annotation(cls.model_type))
+        schema: Reference | Schema = schema_creator.for_field_definition(FieldDefinition.from_annotation(cls.model_type))
+        return schema
 
     @classmethod
     def generate_field_definitions(cls, *_: Any) -> Generator[DTOFieldDefinition, None, None]:

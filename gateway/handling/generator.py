@@ -20,14 +20,14 @@ from gateway.handling.answer import Answer
 from gateway.handling.large import JsonResponse
 from gateway.handling.streams import DONE, StreamHandle, Streams, sse, while_connected
 from gateway.limits.base import NOTHING, Cost, Lease
-from gateway.logs.account import Account
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import Account
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import finished
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from gateway.tracing import finished
 
 _encoder = msgspec.json.Encoder()
 
@@ -149,14 +149,17 @@ class Generator:
             self.telemetry.generated(account)
             for generation in generations:
                 if calls := generation.tool_calls:
-                    self.telemetry.tools_called(calls.family, calls.calls, calls.malformed)
+                    for result, count in (("called", calls.calls), ("malformed", calls.malformed)):
+                        if count:
+                            self.telemetry.tool_calls.labels(calls.family, result).inc(count)
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
             if generations[0].request.grammar:
-                self.telemetry.structured(generations[0].model.base.name, len(generations))
+                self.telemetry.structured.labels(generations[0].model.base.name).inc(len(generations))
             if guidance := generations[0].request.length_guidance:
-                self.telemetry.guided(generations[0].model.base.name, guidance.constraint or guidance.mode, len(generations))
+                mode = guidance.constraint or guidance.mode
+                self.telemetry.guided.labels(generations[0].model.base.name, mode).inc(len(generations))
 
 
 class _DirectWriter(DirectWriter):

@@ -29,7 +29,8 @@ from gateway.handling.streams import while_connected
 from gateway.images.errors import InvalidImage
 from gateway.images.fetch import ImageFetcher
 from gateway.images.room import ImageRoom
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
 from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model, TextSide
 from gateway.reading.endpoints import ENDPOINTS, NAMES
@@ -38,7 +39,6 @@ from gateway.schemas.parameters import Parameters
 from gateway.text.bounds import Bounds, NeedsWorker
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
 from gateway.tools.formats import Formats
-from gateway.tracing import stage
 from gateway.workers.channel import Channel, Loss, WorkerLostError
 from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole
 from gateway.workers.workers import BULK, Workers
@@ -234,15 +234,15 @@ class Reader:
             answer = await channel.ask(job, body, seconds=seconds)
         except WorkerLostError as error:
             if error.loss == "slow" and seconds < self.text_seconds:
-                self.telemetry.text.worker_ended("moved")
+                self.telemetry.text.ended.labels("moved").inc()
                 raise _TooSlow from None
-            self.telemetry.text.worker_ended(error.loss)
+            self.telemetry.text.ended.labels(error.loss).inc()
             raise self._lost(error.loss) from None
         finally:
-            self.telemetry.text.read(time.perf_counter() - began)
+            self.telemetry.text.seconds.observe(time.perf_counter() - began)
         if isinstance(answer, Refused):
             if answer.image_reason is not None:
-                self.telemetry.images.refused(answer.image_reason)
+                self.telemetry.images.refused.labels(answer.image_reason).inc()
                 raise InvalidImage(answer.message, param=answer.param, reason=answer.image_reason)
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
             raise refusal(answer.message, param=answer.param)
@@ -310,7 +310,7 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
             prepared = self.endpoint.read(self.fields, self.reader.model(served, texts))
         except (NeedsWorker, InvalidRequest):
             return None
-        self.reader.telemetry.text.read_small()
+        self.reader.telemetry.text.small.inc()
         return prepared
 
 

@@ -18,7 +18,7 @@ from gateway.cache.policy import CachePolicy
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.paths import check_fallback, paths_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel

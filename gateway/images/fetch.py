@@ -17,7 +17,7 @@ import httpx
 from gateway.images.errors import ImageError, InvalidImage
 from gateway.images.room import Take
 from gateway.limits.places import FairPlaces
-from gateway.metrics.images import ImageMetrics
+from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import Tenant
 
 MAX_URLS = 32
@@ -63,7 +63,7 @@ class ImageFetcher:
         """Check the URLs of a request before anything is fetched. ``wanted``: the first field of the request with each URL. Raises
         :class:`InvalidImage`."""
         if len(wanted) > MAX_URLS:
-            self._metrics.refused("count")
+            self._metrics.refused.labels("count").inc()
             raise InvalidImage(f"The request has {len(wanted)} URLs of images; at most {MAX_URLS} are fetched.", reason="count")
         for url, param in wanted.items():
             with self._naming(param):
@@ -114,7 +114,7 @@ class ImageFetcher:
         try:
             yield
         except ImageError as error:
-            self._metrics.refused(error.reason)
+            self._metrics.refused.labels(error.reason).inc()
             self._metrics.fetched(error.reason, time.perf_counter() - began)
             raise InvalidImage(f"`{param}`: the image {error}.", param=param, reason=error.reason) from None
 

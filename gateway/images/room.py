@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, Overloaded
-from gateway.metrics.images import ImageMetrics
+from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 
 Take = Callable[[int], None]
@@ -22,7 +22,7 @@ class ImageRoom:
         """``capacity``: in bytes."""
         self._room = FairRoom(capacity)
         self._metrics = metrics
-        metrics.watch(lambda: self._room.used)
+        metrics.held.set_function(lambda: self._room.used)
 
     def hold(self, context: RequestContext, amount: int) -> None:
         """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
@@ -50,7 +50,7 @@ class ImageRoom:
     def _take(self, tenant: Tenant, amount: int, whole: int) -> None:
         """``whole``: what the request holds with ``amount``."""
         if not self._room.take(tenant.id, amount, tenant.weight):
-            self._metrics.refused("room")
+            self._metrics.refused.labels("room").inc()
             most = self._room.most(tenant.id, tenant.weight)
             if whole > most:
                 raise BodyTooLarge(f"The request's images have more than the {most} bytes that one caller may have in progress.")

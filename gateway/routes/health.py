@@ -14,7 +14,7 @@ from gateway.auth.keyring import KeyRing
 from gateway.auth.require_key import key_of
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, NotReady
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.time_slices import TimeSlice

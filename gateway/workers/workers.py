@@ -23,7 +23,7 @@ import msgspec
 
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.text.small import SmallTexts
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
@@ -59,7 +59,7 @@ class Workers:
         self._forks: Forks | None = None
         self._running = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        telemetry.text.watch_queue(lambda: len(self._queue))
+        telemetry.text.queue.set_function(lambda: len(self._queue))
 
     def start(self) -> None:
         """Start the fork server, and restart it when it ends."""
@@ -119,11 +119,11 @@ class Workers:
     async def acquire(self, job: QueuedJob) -> Channel:
         """Return a worker, which the caller releases. Raises :class:`Overloaded`."""
         if self._idle and self._queue.passes(job):
-            self._telemetry.text.waited(0.0)
+            self._telemetry.text.wait_seconds.observe(0.0)
             return self._idle.pop()
         began = time.perf_counter()
         channel = await self._wait(job)
-        self._telemetry.text.waited(time.perf_counter() - began)
+        self._telemetry.text.wait_seconds.observe(time.perf_counter() - began)
         return channel
 
     async def _wait(self, job: QueuedJob) -> Channel:
@@ -168,7 +168,7 @@ class Workers:
         try:
             await channel.clear()
         except (TimeoutError, WorkerLostError):
-            self._telemetry.text.worker_ended("left")
+            self._telemetry.text.ended.labels("left").inc()
             channel.kill()
         self.release(channel, job)
 

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import wire
 from engine.serving import metrics
-from gateway.metrics.collectors import KeySample
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import KeySample, dropped_lines, dropped_spans, fleet, key_file
+from gateway.ops.metrics import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 from tests.parts import need
 
@@ -305,10 +305,10 @@ def test_an_engine_that_compiles_grammars_all_the_time(rules: Path, per_minute: 
 
 def test_dashboard_and_alerts_read_metrics_that_exist(rules: Path) -> None:
     telemetry = Telemetry(usage_keys=1)
-    telemetry.watch_log(int)
-    telemetry.watch_traces(int)
-    telemetry.watch_keys(lambda: KeySample(0, 0.0, False))
-    telemetry.watch_replicas(list, list)
+    telemetry.watch(lambda: dropped_lines(0))
+    telemetry.watch(lambda: dropped_spans(0))
+    telemetry.watch(lambda: key_file(KeySample(0, 0.0, False)))
+    telemetry.watch(lambda: fleet([], [], telemetry.begin))
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     pages = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     known = set(re.findall(r"^# TYPE (\w+)", pages, re.M))

@@ -19,7 +19,8 @@ from gateway.auth import keyring
 from gateway.auth.keyring import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
 from gateway.errors import KeysUnavailable
 from gateway.keys import ApiKey, parse_keys
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import key_file
+from gateway.ops.metrics import Telemetry
 from gateway.settings import SettingsError
 from tests.fakes import FakeEngine
 from tests.gateway.admission.test_key_limits import ask, entry, replace, write
@@ -45,7 +46,7 @@ class Followed:
     def __init__(self, path: Path) -> None:
         self.clock, self.telemetry = Clock(), Telemetry()
         self.ring = KeyRing(path, stale_seconds=STALE, clock=self.clock)
-        self.telemetry.watch_keys(self.ring.sample)
+        self.telemetry.watch(lambda: key_file(self.ring.sample()))
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):

@@ -18,7 +18,7 @@ from gateway.edge.inflate import PIECE, Inflater
 from gateway.edge.protocol import Protocol, protocol_factory
 from gateway.edge.transport import GATHER_BYTES, GatheringTransport
 from gateway.errors import InvalidRequest
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start

@@ -17,7 +17,7 @@ from gateway.generation.sequence import Piece, TextOptions, Token
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import _DirectWriter
 from gateway.handling.streams import StreamHandle, _EventWriter, sse
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.routes.completions import CompletionAnswer
 from gateway.schemas.chat import ChatChunk, ChatRequest

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from gateway.errors import Overloaded
 from gateway.images.fetch import MAX_URLS, ImageFetcher
 from gateway.images.room import ImageRoom
-from gateway.metrics.images import ImageMetrics
+from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import Tenant
 from tests.pictures import picture
 from tests.processes import until

@@ -19,10 +19,7 @@ from gateway.adapters.manager import AdapterManager
 from gateway.adapters.restoring import Restorer
 from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import LoadedStore, MemoryLoaded
-from gateway.admission.in_flight import InFlightLimit
 from gateway.admission.quotas import Quotas
-from gateway.auth.keyring import KeyRing
-from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import ENTRY_BYTES, MemoryCache
 from gateway.cache.metered import MeteredCache
@@ -33,11 +30,6 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CatalogueStore
 from gateway.composition.fleet import Fleet
-from gateway.context import RequestContext, answer_request
-from gateway.edge.cors import Origins
-from gateway.edge.local import LocalGuard
-from gateway.edge.protocol import protocol_factory
-from gateway.edge.refusal import answer_refusal as answer_early
 from gateway.error_sources import from_status
 from gateway.errors import GatewayError
 from gateway.handling.catalogue_prompts import CataloguePrompts
@@ -49,6 +41,12 @@ from gateway.handling.responder import Responder
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
+from gateway.http.auth import KeyRing, RequireKey
+from gateway.http.body import InFlightLimit
+from gateway.http.connection import protocol_factory
+from gateway.http.context import RequestContext, answer_request
+from gateway.http.origins import LocalGuard, Origins
+from gateway.http.origins import answer_refusal as answer_early
 from gateway.images.fetch import ImageFetcher
 from gateway.images.room import ImageRoom
 from gateway.limits.base import Limiter
@@ -150,7 +148,7 @@ def create_app(
     v1 = Router(
         path="",
         route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, quotas),
-        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas)],
+        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas.charge_refusal)],
         security=KEY if keys else NO_KEY,
     )
     return Gateway(

@@ -206,7 +206,7 @@ class UnsupportedEncoding(UnsupportedMediaType):
     @property
     def headers(self) -> dict[str, str]:
         """The supported content codings, as RFC 9110 15.5.16 requires."""
-        return {"accept-encoding": "gzip, deflate"}
+        return {"accept-encoding": "identity"}
 
 
 class Misdirected(GatewayError):

@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.edge.lifetime import WRITE_SECONDS
+from gateway.http.connection import WRITE_SECONDS
 from gateway.ops.log_writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
 from gateway.process.lifecycle import Lifecycle

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from litestar.connection import ASGIConnection
 
-from gateway.context import RequestContext
 from gateway.errors import ClientGone, GatewayError, Overloaded, RateLimited, RequestTimeout
+from gateway.http.context import RequestContext
 from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
 from gateway.ops.metrics import Telemetry

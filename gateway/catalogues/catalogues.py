@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from litestar.connection import ASGIConnection
 
 from gateway.catalogues.store import CatalogueStore, Found, Full, Missing, Spec, TooLarge, Unavailable
-from gateway.context import RequestContext
 from gateway.errors import CatalogueNotFound, Conflict, InvalidRequest, ItemNotFound, NotPermitted, StoreFull, StoreUnavailable
+from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
 from gateway.pool.replica import ServedModel
 

@@ -12,13 +12,13 @@ import msgspec
 from litestar import Request, Response
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.generation.generation import DirectWriter, Generation, run_all
 from gateway.generation.prompt_output import check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.answer import Answer
 from gateway.handling.large import JsonResponse
 from gateway.handling.streams import DONE, StreamHandle, Streams, sse, while_connected
+from gateway.http.context import RequestContext
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.ops.access_log import Account
 from gateway.ops.metrics import Telemetry
@@ -185,14 +185,14 @@ class _DirectWriter(DirectWriter):
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                writer.write_now(event)
+                writer.write(event)
 
     def send_quoted(self, index: int, text: bytes) -> None:
         writer = self._handle.writer
         assert writer is not None
         if (around := self._around.get(index)) is None:
             around = self._around[index] = self._answer.around_text(index)
-        writer.write_now(around[0] + text + around[1])
+        writer.write(around[0] + text + around[1])
 
 
 def system_fingerprint(model: ServedModel) -> str:

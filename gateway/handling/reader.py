@@ -22,10 +22,10 @@ import msgspec
 from litestar import Request
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from gateway.handling.body import Body
 from gateway.handling.streams import while_connected
+from gateway.http.context import RequestContext
 from gateway.images.errors import InvalidImage
 from gateway.images.fetch import ImageFetcher
 from gateway.images.room import ImageRoom

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, Overloaded
+from gateway.http.context import RequestContext
 from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 

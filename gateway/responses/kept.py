@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from litestar.connection import ASGIConnection
 
-from gateway.context import RequestContext
 from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
+from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
 from gateway.responses.store import ResponseStore, Stored, Unavailable
 from gateway.schemas.response_body import OutputItem, OutputMessage

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from gateway.auth import keyring
-from gateway.auth.keyring import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
 from gateway.errors import KeysUnavailable
+from gateway.http import auth as keyring
+from gateway.http.auth import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
 from gateway.keys import ApiKey, parse_keys
 from gateway.ops.collectors import key_file
 from gateway.ops.metrics import Telemetry
@@ -215,7 +215,7 @@ def test_a_file_is_read_again_if_it_changed_while_it_was_read(
 
     write(file, entry("b"))
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.auth.keyring.os.fstat", and_a_write)
+        patch.setattr("gateway.http.auth.os.fstat", and_a_write)
         followed.look()
     followed.look()
     assert followed.valid("b", "c", "d") == ["b", "c", "d"]

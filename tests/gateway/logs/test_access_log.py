@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.context import RequestContext
+from gateway.http.context import RequestContext
 from gateway.ops.access_log import AccessLog
 from gateway.ops.log_writer import CLOSE_SECONDS, MAX_LINES, LineWriter
 from tests.attacks.watch import tree_mib

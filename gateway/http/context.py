@@ -13,8 +13,8 @@ import msgspec
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
+from gateway.http.connection import Incoming
 from gateway.ids import new_id
 from gateway.ops.access_log import PROBES, AccessLog, RequestRecord
 from gateway.ops.metrics import Telemetry

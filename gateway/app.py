@@ -30,8 +30,7 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CatalogueStore
 from gateway.composition.fleet import Fleet
-from gateway.error_sources import from_status
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, from_status
 from gateway.handling.catalogue_prompts import CataloguePrompts
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.generator import Generator

@@ -40,6 +40,18 @@ FLAGS = {
     "image_hosts": "--image-host",
 }
 """Options of the command line, by setting."""
+LISTS = (
+    "engines",
+    "allowed_hosts",
+    "cors_origins",
+    "presets",
+    "tool_parsers",
+    "reasoning_parsers",
+    "aliases",
+    "fallbacks",
+    "image_hosts",
+)
+"""Settings with several entries, separated by commas in the environment."""
 
 
 class SettingsError(ValueError):
@@ -326,7 +338,7 @@ def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> S
         if name not in known:
             alike = " or ".join(PREFIX + field.upper() for field in get_close_matches(name, known))
             raise SettingsError(f"{variable}: there is no such setting; unset it{alike and f', or use {alike}'}")
-        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
+        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in LISTS else text
     given |= {name: value for name, value in flags.items() if value is not None}
     types = get_type_hints(Settings, include_extras=True)
     return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
@@ -338,19 +350,6 @@ def _convert(name: str, value: object, kind: object) -> Any:
         return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
     except msgspec.ValidationError as error:
         raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
-
-
-_LISTS = (
-    "engines",
-    "allowed_hosts",
-    "cors_origins",
-    "presets",
-    "tool_parsers",
-    "reasoning_parsers",
-    "aliases",
-    "fallbacks",
-    "image_hosts",
-)
 
 
 # --- checks of single settings

@@ -12,8 +12,7 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.error_sources import from_status
-from gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded, UnsupportedEncoding, from_status
 from gateway.http.connection import Incoming
 from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry

@@ -139,7 +139,7 @@ def create_app(
         fleet=fleet,
         restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
         keys=keys,
-        share=stores.share,
+        stores=stores,
         exporter=exporter,
         telemetry=telemetry,
     )
@@ -288,13 +288,16 @@ class Stores:
     responses: ResponseStore
     catalogues: CatalogueStore
     adapters: LoadedStore
-    share: Share | None
-    """None: all is in memory."""
+    tasks: tuple[RedisCache | SharedLimiter | Link, ...] = ()
+    """Those that run in the background, in the order in which they stop; none if all is in memory."""
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry, cache: ResultCache | None) -> Self:
-        """Create all in Redis if the settings name a server, otherwise in memory. ``cache``: to use instead of the cache of the
-        settings."""
+        """Create all in Redis if the settings name a server, otherwise in memory. Connects to nothing. ``cache``: to use instead of
+        the cache of the settings.
+
+        The cache and the limiter share one Redis link. The stores have another, which waits longer for an answer: a pause of Redis
+        that costs a request its cached results does not cost another its stored response."""
         if settings.redis_url is None:
             return cls(
                 limiter=LocalLimiter(),
@@ -302,58 +305,21 @@ class Stores:
                 responses=MemoryStore(settings.store_bounds),
                 catalogues=_catalogues_in_memory(settings, telemetry),
                 adapters=MemoryLoaded(),
-                share=None,
             )
-        share = Share.opened(settings, telemetry)
-        return cls(
-            limiter=share.limiter,
-            cache=cache or share.cache,
-            responses=share.responses,
-            catalogues=share.catalogues,
-            adapters=share.adapters,
-            share=share,
-        )
-
-
-@dataclass(frozen=True)
-class Share:
-    """The shared cache and limiter over one Redis link, and the stores over another, which waits longer for an answer: a pause of
-    Redis that costs a request its cached results does not cost another its stored response."""
-
-    link: Link
-    store_link: Link
-    cache: RedisCache
-    limiter: SharedLimiter
-    responses: RedisStore
-    catalogues: RedisCatalogues
-    adapters: RedisLoaded
-
-    @classmethod
-    def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
-        """Create both from ``settings``, which name a Redis server. Connects to nothing."""
+        prefix = settings.redis_prefix
         link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
         store_link = Link(open_client(settings), telemetry, seconds=STORE_SECONDS, use="stores")
-        cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=CACHE_TTL_SECONDS)
-        responses = RedisStore(store_link, settings.store_bounds, prefix=settings.redis_prefix)
+        results = RedisCache(link, telemetry, prefix=prefix, ttl_seconds=CACHE_TTL_SECONDS)
+        limiter = SharedLimiter(link, telemetry, prefix=prefix)
         copies = Copies(settings.catalogue_copies_bytes)
-        catalogues = RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=settings.redis_prefix)
-        limiter = SharedLimiter(link, telemetry, prefix=settings.redis_prefix)
-        adapters = RedisLoaded(store_link, prefix=settings.redis_prefix)
-        return cls(link, store_link, cache, limiter, responses, catalogues, adapters)
-
-    def start(self) -> None:
-        """Start the background tasks."""
-        self.link.start()
-        self.store_link.start()
-        self.cache.start()
-        self.limiter.start()
-
-    async def stop(self) -> None:
-        """Send queued writes, stop the background tasks and close the connections."""
-        await self.cache.stop()
-        await self.limiter.stop()
-        await self.link.stop()
-        await self.store_link.stop()
+        return cls(
+            limiter=limiter,
+            cache=cache or results,
+            responses=RedisStore(store_link, settings.store_bounds, prefix=prefix),
+            catalogues=RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=prefix),
+            adapters=RedisLoaded(store_link, prefix=prefix),
+            tasks=(results, limiter, link, store_link),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +331,7 @@ class Background:
     fleet: Fleet
     restorer: Restorer
     keys: KeyRing | None
-    share: Share | None
+    stores: Stores
     exporter: Exporter | None
     telemetry: Telemetry
 
@@ -388,8 +354,8 @@ class Background:
             self.exporter.start()
         if self.keys:
             self.keys.start(self.telemetry)
-        if self.share:
-            self.share.start()
+        for task in reversed(self.stores.tasks):
+            task.start()
 
     async def _stop(self) -> None:
         if self.keys:
@@ -399,8 +365,8 @@ class Background:
         await self.fleet.pool.stop()
         await self.workers.stop()
         self.watchdog.stop()
-        if self.share:
-            await self.share.stop()
+        for task in self.stores.tasks:
+            await task.stop()
         await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)

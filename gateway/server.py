@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.http.connection import WRITE_SECONDS
+from gateway.http import connection
 from gateway.ops.log_writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
 from gateway.process.lifecycle import Lifecycle
@@ -184,7 +184,12 @@ def bound_connections(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # the protocol closes connections of clients that do not read, except for the last bytes, which only the kernel holds
-    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * WRITE_SECONDS)}
+    options = {
+        "TCP_KEEPIDLE": 30,
+        "TCP_KEEPINTVL": 10,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": math.ceil(2000 * connection.WRITE_SECONDS),
+    }
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

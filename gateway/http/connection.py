@@ -78,7 +78,7 @@ class LingeringTransport:
         self.close = on_close
 
     def write(self, data: bytes) -> None:
-        """Write, unless the connection is about to close. The event loop joins the writes of one iteration."""
+        """Write, unless the connection is about to close."""
         if not self.inner.is_closing():
             self.inner.write(data)
 

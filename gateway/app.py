@@ -19,10 +19,7 @@ from gateway.adapters.manager import AdapterManager
 from gateway.adapters.restoring import Restorer
 from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import LoadedStore, MemoryLoaded
-from gateway.admission.in_flight import InFlightLimit
 from gateway.admission.quotas import Quotas
-from gateway.auth.keyring import KeyRing
-from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import ENTRY_BYTES, MemoryCache
 from gateway.cache.metered import MeteredCache
@@ -33,13 +30,7 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CatalogueStore
 from gateway.composition.fleet import Fleet
-from gateway.context import RequestContext, answer_request
-from gateway.edge.cors import Origins
-from gateway.edge.local import LocalGuard
-from gateway.edge.protocol import protocol_factory
-from gateway.edge.refusal import answer_refusal as answer_early
-from gateway.error_sources import from_status
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, from_status
 from gateway.handling.catalogue_prompts import CataloguePrompts
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.generator import Generator
@@ -49,13 +40,21 @@ from gateway.handling.responder import Responder
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
+from gateway.http.auth import KeyRing, RequireKey
+from gateway.http.body import InFlightLimit
+from gateway.http.connection import protocol_factory
+from gateway.http.context import RequestContext, answer_request
+from gateway.http.origins import LocalGuard, Origins
+from gateway.http.origins import answer_refusal as answer_early
 from gateway.images.fetch import ImageFetcher, ImageRoom
 from gateway.limits.base import Limiter
 from gateway.limits.local import LocalLimiter
 from gateway.limits.shared import SharedLimiter
-from gateway.logs.access import AccessLog
-from gateway.logs.writer import LineWriter
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import AccessLog
+from gateway.ops.collectors import dropped_lines, dropped_spans
+from gateway.ops.log_writer import LineWriter
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import Tracer
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
 from gateway.redis.connect import open_client
@@ -82,7 +81,6 @@ from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
-from gateway.tracing import Tracer
 from gateway.workers.queue import Capacity
 from gateway.workers.workers import Workers, default_workers
 from tracing.export import Exporter, TracingError
@@ -140,7 +138,7 @@ def create_app(
         fleet=fleet,
         restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
         keys=keys,
-        share=stores.share,
+        stores=stores,
         exporter=exporter,
         telemetry=telemetry,
     )
@@ -148,7 +146,7 @@ def create_app(
     v1 = Router(
         path="",
         route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, quotas),
-        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas)],
+        middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry, quotas.charge_refusal)],
         security=KEY if keys else NO_KEY,
     )
     return Gateway(
@@ -289,13 +287,16 @@ class Stores:
     responses: ResponseStore
     catalogues: CatalogueStore
     adapters: LoadedStore
-    share: Share | None
-    """None: all is in memory."""
+    tasks: tuple[RedisCache | SharedLimiter | Link, ...] = ()
+    """Those that run in the background, in the order in which they stop; none if all is in memory."""
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry, cache: ResultCache | None) -> Self:
-        """Create all in Redis if the settings name a server, otherwise in memory. ``cache``: to use instead of the cache of the
-        settings."""
+        """Create all in Redis if the settings name a server, otherwise in memory. Connects to nothing. ``cache``: to use instead of
+        the cache of the settings.
+
+        The cache and the limiter share one Redis link. The stores have another, which waits longer for an answer: a pause of Redis
+        that costs a request its cached results does not cost another its stored response."""
         if settings.redis_url is None:
             return cls(
                 limiter=LocalLimiter(),
@@ -303,58 +304,21 @@ class Stores:
                 responses=MemoryStore(settings.store_bounds),
                 catalogues=_catalogues_in_memory(settings, telemetry),
                 adapters=MemoryLoaded(),
-                share=None,
             )
-        share = Share.opened(settings, telemetry)
-        return cls(
-            limiter=share.limiter,
-            cache=cache or share.cache,
-            responses=share.responses,
-            catalogues=share.catalogues,
-            adapters=share.adapters,
-            share=share,
-        )
-
-
-@dataclass(frozen=True)
-class Share:
-    """The shared cache and limiter over one Redis link, and the stores over another, which waits longer for an answer: a pause of
-    Redis that costs a request its cached results does not cost another its stored response."""
-
-    link: Link
-    store_link: Link
-    cache: RedisCache
-    limiter: SharedLimiter
-    responses: RedisStore
-    catalogues: RedisCatalogues
-    adapters: RedisLoaded
-
-    @classmethod
-    def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
-        """Create both from ``settings``, which name a Redis server. Connects to nothing."""
+        prefix = settings.redis_prefix
         link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
         store_link = Link(open_client(settings), telemetry, seconds=STORE_SECONDS, use="stores")
-        cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=CACHE_TTL_SECONDS)
-        responses = RedisStore(store_link, settings.store_bounds, prefix=settings.redis_prefix)
+        results = RedisCache(link, telemetry, prefix=prefix, ttl_seconds=CACHE_TTL_SECONDS)
+        limiter = SharedLimiter(link, telemetry, prefix=prefix)
         copies = Copies(settings.catalogue_copies_bytes)
-        catalogues = RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=settings.redis_prefix)
-        limiter = SharedLimiter(link, telemetry, prefix=settings.redis_prefix)
-        adapters = RedisLoaded(store_link, prefix=settings.redis_prefix)
-        return cls(link, store_link, cache, limiter, responses, catalogues, adapters)
-
-    def start(self) -> None:
-        """Start the background tasks."""
-        self.link.start()
-        self.store_link.start()
-        self.cache.start()
-        self.limiter.start()
-
-    async def stop(self) -> None:
-        """Send queued writes, stop the background tasks and close the connections."""
-        await self.cache.stop()
-        await self.limiter.stop()
-        await self.link.stop()
-        await self.store_link.stop()
+        return cls(
+            limiter=limiter,
+            cache=cache or results,
+            responses=RedisStore(store_link, settings.store_bounds, prefix=prefix),
+            catalogues=RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=prefix),
+            adapters=RedisLoaded(store_link, prefix=prefix),
+            tasks=(results, limiter, link, store_link),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +330,7 @@ class Background:
     fleet: Fleet
     restorer: Restorer
     keys: KeyRing | None
-    share: Share | None
+    stores: Stores
     exporter: Exporter | None
     telemetry: Telemetry
 
@@ -389,8 +353,8 @@ class Background:
             self.exporter.start()
         if self.keys:
             self.keys.start(self.telemetry)
-        if self.share:
-            self.share.start()
+        for task in reversed(self.stores.tasks):
+            task.start()
 
     async def _stop(self) -> None:
         if self.keys:
@@ -400,8 +364,8 @@ class Background:
         await self.fleet.pool.stop()
         await self.workers.stop()
         self.watchdog.stop()
-        if self.share:
-            await self.share.stop()
+        for task in self.stores.tasks:
+            await task.stop()
         await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)
@@ -430,14 +394,16 @@ def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
 
 def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
     store = MemoryCatalogues(settings.catalogue_bounds)
-    telemetry.catalogues.watch(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
+    telemetry.catalogues.catalogues.set_function(lambda: store.catalogues)
+    telemetry.catalogues.items.set_function(lambda: store.items)
+    telemetry.catalogues.bytes.set_function(lambda: store.bytes)
     return store
 
 
 def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:
     if log is None:
         return None
-    telemetry.watch_log(lambda: log.dropped)
+    telemetry.watch(lambda: dropped_lines(log.dropped))
     return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
 
 
@@ -448,5 +414,5 @@ def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:
     except TracingError as error:
         raise SettingsError(f"YARDSTICK_TRACING_ENDPOINT: {error}") from None
     if exporter is not None:
-        telemetry.watch_traces(lambda: exporter.dropped)
+        telemetry.watch(lambda: dropped_spans(exporter.dropped))
     return exporter

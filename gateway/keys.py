@@ -1,4 +1,4 @@
-"""API keys: the content of the key file, and the middleware that requires a key. ``gateway/auth/keyring.py`` follows the file.
+"""API keys: the content of the key file, and the middleware that requires a key. ``gateway/http/auth.py`` follows the file.
 
 The file is JSON; every field but ``name`` and ``sha256`` is optional::
 

@@ -18,11 +18,11 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.edge.lifetime import WRITE_SECONDS
-from gateway.logs.writer import LineWriter, LogHandler
+from gateway.http import connection
+from gateway.ops.log_writer import LineWriter, LogHandler
 from gateway.process.heap import GarbageCollection, return_freed_memory
 from gateway.process.lifecycle import Lifecycle
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import FLAGS, LISTS, Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -50,56 +50,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, which has the settings that are named most often."""
     parser = argparse.ArgumentParser(prog="gateway", description="Serve the OpenAI-compatible API in front of engines.")
-    parser.add_argument(
-        "--engine",
-        action="append",
-        dest="engines",
-        metavar="URL",
-        help="http://, dns:// or kubernetes:// and a host and port; repeat for more",
-    )
-    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
-    parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
-    parser.add_argument(
-        "--preset",
-        action="append",
-        dest="presets",
-        metavar="MODEL=PRESET",
-        help="how a model is prompted and read: a name from `yardstick presets` or a .toml file; repeat for more",
-    )
-    parser.add_argument(
-        "--tool-parser",
-        action="append",
-        dest="tool_parsers",
-        metavar="MODEL=FORMAT",
-        help="how a model calls tools, where its chat template does not show it, such as hermes; repeat for more",
-    )
-    parser.add_argument(
-        "--reasoning-parser",
-        action="append",
-        dest="reasoning_parsers",
-        metavar="MODEL=FORMAT",
-        help="how a model marks its thinking, where its chat template does not show it, such as think; repeat for more",
-    )
-    parser.add_argument(
-        "--alias", action="append", dest="aliases", metavar="ALIAS=MODEL", help="a further name of a model; repeat for more"
-    )
-    parser.add_argument(
-        "--fallback",
-        action="append",
-        dest="fallbacks",
-        metavar="MODEL=FALLBACK",
-        help="the model that generates while MODEL has no ready engine; repeat for more",
-    )
-    parser.add_argument(
-        "--image-host",
-        action="append",
-        dest="image_hosts",
-        metavar="HOST",
-        help="a host that images may be fetched from; repeat for more",
-    )
-    parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
+    for setting, (metavar, help) in _OPTIONS.items():
+        if setting in LISTS:
+            parser.add_argument(FLAGS[setting], action="append", dest=setting, metavar=metavar, help=f"{help}; repeat for more")
+        else:
+            parser.add_argument(FLAGS[setting], dest=setting, metavar=metavar, help=help)
     return parser
+
+
+_OPTIONS = {
+    "engines": ("URL", "http://, dns:// or kubernetes:// and a host and port"),
+    "host": ("HOST", "address to listen on (127.0.0.1)"),
+    "port": ("PORT", "TCP port to listen on (8000); 0 takes a free one"),
+    "api_keys_file": ("FILE", "JSON file of the API keys' hashes"),
+    "presets": ("MODEL=PRESET", "how a model is prompted and read: a name from `yardstick presets` or a .toml file"),
+    "tool_parsers": ("MODEL=FORMAT", "how a model calls tools, where its chat template does not show it, such as hermes"),
+    "reasoning_parsers": (
+        "MODEL=FORMAT",
+        "how a model marks its thinking, where its chat template does not show it, such as think",
+    ),
+    "aliases": ("ALIAS=MODEL", "a further name of a model"),
+    "fallbacks": ("MODEL=FALLBACK", "the model that generates while MODEL has no ready engine"),
+    "image_hosts": ("HOST", "a host that images may be fetched from"),
+    "redis_url": ("URL", "Redis for results and limits, such as redis://127.0.0.1:6379/0"),
+}
+"""Placeholder and description of each option, by setting."""
 
 
 def serve(settings: Settings, log: LineWriter) -> int:
@@ -209,7 +184,12 @@ def bound_connections(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # the protocol closes connections of clients that do not read, except for the last bytes, which only the kernel holds
-    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * WRITE_SECONDS)}
+    options = {
+        "TCP_KEEPIDLE": 30,
+        "TCP_KEEPINTVL": 10,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": math.ceil(2000 * connection.WRITE_SECONDS),
+    }
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

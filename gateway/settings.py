@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.logs.access import Format
+from gateway.ops.access_log import Format
 from gateway.output.answer import NO_FORMAT, THINKING, Formats
 from gateway.output.families import FAMILIES
 from gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
@@ -38,6 +38,18 @@ FLAGS = {
     "image_hosts": "--image-host",
 }
 """Options of the command line, by setting."""
+LISTS = (
+    "engines",
+    "allowed_hosts",
+    "cors_origins",
+    "presets",
+    "tool_parsers",
+    "reasoning_parsers",
+    "aliases",
+    "fallbacks",
+    "image_hosts",
+)
+"""Settings with several entries, separated by commas in the environment."""
 
 
 class SettingsError(ValueError):
@@ -321,7 +333,7 @@ def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> S
         if name not in known:
             alike = " or ".join(PREFIX + field.upper() for field in get_close_matches(name, known))
             raise SettingsError(f"{variable}: there is no such setting; unset it{alike and f', or use {alike}'}")
-        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
+        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in LISTS else text
     given |= {name: value for name, value in flags.items() if value is not None}
     types = get_type_hints(Settings, include_extras=True)
     return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
@@ -333,19 +345,6 @@ def _convert(name: str, value: object, kind: object) -> Any:
         return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
     except msgspec.ValidationError as error:
         raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
-
-
-_LISTS = (
-    "engines",
-    "allowed_hosts",
-    "cors_origins",
-    "presets",
-    "tool_parsers",
-    "reasoning_parsers",
-    "aliases",
-    "fallbacks",
-    "image_hosts",
-)
 
 
 # --- checks of single settings

@@ -22,16 +22,16 @@ from gateway.text.bounds import Bounds
 VARIABLE = "TUNED"
 CONSTANTS = {
     "api_keys_stale_seconds": "gateway.app:KEYS_STALE_SECONDS",
-    "body_bytes_per_second": "gateway.edge.lifetime:BODY_BYTES_PER_SECOND",
-    "body_seconds": "gateway.edge.lifetime:BODY_SECONDS",
+    "body_bytes_per_second": "gateway.http.connection:BODY_BYTES_PER_SECOND",
+    "body_seconds": "gateway.http.connection:BODY_SECONDS",
     "cache_ttl_seconds": "gateway.app:CACHE_TTL_SECONDS",
-    "header_seconds": "gateway.edge.lifetime:HEADER_SECONDS",
+    "header_seconds": "gateway.http.connection:HEADER_SECONDS",
     "image_seconds": "gateway.app:IMAGE_SECONDS",
     "keepalive_seconds": "gateway.app:KEEPALIVE_SECONDS",
     "silence_seconds": "gateway.composition.fleet:SILENCE_SECONDS",
     "stored_responses": "gateway.settings:STORED_RESPONSES",
     "text_job_mib": "gateway.app:TEXT_JOB_MIB",
-    "write_seconds": "gateway.edge.lifetime:WRITE_SECONDS",
+    "write_seconds": "gateway.http.connection:WRITE_SECONDS",
 }
 """Where each constant is."""
 DERIVED = ("max_bytes_in_flight", "max_uploads", "max_waiting", "stored_response_bytes", "text_queue_bytes")

@@ -20,9 +20,9 @@ import uvicorn
 
 from benchmarks.gateway.programs import read_body
 from engine import wire
-from gateway.edge.protocol import protocol_factory
 from gateway.handling.streams import DONE
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.connection import protocol_factory
+from gateway.ops.metrics import Telemetry
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.settings import Settings

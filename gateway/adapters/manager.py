@@ -15,7 +15,7 @@ from engine import wire
 from gateway.adapters.calls import Outcome, load_on, replicas_of, unload_on
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
 from gateway.errors import AdapterNotFound, Conflict, InvalidRequest, NotReady, Overloaded, StoreFull, StoreUnavailable
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
@@ -138,7 +138,7 @@ class AdapterManager:
         await asyncio.gather(*(self._pool.adapters.refresh(replica) for replica in replicas))
 
     def _count(self, operation: str, outcome: Outcome) -> None:
-        self._telemetry.adapters.operated(operation, len(outcome.done), len(outcome.failed))
+        self._telemetry.adapter_operated(operation, len(outcome.done), len(outcome.failed))
 
 
 def _unavailable() -> StoreUnavailable:

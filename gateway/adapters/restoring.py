@@ -12,7 +12,7 @@ from engine import wire
 from gateway.adapters.calls import load_on, replicas_of, unload_on
 from gateway.adapters.manager import AdapterManager
 from gateway.adapters.store import Loaded, Unavailable
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
@@ -128,7 +128,7 @@ class Restorer:
     async def _restore(self, replica: Replica, loaded: Loaded) -> None:
         """Load an adapter on an engine that lacks it."""
         outcome = await load_on([replica], wire.LoadAdapter(loaded.name, loaded.path, replace=True))
-        self._telemetry.adapters.operated("restore", len(outcome.done), len(outcome.failed))
+        self._telemetry.adapter_operated("restore", len(outcome.done), len(outcome.failed))
         pause = min(2 * self._pauses.get((replica, loaded), (FIRST_PAUSE_SECONDS / 2, 0.0))[0], LONGEST_PAUSE_SECONDS)
         if outcome.failed:
             logger.warning("engine %s: adapter %s is not loaded: %s", replica.client.url, loaded.reference, outcome.failed[0][1])
@@ -151,7 +151,7 @@ class Restorer:
 
     async def _unload(self, replica: Replica, name: str) -> None:
         outcome = await unload_on([replica], name)
-        self._telemetry.adapters.operated("unload", len(outcome.done), len(outcome.failed))
+        self._telemetry.adapter_operated("unload", len(outcome.done), len(outcome.failed))
         if not outcome.failed:
             self._manager.unloads.get(replica, set()).discard(name)
             await self._pool.adapters.refresh(replica)

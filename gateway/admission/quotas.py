@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from litestar.connection import ASGIConnection
 
-from gateway.context import RequestContext
 from gateway.errors import ClientGone, GatewayError, Overloaded, RateLimited, RequestTimeout
+from gateway.http.context import RequestContext
 from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
-from gateway.metrics.telemetry import Telemetry
-from gateway.tracing import stage
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
 
 if TYPE_CHECKING:
     from gateway.keys import ApiKey
@@ -91,7 +91,7 @@ class Quotas:
         earlier = [header for header in context.headers if not header[0].startswith(b"x-ratelimit-")]
         context.headers[:] = earlier + _headers(verdict)
         if verdict.denied is not None:
-            self._telemetry.limited(key.name, verdict.denied)
+            self._telemetry.limited.labels(key.name, verdict.denied).inc()
             raise RateLimited(_complaint(key, cost, verdict), retry_after=verdict.wait)
 
     def _end(self, context: RequestContext, lease: Lease) -> None:

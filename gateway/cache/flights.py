@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from gateway.cache.base import Row
-from gateway.tracing import stage
+from gateway.ops.tracing import stage
 
 Flight = asyncio.Future[Mapping[bytes, Row]]
 """A future with the results of all keys that were begun together. Keys whose computation failed or was abandoned are missing from

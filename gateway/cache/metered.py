@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gateway.cache.base import ResultCache, Row
-from gateway.metrics.telemetry import Telemetry
-from gateway.tracing import stage
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
 
 
 class MeteredCache:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from litestar.connection import ASGIConnection
 
 from gateway.catalogues.store import CatalogueStore, Found, Full, Missing, Spec, TooLarge, Unavailable
-from gateway.context import RequestContext
 from gateway.errors import CatalogueNotFound, Conflict, InvalidRequest, ItemNotFound, NotPermitted, StoreFull, StoreUnavailable
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.context import RequestContext
+from gateway.ops.metrics import Telemetry
 from gateway.pool.replica import ServedModel
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -53,7 +53,7 @@ from gateway.catalogues.store import (
     check_size,
     lives,
 )
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.link import Link, RedisAway, RedisFull
 from gateway.settings import CatalogueBounds
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher

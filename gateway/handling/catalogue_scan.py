@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 from litestar import Request
 
 from engine import wire
-from gateway.auth.tenancy import caller_of, priority_of
 from gateway.cache.base import Row
 from gateway.cache.policy import CachePolicy
 from gateway.catalogues.record import tokens_of
-from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
+from gateway.handling.access import caller_of, priority_of
 from gateway.handling.body import Body
 from gateway.handling.catalogue_prompts import CataloguePrompts, Query, Whole
 from gateway.handling.overlapped import overlapped
@@ -29,6 +28,7 @@ from gateway.handling.reader import INLINE_BYTES, Reading
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import while_connected
+from gateway.http.context import RequestContext
 from gateway.limits.base import Lease
 from gateway.pool.prompts import Prompts
 from gateway.presets.preset import Fitted

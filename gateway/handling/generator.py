@@ -12,22 +12,22 @@ import msgspec
 from litestar import Request, Response
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.generation.generation import DirectWriter, Generation, run_all
 from gateway.generation.prompt_output import check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.answer import Answer
 from gateway.handling.large import JsonResponse
 from gateway.handling.streams import DONE, StreamHandle, Streams, sse, while_connected
+from gateway.http.context import RequestContext
 from gateway.limits.base import NOTHING, Cost, Lease
-from gateway.logs.account import Account
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.access_log import Account
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import finished
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from gateway.tracing import finished
 
 _encoder = msgspec.json.Encoder()
 
@@ -149,14 +149,17 @@ class Generator:
             self.telemetry.generated(account)
             for generation in generations:
                 if calls := generation.tool_calls:
-                    self.telemetry.tools_called(calls.family, calls.calls, calls.malformed)
+                    for result, count in (("called", calls.calls), ("malformed", calls.malformed)):
+                        if count:
+                            self.telemetry.tool_calls.labels(calls.family, result).inc(count)
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
             if generations[0].request.grammar:
-                self.telemetry.structured(generations[0].model.base.name, len(generations))
+                self.telemetry.structured.labels(generations[0].model.base.name).inc(len(generations))
             if guidance := generations[0].request.length_guidance:
-                self.telemetry.guided(generations[0].model.base.name, guidance.constraint or guidance.mode, len(generations))
+                mode = guidance.constraint or guidance.mode
+                self.telemetry.guided.labels(generations[0].model.base.name, mode).inc(len(generations))
 
 
 class _DirectWriter(DirectWriter):
@@ -182,14 +185,14 @@ class _DirectWriter(DirectWriter):
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                writer.write_now(event)
+                writer.write(event)
 
     def send_quoted(self, index: int, text: bytes) -> None:
         writer = self._handle.writer
         assert writer is not None
         if (around := self._around.get(index)) is None:
             around = self._around[index] = self._answer.around_text(index)
-        writer.write_now(around[0] + text + around[1])
+        writer.write(around[0] + text + around[1])
 
 
 def system_fingerprint(model: ServedModel) -> str:

@@ -11,8 +11,6 @@ from typing import Any, get_args
 
 import msgspec
 from litestar import Request, Response, get
-from litestar._openapi.schema_generation import SchemaCreator
-from litestar._openapi.schema_generation.plugins.struct import StructSchemaPlugin
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
@@ -22,6 +20,7 @@ from litestar.openapi.spec.enums import OpenAPIType
 from litestar.openapi.spec.header import OpenAPIHeader
 from litestar.openapi.spec.media_type import OpenAPIMediaType
 from litestar.params import FromPath
+from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
@@ -222,12 +221,18 @@ def asset_route() -> HTTPRouteHandler:
     return asset
 
 
-class DocumentedStructs(StructSchemaPlugin):
-    """Schemas of structs, with the docstrings of the class and of its attributes as descriptions."""
+class DocumentedStructs(OpenAPISchemaPlugin):
+    """The framework's schemas of structs, with the docstrings of the class and of its attributes as descriptions."""
 
-    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: SchemaCreator) -> Schema:
+    def is_plugin_supported_field(self, field_definition: FieldDefinition) -> bool:
+        """Whether this is a struct."""
+        return not field_definition.is_union and field_definition.is_subclass_of(msgspec.Struct)
+
+    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: Any) -> Schema:
         """Return the schema of one struct."""
-        schema = super().to_openapi_schema(field_definition, schema_creator)
+        others = (p for p in schema_creator.plugins if p is not self and isinstance(p, OpenAPISchemaPlugin))
+        framework = next(p for p in others if p.is_plugin_supported_field(field_definition))
+        schema: Schema = framework.to_openapi_schema(field_definition, schema_creator)
         # no handler returns these events, so their schemas are added here
         for event in {ChatCompletion: (ChatChunk,), ResponseBody: _RESPONSE_EVENTS}.get(field_definition.type_, ()):
             schema_creator.for_field_definition(FieldDefinition.from_annotation(event))

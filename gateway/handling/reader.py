@@ -19,13 +19,14 @@ import msgspec
 from litestar import Request
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from gateway.handling.body import Body
 from gateway.handling.streams import while_connected
+from gateway.http.context import RequestContext
 from gateway.images.decode import InvalidImage
 from gateway.images.fetch import ImageFetcher, ImageRoom
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
 from gateway.output.answer import Formats
 from gateway.pool.replica import ServedModel
 from gateway.reading.endpoint import Endpoint, Model
@@ -34,7 +35,6 @@ from gateway.reading.images import IMAGE_CHARACTERS
 from gateway.schemas.parameters import Parameters
 from gateway.text.bounds import Bounds
 from gateway.text.prepared import Packed, Prepared, unpack
-from gateway.tracing import stage
 from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted
 from gateway.workers.workers import BULK, Channel, Loss, WorkerLostError, Workers
 
@@ -169,15 +169,15 @@ class Reader:
             answer = await channel.ask(job, body, seconds=seconds)
         except WorkerLostError as error:
             if error.loss == "slow" and seconds < self.text_seconds:
-                self.telemetry.text.worker_ended("moved")
+                self.telemetry.text.ended.labels("moved").inc()
                 raise _TooSlow from None
-            self.telemetry.text.worker_ended(error.loss)
+            self.telemetry.text.ended.labels(error.loss).inc()
             raise self._lost(error.loss) from None
         finally:
-            self.telemetry.text.read(time.perf_counter() - began)
+            self.telemetry.text.seconds.observe(time.perf_counter() - began)
         if isinstance(answer, Refused):
             if answer.image_reason is not None:
-                self.telemetry.images.refused(answer.image_reason)
+                self.telemetry.images.refused.labels(answer.image_reason).inc()
                 raise InvalidImage(answer.message, param=answer.param, reason=answer.image_reason)
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
             raise refusal(answer.message, param=answer.param)

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 
-from gateway.context import RequestContext
 from gateway.errors import GatewayError
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import Piece
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import Generator, small, usage_of
 from gateway.handling.streams import while_connected
+from gateway.http.context import RequestContext
 from gateway.output.parser import Content, Part
 from gateway.process.time_slices import TimeSlice
 from gateway.responses.draft import Draft

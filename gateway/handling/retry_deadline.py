@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 
 RETRY_SECONDS = 0.25
 """Pause before a part is sent again. :class:`gateway.pool.dispatch.Dispatcher` waits for a ready engine by itself, but refuses at
@@ -45,5 +45,5 @@ class RetryDeadline:
                 losses += isinstance(error, _LOST)
                 if not isinstance(error, _AWAY + _LOST) or now >= until or losses > MOST_LOSSES:
                     raise
-                self.telemetry.engines.retried(model, error.code or error.type)
+                self.telemetry.engines.retries.labels(model, error.code or error.type).inc()
             await asyncio.sleep(min(RETRY_SECONDS, until - now))

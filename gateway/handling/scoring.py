@@ -12,13 +12,13 @@ from litestar import Request
 
 from engine import wire
 from gateway.admission.quotas import Quotas
-from gateway.auth.tenancy import caller_of
 from gateway.cache.base import Row
 from gateway.cache.policy import CachePolicy
-from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
+from gateway.handling.access import caller_of
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.context import RequestContext
+from gateway.ops.metrics import Telemetry
 from gateway.pool.paths import check_fallback, paths_of
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel

@@ -21,9 +21,9 @@ from litestar import Request, Response
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
-from gateway.context import RequestContext
-from gateway.edge.cycle import Cycle, Incoming
 from gateway.errors import ClientGone, GatewayError, InternalError
+from gateway.http.connection import Cycle, Incoming
+from gateway.http.context import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -212,12 +212,6 @@ class _EventWriter:
         """Pass bytes of the body to the connection. Only while :attr:`writable`."""
         assert self.cycle is not None
         self.cycle.write(event)
-        self._sent = self._loop.time()
-
-    def write_now(self, event: bytes) -> None:
-        """Do what :meth:`write` does, without waiting for what else this event loop iteration writes."""
-        assert self.cycle is not None
-        self.cycle.write_now(event)
         self._sent = self._loop.time()
 
     async def send(self, event: bytes) -> None:

@@ -14,10 +14,10 @@ from contextlib import aclosing, contextmanager
 
 import httpx
 
-from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, Overloaded
+from gateway.http.context import RequestContext
 from gateway.images.decode import ImageError, InvalidImage
-from gateway.metrics.images import ImageMetrics
+from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 
 MAX_URLS = 32
@@ -51,7 +51,7 @@ class ImageFetcher:
         """Check the URLs of a request before anything is fetched. ``wanted``: the first field of the request with each URL. Raises
         :class:`InvalidImage`."""
         if len(wanted) > MAX_URLS:
-            self._metrics.refused("count")
+            self._metrics.refused.labels("count").inc()
             raise InvalidImage(f"The request has {len(wanted)} URLs of images; at most {MAX_URLS} are fetched.", reason="count")
         for url, param in wanted.items():
             with self._naming(param):
@@ -147,7 +147,7 @@ class ImageFetcher:
         try:
             yield
         except ImageError as error:
-            self._metrics.refused(error.reason)
+            self._metrics.refused.labels(error.reason).inc()
             self._metrics.fetched(error.reason, time.perf_counter() - began)
             raise InvalidImage(f"`{param}`: the image {error}.", param=param, reason=error.reason) from None
 
@@ -160,7 +160,7 @@ class ImageRoom:
         """``capacity``: in bytes."""
         self._room = FairRoom(capacity)
         self._metrics = metrics
-        metrics.watch(lambda: self._room.used)
+        metrics.held.set_function(lambda: self._room.used)
 
     def hold(self, context: RequestContext, amount: int) -> None:
         """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
@@ -188,7 +188,7 @@ class ImageRoom:
     def _take(self, tenant: Tenant, amount: int, whole: int) -> None:
         """``whole``: what the request holds with ``amount``."""
         if not self._room.take(tenant.id, amount, tenant.weight):
-            self._metrics.refused("room")
+            self._metrics.refused.labels("room").inc()
             most = self._room.most(tenant.id, tenant.weight)
             if whole > most:
                 raise BodyTooLarge(f"The request's images have more than the {most} bytes that one caller may have in progress.")

@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, NOTHING, RATES, Lease, Level, Limits, Verdict, level, too_much
 from gateway.limits.local import LocalLimiter
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
 
@@ -201,7 +201,7 @@ class SharedLimiter:
     def _settle_later(self, lease: Lease) -> None:
         """Settle ``lease`` in Redis from the background."""
         if len(self._ended) >= MAX_SETTLEMENTS:
-            self._telemetry.settlements_lost(1)
+            self._telemetry.settlements_lost.inc(1)
             return
         self._ended.append(lease)
         self._any_ended.set()
@@ -241,7 +241,7 @@ class SharedLimiter:
         try:
             await self._link.ask(lambda: _SETTLE(self._link.client, keys, arguments), seconds=SETTLE_SECONDS)
         except RedisAway:
-            self._telemetry.settlements_lost(len(leases))
+            self._telemetry.settlements_lost.inc(len(leases))
             self._remove_later(leases)
 
     def _remove_later(self, leases: Iterable[Lease]) -> None:

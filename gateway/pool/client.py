@@ -16,15 +16,14 @@ import msgspec
 from yarl import URL
 
 from engine import wire
-from gateway.error_sources import from_engine
-from gateway.errors import EngineSilent, GatewayError
+from gateway.errors import EngineSilent, GatewayError, from_engine
+from gateway.http.context import engine_deadline
 from gateway.ids import new_id
+from gateway.ops.tracing import Stage
 from gateway.pool.faults import Spoilt, unreadable
 from gateway.pool.get_stream import Answer, GetStream
 from gateway.pool.stream import OnDelta
 from gateway.pool.streams import EngineCall, EngineStreams, Target
-from gateway.time_limits import engine_deadline
-from gateway.tracing import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import attempt, stage
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.placement import PROMPT_AFFINITY, affinity_of
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import OnDelta
 from gateway.pool.waiting import WaitingRoom
-from gateway.tracing import attempt, stage
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Dispatcher:
 
     def resumed(self, model: ServedModel) -> None:
         """Count a sequence that resumes on another replica."""
-        self._telemetry.engines.resumed(model.name)
+        self._telemetry.engines.resumptions.labels(model.name).inc()
 
     def check_retry(self, error: GatewayError, model: ServedModel, attempts: Attempts) -> None:
         """Return if another replica should be tried or waited for; otherwise raise ``error``."""
@@ -150,7 +150,7 @@ class Dispatcher:
             if attempts.wait_seconds <= 0:
                 raise error
             attempts.replicas.clear()
-        self._telemetry.engines.retried(model.name, error.code or error.type)
+        self._telemetry.engines.retries.labels(model.name, error.code or error.type).inc()
 
     async def _choose(
         self,
@@ -179,7 +179,7 @@ class Dispatcher:
         return replica
 
     async def _wait(self, model: ServedModel, attempts: Attempts, caller: wire.Caller) -> None:
-        self._telemetry.engines.without_engine(model.base.name)
+        self._telemetry.engines.missing.labels(model.base.name).inc()
         if attempts.wait_seconds <= 0:
             return
         began = time.monotonic()
@@ -191,7 +191,7 @@ class Dispatcher:
 
     def _record_failure(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
-        self._telemetry.engines.failed(model.name, error.code or error.type)
+        self._telemetry.engines.errors.labels(model.name, error.code or error.type).inc()
         if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
             model.refused()
         if isinstance(error, AdapterNotFound):
@@ -199,5 +199,5 @@ class Dispatcher:
         elif isinstance(error, NotReady):
             replica.ready = False
         elif isinstance(error, _FAULTS) and replica.health.failed():
-            self._telemetry.engines.ejected(model.name)
+            self._telemetry.engines.ejections.labels(model.name).inc()
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)

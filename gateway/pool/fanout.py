@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from engine import wire
 from gateway.errors import GatewayError
 from gateway.limits.base import Lease
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.faults import check_rows, numbers_of, overflow
@@ -91,7 +91,7 @@ class FanOut:
         else:
             sub_batches = self._divide_evenly(model, prompts, branches)
         sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
-        self._telemetry.engines.split(len(sub_batches))
+        self._telemetry.engines.sub_batches.observe(len(sub_batches))
         await all_or_cancel([compute(sub_batch) for sub_batch in sub_batches])
 
     def _divide_evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:

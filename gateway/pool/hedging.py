@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine import wire
 from gateway.errors import GatewayError
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 
 if TYPE_CHECKING:
     from gateway.pool.client import EngineClient
@@ -102,7 +102,7 @@ class Hedger:
         if second is not None and self._take(race, 1 if last else RESERVE):
             return second
         if last:
-            self.telemetry.engines.hedge_denied(race.model.base.name, "budget" if second else "saturation")
+            self.telemetry.engines.hedges_denied.labels(race.model.base.name, "budget" if second else "saturation").inc()
         return None
 
     def earn(self, model: ServedModel, computed: int) -> None:
@@ -112,7 +112,7 @@ class Hedger:
     def beaten(self, replica: Replica, model: ServedModel) -> None:
         """Note that ``replica`` of ``model`` lost a race against a later request to another."""
         if replica.health.beaten():
-            self.telemetry.engines.ejected(model.name)
+            self.telemetry.engines.ejections.labels(model.name).inc()
             logger.warning("engine %s: ejected, slower than others %d times", replica.client.url, replica.health.races_lost)
 
     def _spare(self, race: Race, delay: float) -> Replica | None:
@@ -132,5 +132,5 @@ class Hedger:
             return False
         hedges.tokens -= race.tokens
         hedges.running += 1
-        self.telemetry.engines.hedge_sent(race.model.base.name, race.tokens)
+        self.telemetry.engines.hedge_tokens.labels(race.model.base.name).inc(race.tokens)
         return True

@@ -7,8 +7,8 @@ import logging
 
 from engine import wire
 from gateway.errors import GatewayError
-from gateway.metrics.item_caches import ItemCacheSample
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import ItemCacheSample, item_caches
+from gateway.ops.metrics import Telemetry
 from gateway.pool.pool import Pool
 from gateway.pool.probe_times import SLOTS
 from gateway.pool.replica import Replica
@@ -27,7 +27,7 @@ class ItemCaches:
         self._interval = interval
         self._told: dict[Replica, wire.Stats] = {}
         self._task: asyncio.Task[None] | None = None
-        telemetry.watch_item_caches(self.samples)
+        telemetry.watch(lambda: item_caches(self.samples()))
 
     def start(self) -> None:
         """Start the task."""

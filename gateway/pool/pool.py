@@ -11,7 +11,8 @@ import msgspec
 
 from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import fleet
+from gateway.ops.metrics import Telemetry
 from gateway.pool.adapters import AdapterDirectory
 from gateway.pool.client import REFUSED, UNANSWERED, Readiness
 from gateway.pool.discovery.base import Discovery, Endpoint
@@ -67,8 +68,12 @@ class Pool:
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        telemetry.watch_replicas(
-            lambda: replica_samples(self._replicas.values(), self._served.values()), lambda: model_samples(self._served.values())
+        telemetry.watch(
+            lambda: fleet(
+                replica_samples(self._replicas.values(), self._served.values()),
+                model_samples(self._served.values()),
+                telemetry.begin,
+            )
         )
 
     def start(self) -> None:
@@ -131,7 +136,7 @@ class Pool:
                 found = self.model(other)
                 if found.has_ready and may_use(other):
                     self._telemetry.fell_back(model, other)
-                    self._telemetry.engines.without_engine(model)
+                    self._telemetry.engines.missing.labels(model).inc()
                     return found
         return None
 
@@ -229,7 +234,7 @@ class Pool:
     def _silenced(self, replica: Replica) -> None:
         """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
         if replica.ready or replica.in_flight:
-            self._telemetry.engines.silent(self._model_name(replica))
+            self._telemetry.engines.silences.labels(self._model_name(replica)).inc()
             logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
         replica.ready = False
         replica.give_up()

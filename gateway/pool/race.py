@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from engine import wire
 from gateway.errors import GatewayError
+from gateway.ops.tracing import Stage, attempt
 from gateway.pool.hedging import MIN_SECONDS, Ask, Hedge, Hedger
-from gateway.tracing import Stage, attempt
 
 if TYPE_CHECKING:
     from gateway.pool.replica import Replica, ServedModel
@@ -183,4 +183,4 @@ class Race:
             self._result = "failed"
             if not isinstance(error, GatewayError):
                 logger.error("a hedge failed", exc_info=error)
-        self._hedger.telemetry.engines.hedge_ended(self.model.base.name, self._result)
+        self._hedger.telemetry.engines.hedges.labels(self.model.base.name, self._result).inc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from gateway.metrics.collectors import ModelSample, ReplicaSample
+from gateway.ops.collectors import ModelSample, ReplicaSample
 from gateway.pool.replica import Replica, ServedModel
 
 

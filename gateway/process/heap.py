@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -65,7 +65,7 @@ class GarbageCollection:
             return
         self._collect()
         self._collected = now
-        self._telemetry.process.garbage_collected(reason)
+        self._telemetry.process.collections.labels(reason).inc()
 
 
 def return_freed_memory() -> None:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 
 BUSY_SECONDS = 0.005
 """Interval while requests are in flight and the loop uses at least :data:`BUSY_SHARE` of a processor. It costs about 1 % of one."""

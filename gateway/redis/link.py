@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.connect import Client, close, drop_idle
 
 logger = logging.getLogger(__name__)
@@ -115,14 +115,14 @@ class Link:
 
     def _refused(self, kind: str) -> None:
         """Note that Redis refuses to write. ``kind``: a key of :data:`_REMEDIES`."""
-        self._telemetry.redis_failed(kind)
+        self._telemetry.redis_errors.labels(kind).inc()
         now = time.monotonic()
         if now - self._full_logged >= FULL_LOG_SECONDS:
             self._full_logged = now
             logger.warning("%s", _REMEDIES[kind])
 
     def _failed(self, error: Exception, *, late: bool) -> None:
-        self._telemetry.redis_failed("timeout" if isinstance(error, TimeoutError) else "error")
+        self._telemetry.redis_errors.labels("timeout" if isinstance(error, TimeoutError) else "error").inc()
         self._late += late
         if self._is_open or (late and self._late < LATE_IN_A_ROW):
             return

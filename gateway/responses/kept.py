@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from litestar.connection import ASGIConnection
 
-from gateway.context import RequestContext
 from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.context import RequestContext
+from gateway.ops.metrics import Telemetry
 from gateway.responses.store import ResponseStore, Stored, Unavailable
 from gateway.schemas.response_body import OutputItem, OutputMessage
 from gateway.text.prepared import Items
@@ -84,7 +84,7 @@ class Kept:
             stored = await self.store.put(_tenant(connection), id, Stored(body, context, items))
         except Unavailable:
             stored = False
-        self.telemetry.response_stored("stored" if stored else "dropped")
+        self.telemetry.stored_responses.labels("stored" if stored else "dropped").inc()
         return stored
 
 

@@ -13,10 +13,10 @@ from litestar.params import JSONBody
 from gateway.adapters.calls import Outcome
 from gateway.adapters.manager import AdapterManager
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
 from gateway.handling.body import Body, post_json
 from gateway.handling.large import JsonResponse
+from gateway.http.context import RequestContext
 from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
 from gateway.schemas.adapters import AdapterOperation, Failure, LoadAdapterRequest, UnloadAdapterRequest

@@ -13,13 +13,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, JSONBody
 
 from engine import wire
-from gateway.auth.tenancy import caller_of
 from gateway.cache.policy import CachePolicy
 from gateway.catalogues.catalogues import check_may_write
 from gateway.catalogues.record import tokens_of
 from gateway.catalogues.store import Full, Missing, Unavailable, WarmUp
-from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
+from gateway.handling.access import caller_of
 from gateway.handling.body import Body, post_json
 from gateway.handling.catalogue_prompts import CataloguePrompts, Query, Whole
 from gateway.handling.catalogue_scan import check_whole
@@ -29,6 +28,7 @@ from gateway.handling.reader import Reader, Reading
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import DONE, sse, while_connected
+from gateway.http.context import RequestContext
 from gateway.keys import PRIORITY_RANGE
 from gateway.limits.base import Lease
 from gateway.pool.fanout import FanOut

@@ -17,7 +17,6 @@ from gateway.admission.quotas import Quotas
 from gateway.catalogues.catalogues import Catalogues, check_may_write, check_name, check_text, owner_of, version_of
 from gateway.catalogues.record import digest_of, expiry_of, tokens_of
 from gateway.catalogues.store import Missing, Spec, State
-from gateway.context import RequestContext
 from gateway.errors import Conflict, InvalidRequest
 from gateway.handling.access import requested_model
 from gateway.handling.body import Body, put_json
@@ -25,6 +24,7 @@ from gateway.handling.large import JsonResponse
 from gateway.handling.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
 from gateway.handling.reader import Reader
 from gateway.handling.scoring import fitted_of
+from gateway.http.context import RequestContext
 from gateway.pool.pool import Pool
 from gateway.reading.catalogue import Opened, Records, requested_template
 from gateway.schemas.catalogue import (

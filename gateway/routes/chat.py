@@ -9,11 +9,10 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.auth.tenancy import caller_of, priority_of
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import prompt_ids
-from gateway.handling.access import requested_model
+from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import Generator

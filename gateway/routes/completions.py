@@ -11,13 +11,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
-from gateway.auth.tenancy import caller_of, priority_of
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.handling.access import requested_model
+from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.answer import Answer
 from gateway.handling.body import Body, post_json
 from gateway.handling.generator import Generator, system_fingerprint

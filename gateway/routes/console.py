@@ -12,8 +12,8 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 import gateway.console
-from gateway.edge.cycle import Incoming
 from gateway.errors import NotFound
+from gateway.http.connection import Incoming
 
 FOLDER = Path(gateway.console.__file__).parent
 PAGE = "index.html"

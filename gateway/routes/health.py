@@ -10,11 +10,10 @@ from litestar.types import Scope
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from gateway.auth.keyring import KeyRing
-from gateway.auth.require_key import key_of
-from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, NotReady
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.auth import KeyRing, key_of
+from gateway.http.connection import Incoming
+from gateway.ops.metrics import Telemetry
 from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.time_slices import TimeSlice

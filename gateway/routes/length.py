@@ -10,8 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
-from gateway.auth.tenancy import priority_of
-from gateway.handling.access import requested_model
+from gateway.handling.access import priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.large import with_rows
 from gateway.handling.reader import Reader

@@ -11,10 +11,9 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.auth.tenancy import priority_of
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
-from gateway.handling.access import requested_model
+from gateway.handling.access import priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.large import listed, with_rows

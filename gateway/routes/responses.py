@@ -11,11 +11,10 @@ from litestar import Request, Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from gateway.auth.tenancy import caller_of, priority_of
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
-from gateway.handling.access import requested_model
+from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import system_fingerprint

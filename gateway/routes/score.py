@@ -10,8 +10,7 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.auth.tenancy import priority_of
-from gateway.handling.access import requested_model
+from gateway.handling.access import priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.large import event_with_rows, with_rows

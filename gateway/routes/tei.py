@@ -15,10 +15,9 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
 from engine import wire
-from gateway.auth.tenancy import priority_of
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest, NotFound
-from gateway.handling.access import requested_model
+from gateway.handling.access import priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.large import listed
 from gateway.handling.openapi import READ_ERRORS, ApiOperation

@@ -9,12 +9,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.handling.access import requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.large import encoded
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.handling.reader import Reader
+from gateway.http.context import RequestContext
 from gateway.pool.pool import Pool
 from gateway.schemas.tokenize import (
     DetokenizeRequest,

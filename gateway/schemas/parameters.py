@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from gateway.time_limits import MAX_SECONDS
-
+MAX_SECONDS = 86_400.0
+"""Longest time limit of a request."""
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 EndpointName = Literal[

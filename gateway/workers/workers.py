@@ -28,7 +28,7 @@ import msgspec
 
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.text.vocabulary import TokenizerError, Vocabulary, VocabularyTable
 from gateway.workers.messages import HEADER, Answer, Ended, Forget, Fork, Forked, Job, Load, Loaded, Order, Report, frame
 from gateway.workers.queue import Capacity, JobQueue, QueuedJob
@@ -402,7 +402,7 @@ class Workers:
         self._forks: Forks | None = None
         self._running = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        telemetry.text.watch_queue(lambda: len(self._queue))
+        telemetry.text.queue.set_function(lambda: len(self._queue))
 
     def start(self) -> None:
         """Start the fork server, and restart it when it ends."""
@@ -457,7 +457,7 @@ class Workers:
         job = QueuedJob(tenant, size, bulk and self._capacity.workers > 1, weight)
         began = time.perf_counter()
         channel = self._idle.pop() if self._idle and self._queue.passes(job) else await self._wait(job)
-        self._telemetry.text.waited(time.perf_counter() - began)
+        self._telemetry.text.wait_seconds.observe(time.perf_counter() - began)
         try:
             yield channel
         finally:
@@ -505,7 +505,7 @@ class Workers:
         try:
             await channel.clear()
         except TimeoutError:
-            self._telemetry.text.worker_ended("left")
+            self._telemetry.text.ended.labels("left").inc()
             channel.kill()
         self._release(channel, job)
 

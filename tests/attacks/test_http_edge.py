@@ -6,9 +6,7 @@ import gzip
 import itertools
 import json
 import socket
-import subprocess
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -19,7 +17,6 @@ from tests.attacks.conftest import StartGateway
 from tests.attacks.raw import Answer, connected, parse, read_answer, read_to_end, request
 from tests.attacks.watch import Watch, metric_of, settled_mib, tree_mib
 from tests.fakes import FakeEngine, ids
-from tests.parts import need
 from tests.processes import Program, wait_until
 
 SCORE = json.dumps({"query": [1], "items": [[2]], "label_token_ids": [1]}).encode()
@@ -55,28 +52,6 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
 # --- upgrades
 
 
-def test_curl_that_offers_http2(gateway: Program) -> None:
-    command = [
-        need("curl"),
-        "-sS",
-        "--http2",
-        "-m",
-        "10",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        SCORE.decode(),
-        "-w",
-        " %{http_code}",
-    ]
-    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], capture_output=True, check=True, text=True).stdout
-    assert answer.endswith(" 200"), answer
-    large = json.dumps({"query": [1] * 60_000, "items": [[2]], "label_token_ids": [1]})
-    command[command.index("-d") + 1] = "@-"
-    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], input=large, capture_output=True, check=True, text=True).stdout
-    assert "context" in answer, "the whole body was read"
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -86,35 +61,12 @@ def test_curl_that_offers_http2(gateway: Program) -> None:
     ],
     ids=["Java's HttpClient", "websocket", "unknown"],
 )
-@pytest.mark.parametrize("pieces", ["one packet", "two packets", "many packets"])
-def test_an_upgrade_is_ignored_and_the_body_is_read(gateway: Program, headers: dict[str, str], pieces: str) -> None:
-    whole = request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers)
-    head = len(whole) - len(SCORE)
-    size = {"one packet": len(whole), "two packets": head, "many packets": 37}[pieces]
+def test_an_upgrade_is_refused(gateway: Program, headers: dict[str, str]) -> None:
     with connected(gateway) as connection:
-        for _ in range(2):  # the connection is kept
-            for start in range(0, len(whole), size):
-                connection.sendall(whole[start : start + size])
-                time.sleep(0.02)
-            answer = read_answer(connection)
-            assert (answer.status, answer.rest) == (200, b""), answer
-            assert "upgrade" not in answer.headers
-        connection.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            connection.recv(1)
-
-
-def test_an_upgrade_with_a_chunked_body_or_none(gateway: Program) -> None:
-    upgrade = "connection: upgrade, close\r\nupgrade: h2c\r\nhost: localhost\r\n"
-    with connected(gateway) as connection:
-        connection.sendall(f"POST /v1/score HTTP/1.1\r\n{upgrade}transfer-encoding: chunked\r\n\r\n{len(SCORE):x}\r\n".encode())
-        connection.sendall(SCORE + b"\r\n0\r\n\r\n")
+        connection.sendall(request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers))
         answer = parse(read_to_end(connection))
-        assert (answer.status, answer.rest, answer.headers["connection"]) == (200, b"", "close")
-    with connected(gateway) as connection:
-        connection.sendall(f"GET /v1/models HTTP/1.1\r\n{upgrade}\r\n".encode())
-        answer = parse(read_to_end(connection))
-        assert (answer.status, answer.rest) == (200, b"")
+    assert (answer.status, "without an Upgrade header" in answer.error["message"]) == (400, True)
+    assert "upgrade" not in answer.headers
 
 
 def test_connect_is_refused(gateway: Program) -> None:
@@ -203,60 +155,12 @@ def test_head_is_no_operation_of_its_own(gateway: Program) -> None:
 # --- content codings
 
 
-def gzipped(content: bytes) -> bytes:
-    """Without the time, so that all processes of a test run give a test the same name."""
-    return gzip.compress(content, mtime=0)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("coding", "encode"), [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress)])
-def test_compressed_bodies_are_read(gateway: Program, coding: str, encode, chunked: bool) -> None:
-    large = json.dumps({"query": [1, 2], "items": [[i % 300] for i in range(2000)], "label_token_ids": [1]}).encode()
-    for body in (SCORE, large):
-        packed = encode(body)
-        pieces = (bytes([byte]) for byte in packed) if chunked and body is SCORE else iter([packed[:5], packed[5:]])
-        headers = {"content-encoding": coding, "content-type": "application/json"}
-        answer = gateway.client.post("/v1/score", content=pieces if chunked else packed, headers=headers)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["scores"] == post(gateway, body).json()["scores"]
-
-
-@pytest.mark.parametrize(
-    ("coding", "body", "status", "words"),
-    [
-        ("br", SCORE, 415, "gzip, deflate"),
-        ("gzip, gzip", gzipped(gzipped(SCORE)), 415, "gzip, deflate"),
-        ("gzip", SCORE, 400, "not valid"),
-        ("gzip", gzipped(SCORE)[:-9], 400, "incomplete"),
-        ("gzip", gzipped(SCORE) + b"more", 400, "one compressed stream"),
-        ("gzip", gzipped(SCORE) + gzipped(b"") * 10_000, 400, "one compressed stream"),
-        ("gzip", gzipped(SCORE)[:-8] + b"\0" * 8, 400, "not valid"),
-        ("gzip", b"", 400, "incomplete"),
-        ("deflate", gzipped(SCORE), 400, "not valid"),
-    ],
-)
-def test_compressed_bodies_that_are_refused(gateway: Program, coding: str, body: bytes, status: int, words: str) -> None:
-    answer = post(gateway, body, **{"content-encoding": coding})
-    assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
-    assert (answer.headers.get("accept-encoding") == "gzip, deflate") == (status == 415)
-
-
-@pytest.mark.alone
-@pytest.mark.waits
-def test_a_compression_bomb_costs_neither_time_nor_memory(gateway: Program) -> None:
-    packer = zlib.compressobj(wbits=31)
-    block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)  # after a full flush, blocks can be repeated
-    bomb = block + block[10:] * 1023  # 1 GiB in 1 MB; the header is ten bytes long
-    assert len(zlib.decompressobj(wbits=31).decompress(bomb, 3 << 20)) == 3 << 20
-    with Watch(gateway) as watch:
-        began = time.monotonic()
-        answers = [post(gateway, bomb, **{"content-encoding": "gzip"}) for _ in range(5)]
-        took = time.monotonic() - began
-    assert [answer.status_code for answer in answers] == [413] * 5
-    assert took < 5
-    assert watch.grown_mib < 100
-    assert watch.slowest_livez < 0.5
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "gzip, gzip"])
+def test_compressed_bodies_are_refused(gateway: Program, coding: str) -> None:
+    answer = post(gateway, gzip.compress(SCORE), **{"content-encoding": coding})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert answer.json()["error"]["code"] == "unsupported_content_encoding"
+    assert post(gateway, SCORE, **{"content-encoding": "identity"}).status_code == 200
 
 
 # --- requests that are not HTTP
@@ -476,10 +380,9 @@ def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     [
         b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n" + SCORE,
         b'POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"que\r\n',
-        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-encoding: gzip\r\ncontent-length: 9\r\n\r\n\x1f\x8b",
         b"POST /v1/score HTTP/1.1\r\nhost: local",
     ],
-    ids=["length", "chunks", "gzip", "headers"],
+    ids=["length", "chunks", "headers"],
 )
 def test_a_client_that_ends_its_request_too_early_is_told_so(gateway: Program, sent: bytes) -> None:
     """It closes its side of the connection and waits for the answer."""

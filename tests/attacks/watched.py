@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partialmethod
 
-from gateway.metrics.process import ProcessMetrics
+from gateway.ops.metrics import ProcessMetrics
 from gateway.process import watchdog
 from tests.tuned import main
 

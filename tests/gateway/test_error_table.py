@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway import error_sources, errors
+from gateway import errors
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
 
@@ -278,4 +278,4 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     lines = [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split() for line in (errors.__doc__ or "").splitlines()]
     documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
     assert documented == {name: status for name, status in statuses(errors.GatewayError).items() if name != "GatewayError"}
-    assert set(error_sources._ERROR_OF_CODE) == set(wire.STATUS_OF_CODE)
+    assert set(errors._ERROR_OF_CODE) == set(wire.STATUS_OF_CODE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.auth.keyring import KeyRing
+from gateway.http.auth import KeyRing
 from gateway.settings import SettingsError
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start

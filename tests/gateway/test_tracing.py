@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from engine import wire
 from gateway.app import create_app
+from gateway.ops.tracing import MAX_SPANS, Trace, stage
 from gateway.settings import Settings
-from gateway.tracing import MAX_SPANS, Trace, stage
 from tests.collector import Collector, Received, collecting
 from tests.fakes import FakeEngine, Faults
 from tests.gateway.conftest import Start, gateways, metric

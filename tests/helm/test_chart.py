@@ -18,9 +18,18 @@ from engine.server import metrics
 from engine.server.options import options_of, parser
 from engine.settings import EngineSettings, ServerSettings
 from gateway.keys import ApiKey
-from gateway.metrics.collectors import KeySample, ModelSample, ReplicaSample
-from gateway.metrics.item_caches import ItemCacheSample
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import (
+    ItemCacheSample,
+    KeySample,
+    ModelSample,
+    ReplicaSample,
+    dropped_lines,
+    dropped_spans,
+    fleet,
+    item_caches,
+    key_file,
+)
+from gateway.ops.metrics import Telemetry
 from gateway.settings import PREFIX, Settings
 from tests.helm.chart import (
     BARE,
@@ -318,12 +327,13 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
-    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)], lambda: [ModelSample("model", 1, 0)])
-    telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
-    telemetry.watch_log(lambda: 0)
-    telemetry.watch_traces(lambda: 0)
-    telemetry.text.watch_queue(lambda: 0)
-    telemetry.watch_item_caches(lambda: [ItemCacheSample("http://engine", 0, 0, 0, 0, 0, 0)])
+    replica, model = ReplicaSample("http://engine", "model", "ready", 0, 0), ModelSample("model", 1, 0)
+    telemetry.watch(lambda: fleet([replica], [model], telemetry.begin))
+    telemetry.watch(lambda: key_file(KeySample(1, 0.0, False)))
+    telemetry.watch(lambda: dropped_lines(0))
+    telemetry.watch(lambda: dropped_spans(0))
+    telemetry.text.queue.set_function(lambda: 0)
+    telemetry.watch(lambda: item_caches([ItemCacheSample("http://engine", 0, 0, 0, 0, 0, 0)]))
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

@@ -19,7 +19,7 @@ from gateway.adapters import restoring
 from gateway.adapters.manager import MOST_OPERATIONS
 from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.split import cut
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.admission.quotas import duration
-from gateway.auth.keyring import KeyRing
+from gateway.http.auth import KeyRing
 from gateway.keys import ApiKey
 from gateway.limits.base import Cost, Lease, Limits
 from gateway.limits.local import LocalLimiter

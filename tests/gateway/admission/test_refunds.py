@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.error_sources import from_engine
-from gateway.errors import Overloaded
+from gateway.errors import Overloaded, from_engine
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from gateway.auth import keyring
-from gateway.auth.keyring import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
 from gateway.errors import KeysUnavailable
+from gateway.http import auth as keyring
+from gateway.http.auth import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
 from gateway.keys import ApiKey, parse_keys
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import key_file
+from gateway.ops.metrics import Telemetry
 from gateway.settings import SettingsError
 from tests.fakes import FakeEngine
 from tests.gateway.admission.test_key_limits import ask, entry, replace, write
@@ -45,7 +46,7 @@ class Followed:
     def __init__(self, path: Path) -> None:
         self.clock, self.telemetry = Clock(), Telemetry()
         self.ring = KeyRing(path, stale_seconds=STALE, clock=self.clock)
-        self.telemetry.watch_keys(self.ring.sample)
+        self.telemetry.watch(lambda: key_file(self.ring.sample()))
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
@@ -214,7 +215,7 @@ def test_a_file_is_read_again_if_it_changed_while_it_was_read(
 
     write(file, entry("b"))
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.auth.keyring.os.fstat", and_a_write)
+        patch.setattr("gateway.http.auth.os.fstat", and_a_write)
         followed.look()
     followed.look()
     assert followed.valid("b", "c", "d") == ["b", "c", "d"]

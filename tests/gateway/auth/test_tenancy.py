@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.auth.tenancy import salt_of
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
+from gateway.handling.access import salt_of
 from gateway.keys import PRIORITY_RANGE
 from gateway.pool.fanout import FanOut
 from gateway.pool.placement import affinity_of

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Connection
 
 from gateway.cache.redis import QUEUE_ENTRIES, QUEUE_NUMBERS, RedisCache
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings

@@ -13,7 +13,7 @@ from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed, row_of
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CatalogueStore, Spec
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.link import Link
 from gateway.settings import CatalogueBounds
 from gateway.text.catalogue import Template

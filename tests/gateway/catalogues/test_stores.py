@@ -15,7 +15,7 @@ from gateway.catalogues.record import packed
 from gateway.catalogues.scripts import MOST_CHANGES, REMOVED_BYTES
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CATALOGUE_BYTES, ITEM_BYTES, CatalogueStore, Full, Missing, TooLarge, Unavailable
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.link import Link
 from gateway.settings import CatalogueBounds
 from tests.gateway.catalogues.conftest import KINDS, SPEC, WIDE, first, items, store

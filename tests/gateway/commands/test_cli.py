@@ -21,13 +21,13 @@ import pytest
 
 from engine.server.options import parse
 from gateway import cli
-from gateway.auth.keyring import KeyRing
 from gateway.commands.errors import CommandError
 from gateway.commands.launch import Child, become, stop
 from gateway.commands.replace_file import replace_file
 from gateway.commands.results import Results, write
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
 from gateway.commands.supervisor import Supervisor
+from gateway.http.auth import KeyRing
 from gateway.settings import Settings
 from tests.processes import free_port
 

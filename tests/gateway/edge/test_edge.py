@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import socket
-import zlib
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from gateway.edge.inflate import PIECE, Inflater
-from gateway.edge.protocol import Protocol, protocol_factory
-from gateway.edge.transport import GATHER_BYTES, GatheringTransport
-from gateway.errors import InvalidRequest
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.connection import Protocol, protocol_factory
+from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
 from tests.tuned import tuned
-
-
-@given(
-    st.lists(st.tuples(st.binary(max_size=40), st.integers(1, 20_000)), max_size=12),
-    st.sampled_from([(b"gzip", gzip.compress), (b"deflate", zlib.compress)]),
-    st.integers(1, 3000),
-)
-def test_whatever_is_compressed_is_inflated_in_small_pieces(
-    parts: list[tuple[bytes, int]], coding: tuple[bytes, Callable[[bytes], bytes]], step: int
-) -> None:
-    plain = b"".join(text * count for text, count in parts)
-    packed = coding[1](plain)
-    inflater, found = Inflater(coding[0]), b""
-    for start in range(0, len(packed), step):
-        for piece in inflater.feed(packed[start : start + step]):
-            assert len(piece) <= PIECE
-            found += piece
-    inflater.end()
-    assert found == plain
-
-
-@given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
-def test_a_damaged_body_is_never_taken_for_a_whole_one(plain: bytes, place: int, byte: int) -> None:
-    packed = bytearray(gzip.compress(plain, mtime=0))
-    damaged = bytes(packed[:place]) + bytes([byte]) + bytes(packed[place + 1 :])
-    inflater = Inflater(b"gzip")
-    try:
-        found = b"".join(inflater.feed(damaged))
-        inflater.end()
-    except InvalidRequest:
-        return
-    assert found == plain  # a field of the header that means nothing
 
 
 class Inner:
@@ -106,49 +67,6 @@ class Loop:
         calls, self.calls = self.calls, []
         for call in calls:
             call()
-
-
-def gathering() -> tuple[GatheringTransport, Inner, Loop]:
-    inner, loop = Inner(), Loop()
-    return GatheringTransport(inner, loop, lambda: inner.written.append(b"<close>")), inner, loop  # type: ignore[arg-type]
-
-
-def test_writes_of_one_turn_are_one() -> None:
-    transport, inner, loop = gathering()
-    transport.write(b"a")
-    transport.write(b"b")
-    assert inner.written == []
-    loop.turn()
-    transport.write(b"c")
-    transport.close()
-    loop.turn()
-    assert inner.written == [b"ab", b"c", b"<close>"]
-
-
-def test_much_is_written_at_once() -> None:
-    transport, inner, loop = gathering()
-    for _ in range(3):
-        transport.write(b"x" * GATHER_BYTES)
-    assert len(inner.written) == 1, "so that the transport can ask for a pause"
-    loop.turn()
-    assert sum(map(len, inner.written)) == 3 * GATHER_BYTES
-
-
-@given(st.lists(st.sampled_from(["pause", "resume", "hold", "release"])))
-def test_reading_goes_on_when_nobody_objects(steps: list[str]) -> None:
-    transport, inner, _ = gathering()
-    paused = held = False
-    for step in steps:
-        if step == "pause" and not paused:
-            transport.pause_reading()
-            paused = True
-        elif step == "resume" and paused:
-            transport.resume_reading()
-            paused = False
-        elif step in ("hold", "release"):
-            getattr(transport, step)()
-            held = step == "hold"
-        assert inner.reading == (not paused and not held)
 
 
 class Clock(Loop):

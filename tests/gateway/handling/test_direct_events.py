@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from engine import wire
-from gateway.edge.cycle import Cycle
 from gateway.generation.generation import Generation
 from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, TextOptions, Token
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import _DirectWriter
 from gateway.handling.streams import StreamHandle, _EventWriter, sse
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.connection import Cycle
+from gateway.ops.metrics import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.routes.completions import CompletionAnswer
 from gateway.schemas.chat import ChatChunk, ChatRequest
@@ -56,7 +56,7 @@ class Stream:
         cycle.disconnected = False
         cycle.flow = self.flow  # type: ignore[assignment]
         cycle.scope = {"method": "POST"}  # type: ignore[typeddict-item]
-        cycle.transport = SimpleNamespace(gathered=0, inner=SimpleNamespace(write=self.written.extend, is_closing=lambda: False))  # type: ignore[assignment]
+        cycle.transport = SimpleNamespace(write=self.written.extend)  # type: ignore[assignment]
         return cycle
 
     @property

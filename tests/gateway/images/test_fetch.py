@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.images.decode import InvalidImage
 from gateway.images.fetch import ImageFetcher
-from gateway.metrics.images import ImageMetrics
+from gateway.ops.metrics import ImageMetrics
 from gateway.process.fair_room import Tenant
 from tests.pictures import picture
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gateway.admission.quotas import Quotas
-from gateway.context import RequestContext
 from gateway.errors import Overloaded, RateLimited
+from gateway.http.context import RequestContext
 from gateway.ids import new_id
 from gateway.keys import ApiKey
 from gateway.limits.local import LocalLimiter
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from tests.gateway.limits.test_shared_limits import limiter
 from tests.redis import RedisServer
 

@@ -13,7 +13,7 @@ import pytest
 from gateway.limits.base import Cost, Lease, Limits
 from gateway.limits.local import LocalLimiter
 from gateway.limits.shared import SharedLimiter
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.context import RequestContext
-from gateway.logs.access import AccessLog
-from gateway.logs.writer import CLOSE_SECONDS, MAX_LINES, LineWriter
+from gateway.http.context import RequestContext
+from gateway.ops.access_log import AccessLog
+from gateway.ops.log_writer import CLOSE_SECONDS, MAX_LINES, LineWriter
 from tests.attacks.watch import tree_mib
 from tests.fakes import FakeEngine, ids, served
 from tests.processes import free_port, wait_until

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from engine import wire
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool import pace
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.dispatch import Dispatcher

@@ -11,7 +11,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import ModelNotFound, NotReady
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.dispatch import Dispatcher

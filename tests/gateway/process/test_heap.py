@@ -11,7 +11,7 @@ import pytest
 from gateway.cache.memory import MemoryCache
 from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
 from gateway.settings import CatalogueBounds
 from gateway.text.tokenizer import GPT2, Pieces

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.process.watchdog import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
 
 

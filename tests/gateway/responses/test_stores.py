@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.responses.shared import RedisStore

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.context import MAX_NAMES
 from gateway.errors import InvalidRequest
+from gateway.http.context import MAX_NAMES
 from gateway.schemas.chat import ChatMessage, ChatRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.decoding import MAX_IGNORED, SEARCHED_BYTES, BodyDecoder

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.metrics import Telemetry
 from gateway.reading.forkserver import FIRST_BYTES, receive
 from gateway.schemas.score import ScoreRequest
 from gateway.text.bounds import Bounds, Facts

@@ -26,11 +26,15 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
+from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import KeysUnavailable
+from gateway.errors import KeyExpired, KeysUnavailable, Unauthorized
+from gateway.http.body import HttpMiddleware
+from gateway.http.connection import Incoming
+from gateway.http.context import RequestContext
 from gateway.keys import SHARED_GROUP, ApiKey, parse_keys
-from gateway.metrics.collectors import KeySample
-from gateway.metrics.telemetry import Telemetry
+from gateway.ops.collectors import KeySample, key_file
+from gateway.ops.metrics import Telemetry
 from gateway.settings import CacheIsolation, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +126,7 @@ class KeyRing:
 
     def start(self, telemetry: Telemetry) -> None:
         """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
-        telemetry.watch_keys(self.sample)
+        telemetry.watch(lambda: key_file(self.sample()))
         threading.Thread(target=self._follow, args=[telemetry], name="api-keys", daemon=True).start()
 
     def stop(self) -> None:
@@ -175,7 +179,7 @@ class KeyRing:
         self._keys, self._version = keys, version
         self._confirm()
         self._warn_of_writers()
-        telemetry.keys_reloaded("loaded" if keys else "revoked")
+        telemetry.key_reloads.labels("loaded" if keys else "revoked").inc()
 
     def _warn_of_writers(self) -> None:
         if self._version is not None and self._version.mode & stat.S_IWOTH:
@@ -188,7 +192,7 @@ class KeyRing:
         if self._missed == LOOKS_TO_REVOKE:
             reason = "does not exist any more" if what is _Missing.FILE else "is empty"
             logger.error("%s %s: all API keys are revoked", self._path, reason)
-            telemetry.keys_reloaded("revoked")
+            telemetry.key_reloads.labels("revoked").inc()
         missed, self._keys, self._version = self._missed, {}, None
         self._confirm()
         self._missed = missed
@@ -199,7 +203,7 @@ class KeyRing:
         if problem != self._problem:
             self._problem = problem
             self._good_until = self._confirmed + self._stale_seconds
-            telemetry.keys_reloaded("broken")
+            telemetry.key_reloads.labels("broken").inc()
             logger.error("%s; the %d keys read before stay valid for %g s", problem, len(self._keys), self._stale_seconds)
         if not self._refusing and self._clock() > self._good_until:
             self._refusing = True
@@ -222,3 +226,40 @@ def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
 def _complaint(path: Path, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f'{path}: not a file of API keys ({reason}); write {{"keys": [{{"name": …, "sha256": …}}]}}'
+
+
+MAX_HEADER_BYTES = 1024
+"""Longest ``Authorization`` header that is accepted; a key of ``yardstick keys new`` gives a header of 53 bytes."""
+
+
+class RequireKey(HttpMiddleware):
+    """Refuses requests without a valid key, and stores the key in the request's context.
+
+    A guard of the framework would need three times the CPU time.
+    """
+
+    def __init__(self, ring: KeyRing) -> None:
+        self._ring = ring
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Return this object: the framework copies routers and their contents, but the keys must stay shared."""
+        return self
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass a request with a valid key on. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
+        RequestContext.in_scope(scope).key = key_of(self._ring, scope)
+        await next_app(scope, receive, send)
+
+
+def key_of(ring: KeyRing, scope: Scope) -> ApiKey:
+    """Return the API key of a request. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
+    given = Incoming.of(scope).headers.get(b"authorization", b"")
+    if len(given) > MAX_HEADER_BYTES:
+        raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
+    scheme, _space, secret = given.decode("latin-1").partition(" ")
+    key = ring.find(secret.strip()) if scheme.lower() == "bearer" else None
+    if key is None:
+        raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
+    if key.expires is not None and key.expires_at <= time.time():
+        raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
+    return key

@@ -16,8 +16,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from gateway.errors import GatewayError
-from gateway.logs.access import PROBES, outcome_of
-from gateway.logs.record import RequestRecord
+from gateway.ops.access_log import PROBES, RequestRecord, outcome_of
 from tracing.context import TraceContext, new_trace_id, read_context
 from tracing.export import Exporter
 from tracing.sampling import Sampler

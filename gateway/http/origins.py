@@ -1,4 +1,4 @@
-"""Protects servers without keys from web pages in a browser on the same machine.
+"""Web pages that may call the server: CORS, and the protection of servers without keys.
 
 A server without keys listens on loopback only, but a web page that the user visits can reach it in two ways: through a host name
 that its owner points to 127.0.0.1 (DNS rebinding; the ``Host`` header reveals it), or with requests whose responses the page cannot
@@ -11,12 +11,55 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from litestar.types import HTTPScope
+import msgspec
+from litestar.config.cors import CORSConfig
+from litestar.types import ASGIApp, HTTPScope, Receive, Scope, Send
 
-from gateway.edge.cors import Origins
-from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
-from gateway.metrics.telemetry import Telemetry
+from gateway.http.connection import Incoming
+from gateway.ops.metrics import Telemetry
+
+_METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
+_LIMITS = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens", "items") for what in ("limit", "remaining", "reset")]
+EXPOSED = [
+    "x-request-id",
+    "x-yardstick-cache",
+    "x-yardstick-truncated",
+    "x-yardstick-ignored",
+    "x-yardstick-fallback",
+    "x-yardstick-preset-fallback",
+    *_LIMITS,
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+]
+"""Response headers that scripts of other origins may read, besides those that the Fetch standard always allows."""
+_FORBIDDEN = "Web pages of this origin may not call this server. Add the origin to YARDSTICK_CORS_ORIGINS if the page is yours."
+
+
+class Origins:
+    """The allowed origins."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def allow(self, origin: str) -> bool:
+        """Whether pages of ``origin`` may call."""
+        return origin in self._origins or "*" in self._origins
+
+    def refusal(self, scope: HTTPScope) -> GatewayError | None:
+        """Return the error for a preflight request of an origin that is not allowed; None for other requests. Other requests are
+        answered, because browsers keep the answers from pages of other origins."""
+        if scope["method"] != "OPTIONS" or not self._origins:
+            return None
+        origin = Incoming.of(scope).headers.get(b"origin")
+        return None if origin is None or self.allow(origin.decode("latin-1")) else Forbidden(_FORBIDDEN)
+
+    def config(self) -> CORSConfig | None:
+        """Return the framework's configuration; None if no origin is allowed. Preflight requests need no key."""
+        if not self._origins:
+            return None
+        return CORSConfig(allow_origins=sorted(self._origins), allow_methods=_METHODS, expose_headers=EXPOSED)  # type: ignore[arg-type]
 
 
 class LocalGuard:
@@ -42,7 +85,7 @@ class LocalGuard:
         return None
 
     def _count(self, reason: str, error: GatewayError) -> GatewayError:
-        self._telemetry.rejected(reason)
+        self._telemetry.rejected.labels(reason).inc()
         return error
 
     def _check_host(self, header: bytes) -> bool:
@@ -80,3 +123,16 @@ _ORIGIN = (
     "page is yours."
 )
 _KIND = "The Content-Type must be application/json; with curl, add -H 'Content-Type: application/json'."
+
+
+def answer_refusal(error: GatewayError) -> ASGIApp:
+    """Return an ASGI application that responds with ``error`` in OpenAI's format."""
+    body = msgspec.json.encode(error.body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    return app

@@ -10,14 +10,14 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Literal
 
 import msgspec
 
-from gateway.logs.record import RequestRecord
-from gateway.logs.writer import LineWriter
+from gateway.ops.log_writer import LineWriter
 
 Format = Literal["text", "json", "off"]
 
@@ -25,6 +25,51 @@ PROBES = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
 """Endpoints that are polled, by orchestrators and monitoring."""
 _encoder = msgspec.json.Encoder()
 _PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
+
+
+@dataclass(slots=True)
+class Account:
+    """Costs of a request, for the access log. Routes fill in the fields as they become known."""
+
+    model: str | None = None
+    adapter: str | None = None
+    """Adapter of the model, as engines call it; None without one."""
+    items: int = 0
+    cache_hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    """Longest time that a part of the request waited in an engine's queue."""
+
+
+Outcome = Literal["ok", "client_gone", "error", "shutdown"]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The course of a request up to now."""
+
+    id: bytes
+    began: float = field(default_factory=time.perf_counter)
+    status: int = 499
+    """Status of the response; 499 (client left) until it begins."""
+    first_byte: float | None = None
+    account: Account = field(default_factory=Account)
+    outcome: Outcome = "ok"
+    """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
+    error: str | None = None
+    """Code of the error in the response, or its type if it has no code."""
+
+    @property
+    def key_name(self) -> str | None:
+        """Name of the API key; None without one."""
+        return None
+
+    @property
+    def broke(self) -> bool:
+        """Whether a stream ended with an error after a successful status."""
+        return self.status < 400 and self.outcome in ("error", "shutdown")
 
 
 class AccessLine(msgspec.Struct, gc=False):
@@ -100,25 +145,7 @@ class AccessLog:
     def refused(self, id: str, status: int, error: str, seconds: float) -> None:
         """Log a request that was refused with ``status`` before it was complete, ``seconds`` after its connection began to wait
         for it."""
-        line = AccessLine(
-            time=datetime.fromtimestamp(time.time(), UTC),
-            id=id,
-            key=None,
-            model=None,
-            endpoint="none",
-            status=status,
-            outcome="refused",
-            error=error,
-            prompt_tokens=0,
-            cached_tokens=0,
-            completion_tokens=0,
-            items=0,
-            cache_hits=0,
-            queue_seconds=0.0,
-            first_byte_seconds=None,
-            total_seconds=seconds,
-        )
-        self._writer.put(partial(self._render, line))
+        self.ended(RequestRecord(id.encode(), status=status, error=error), "none", seconds)
 
 
 def outcome_of(record: RequestRecord) -> str:

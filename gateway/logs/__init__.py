@@ -1,1 +1,0 @@
-"""Log lines. A thread writes them, so that a full pipe or disk never delays requests."""

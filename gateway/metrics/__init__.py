@@ -1,1 +1,0 @@
-"""The gateway's metrics: :mod:`gateway.metrics.telemetry` has the whole, the other modules its parts."""

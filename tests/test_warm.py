@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.commands.launch import Child
+from gateway.commands.processes import Child
 from tests.gateway.commands.test_cli_serve import parent_of
 from tests.processes import Program, free_port, wait_until
 from tests.warm import as_in_production
@@ -39,11 +39,11 @@ def test_programs_of_a_command_start_warm() -> None:
     """Those of ``yardstick serve`` and of offline runs, which end with their parent."""
     child = Child("gateway", ["gateway", "--port", str(free_port()), "--engine", "http://127.0.0.1:9"])
     try:
-        assert b"tests.warm" in Path(f"/proc/{child._process.pid}/cmdline").read_bytes()
+        assert b"tests.warm" in Path(f"/proc/{child.process.pid}/cmdline").read_bytes()
     finally:
-        child._process.kill()
-        child._process.wait()
-        child._process.stdout.close()
+        child.process.kill()
+        child.process.wait()
+        child.process.stdout.close()
 
 
 @pytest.mark.slow

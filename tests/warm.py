@@ -36,9 +36,8 @@ _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.rea
 _COMMANDS = (
     "rich.progress",
     "typer",
-    "gateway.commands.catalogue_options",
     "gateway.commands.serve",
-    "gateway.commands.offline.run",
+    "gateway.commands.runner",
 )
 _ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.models.tokenizer_files")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE

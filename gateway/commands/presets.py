@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from gateway.commands.errors import CommandError
+from gateway.commands import CommandError
 from gateway.presets.preset import Preset, PresetError, parse_preset
 from gateway.presets.select import FALLBACKS, ONE_CLASS, builtin_presets, named
 

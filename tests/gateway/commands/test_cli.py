@@ -22,12 +22,11 @@ import pytest
 from engine.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
-from gateway.commands.errors import CommandError
-from gateway.commands.launch import Child, become, stop
-from gateway.commands.replace_file import replace_file
-from gateway.commands.results import Results, write
+from gateway.commands import CommandError
+from gateway.commands.files import replace_file
+from gateway.commands.lists import Results, write
+from gateway.commands.processes import Child, Supervisor, become, stop
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
-from gateway.commands.supervisor import Supervisor
 from gateway.settings import Settings
 from tests.processes import free_port
 
@@ -69,7 +68,7 @@ def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def becomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Mapping[str, str]]]:
     """Commands and environments of the programs that this process would become."""
     seen: list[tuple[list[str], Mapping[str, str]]] = []
-    monkeypatch.setattr("gateway.commands.launch.os.execve", lambda _, command, environment: seen.append((command, environment)))
+    monkeypatch.setattr("gateway.commands.processes.os.execve", lambda _, command, environment: seen.append((command, environment)))
     return seen
 
 

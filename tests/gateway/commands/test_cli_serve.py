@@ -21,8 +21,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.commands.example import ITEMS as ITEMS_SHOWN
-from gateway.commands.example import example_body
+from gateway.commands.serve import ITEMS as ITEMS_SHOWN
+from gateway.commands.serve import example_body
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.parts import need
 from tests.processes import alive, free_port, wait_until

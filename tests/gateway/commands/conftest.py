@@ -1,8 +1,7 @@
-"""Runs of the offline commands in this process, and servers for them."""
+"""Commands that run in this process, and servers for them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -136,13 +135,14 @@ def write_texts(path: Path, count: int) -> Path:
     return path
 
 
+def write(path: Path, rows: list[Any]) -> Path:
+    """Write a JSON Lines file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text, "the last line is whole"
     return [json.loads(line) for line in text.splitlines()]
-
-
-async def pause(seconds: float) -> None:
-    """Sleep; a name for tests without an import of asyncio."""
-    await asyncio.sleep(seconds)

@@ -55,7 +55,7 @@ NOT_RUN = {
     (
         "docs/offline.md",
         "--items items.txt",
-    ): "names a file of the reader; tests/gateway/commands/test_cli_serve.py runs the command",
+    ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
     ("docs/offline.md", "examples/ray_data.py"): "needs a cluster; tests/gateway/commands/test_file_tasks.py calls its function",
     ("docs/thinking.md", "examples.thinking_model"): LONG_WORK,
     ("docs/tools.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.commands import files
 from tests.fakes import FakeEngine, Running, served, stop
-from tests.gateway.commands.conftest import Embeddings, Reply, Served, Yardstick, error, lines, write, write_texts
+from tests.gateway.commands.conftest import Embeddings, Reply, Served, Yardstick, error, lines, the_one_line, write, write_texts
 from tests.gateway.conftest import Start
 from tests.processes import free_port, wait_until
 
@@ -22,12 +22,6 @@ from tests.processes import free_port, wait_until
 def expected(source: Path) -> list[dict[str, Any]]:
     found = enumerate(lines(source), start=1)
     return [{"row": row, "embedding": [len(line["text"]) / 8, 0.5], "error": None} for row, line in found]
-
-
-def the_one_line(err: str) -> str:
-    (line,) = err.splitlines()
-    assert line.startswith("yardstick: ")
-    return line
 
 
 def test_results_are_in_input_order_and_requests_bounded(
@@ -293,7 +287,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     given = arguments if "--url" in arguments else [*arguments, "--url", "http://127.0.0.1:9"]
     done = yardstick(*given)
     assert done.status == 2
-    assert words in the_one_line(done.err)
+    assert words in the_one_line(done)
     assert (tmp_path / "notes.jsonl").read_text() == "remember"
 
 
@@ -308,20 +302,20 @@ def test_nobody_answering_stops_at_once(yardstick: Yardstick, tmp_path: Path) ->
     source, url = write_texts(tmp_path / "in.jsonl", 1000), f"http://127.0.0.1:{free_port()}"
     done = yardstick("embed", "--input", source, "--output", tmp_path / "out.jsonl", "--url", url)
     assert done.status == 1
-    assert f"no answer from {url}" in the_one_line(done.err)
+    assert f"no answer from {url}" in the_one_line(done)
     assert lines(tmp_path / "out.jsonl") == []
 
 
 def test_what_every_row_would_meet_stops_the_run(embedder: Served, reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", 1000)
     given = ("--input", source, "--output", tmp_path / "out.jsonl", "--url", embedder.url)
-    assert "'other'" in the_one_line(yardstick("embed", *given, "--model", "other").err)
-    assert "`dimensions` is 500" in the_one_line(yardstick("embed", *given, "--dimensions", 500).err)
+    assert "'other'" in the_one_line(yardstick("embed", *given, "--model", "other"))
+    assert "`dimensions` is 500" in the_one_line(yardstick("embed", *given, "--dimensions", 500))
     able = yardstick("embed", "--input", source, "--output", tmp_path / "out.jsonl", "--url", reranker.url)
-    assert (able.status, "the server refused" in the_one_line(able.err)) == (1, True)
+    assert (able.status, "the server refused" in the_one_line(able)) == (1, True)
     labels = ("--query", "x", "--labels", "shoebox", "--item-column", "text")
     scored = yardstick("score", "--input", source, "--output", tmp_path / "scores.jsonl", "--url", reranker.url, *labels)
-    assert (scored.status, "shoebox" in the_one_line(scored.err)) == (1, True)
+    assert (scored.status, "shoebox" in the_one_line(scored)) == (1, True)
     assert lines(tmp_path / "out.jsonl") == []
 
 
@@ -332,4 +326,4 @@ def test_a_missing_key_stops_the_run(start: Start, yardstick: Yardstick, tmp_pat
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
     done = yardstick("embed", "--input", source, "--output", tmp_path / "o.csv", "--url", client.base_url)
     assert done.status == 1
-    assert "--api-key or YARDSTICK_API_KEY" in the_one_line(done.err)
+    assert "--api-key or YARDSTICK_API_KEY" in the_one_line(done)

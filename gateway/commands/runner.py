@@ -35,6 +35,7 @@ _WINDOW = 4
 """Requests that may be unwritten, for each place: a slow request delays the output, but not the next requests."""
 _SYNC_SECONDS = 10.0
 """Time between two calls of fsync, which may take longer than computing the rows between them."""
+_NOT_OURS = "{} exists and is no output of this command with these columns; remove it, or name another --output"
 _SUCCEEDED = b'"error":null}\n'
 """End of the output line of a row that did not fail."""
 
@@ -349,13 +350,16 @@ class _Output:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _cannot_write(path, error) from None
+        self._synced = time.monotonic()
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._keep_complete(task)
-        except OSError:
+        except BlockingIOError:
             os.close(self._descriptor)
             raise WrongUsage(f"another run writes to {path}") from None
-        self._synced = time.monotonic()
+        except WrongUsage:
+            os.close(self._descriptor)
+            raise
 
     def _keep_complete(self, task: Task) -> None:
         """Count the complete lines of the rows 1, 2, ..., and cut off everything behind them."""
@@ -363,8 +367,8 @@ class _Output:
             for line in stream:
                 head = task.head % (self.rows + 1)
                 complete = line.startswith(head) and line.endswith(b"}\n")
-                if self.rows == 0 and not (head.startswith(line[: len(head)]) and (not complete or _names(line) == [*task.types])):
-                    raise _not_ours(self._path)
+                if self.rows == 0 and (_names(line) != [*task.types] if complete else not head.startswith(line[: len(head)])):
+                    raise WrongUsage(_NOT_OURS.format(self._path))
                 if not complete:
                     break
                 self.rows += 1
@@ -402,11 +406,10 @@ class _Output:
 
 
 def _names(line: bytes) -> list[str]:
-    return [*msgspec.json.decode(line, type=dict[str, Any])]
-
-
-def _not_ours(path: Path) -> WrongUsage:
-    return WrongUsage(f"{path} exists and is no output of this command with these columns; remove it, or name another --output")
+    try:
+        return [*msgspec.json.decode(line, type=dict[str, Any])]
+    except ValueError:
+        return []
 
 
 def _cannot_write(path: Path, error: OSError) -> CommandError:
@@ -608,7 +611,7 @@ def _counted(output: Path, task: Task) -> tuple[int, int]:
     """Return rows and failed rows of a complete table. Raises :class:`CommandError`."""
     source = open_source(output)
     if [*source.columns] != [*task.types]:
-        raise _not_ours(output)
+        raise WrongUsage(_NOT_OURS.format(output))
     errors = [bool(row.fields["error"]) for row in source.rows(["error"])]
     return len(errors), sum(errors)
 

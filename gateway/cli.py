@@ -265,15 +265,14 @@ def rerank(
     from gateway.commands.runner import Rerank
 
     fields = {"model": model if url or documents else None, "instruction": instruction, "truncate": truncate or None}
-    task = Rerank(_given(fields), batch or (_ROWS_A_REQUEST if documents is None else _ITEMS_A_REQUEST), query=query)
+    size = batch or (_ROWS_A_REQUEST if documents is None else _ITEMS_A_REQUEST)
+    task = Rerank(_given(fields), size, keep or (), documents_column, document_column, query_column, query)
     if documents is not None:
         from gateway.commands import lists
-        from gateway.commands.client import Server
 
-        results = lists.compute(task, Server(url or _LOCAL, api_key), lists.read_lines(documents))
+        results = lists.compute(task, _server(url, api_key), lists.read_lines(documents))
         lists.write(results.best(top_n), format or "table", output)
         return
-    task.keep, task.query_column, task.texts_column, task.text_column = keep or (), query_column, documents_column, document_column
     _run_file(task, input, output, url, api_key, model, concurrency, retry_seconds)
 
 
@@ -319,16 +318,15 @@ def score(
 
     fields: dict[str, Any] = {"readout": "likelihood"} if labels is None else {"labels": labels.split(",")}
     fields |= {"model": model if url or items else None, "apply_softmax": apply_softmax or None, "item_first": item_first or None}
-    task = Score(_given(fields), batch or (_ROWS_A_REQUEST if items is None else _ITEMS_A_REQUEST), query=query, suffix=suffix)
+    size = batch or (_ROWS_A_REQUEST if items is None else _ITEMS_A_REQUEST)
+    column = query_column if query is None else None
+    task = Score(_given(fields), size, keep or (), items_column, item_column, column, query, suffix=suffix)
     if items is not None:
         from gateway.commands import lists
-        from gateway.commands.client import Server
 
-        results = lists.compute(task, Server(url or _LOCAL, api_key), lists.read_lines(items))
+        results = lists.compute(task, _server(url, api_key), lists.read_lines(items))
         lists.write(results.best() if sort else results, format or "table", output)
         return
-    task.keep, task.texts_column, task.text_column = keep or (), items_column, item_column
-    task.query_column = query_column if query is None else None
     _run_file(task, input, output, url, api_key, model, concurrency, retry_seconds)
 
 
@@ -376,6 +374,12 @@ def batch(
     _run_file(Batch(), input, output, url, api_key, model, concurrency, retry_seconds)
 
 
+def _server(url: str | None, api_key: str | None) -> Server:
+    from gateway.commands.client import Server
+
+    return Server(url or _LOCAL, api_key)
+
+
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -407,13 +411,12 @@ def _run_file(
     retry_seconds: float,
 ) -> NoReturn:
     """Run ``task`` for a file, on the gateway at ``url`` or on a server that starts for it."""
-    from gateway.commands.client import Server
     from gateway.commands.runner import execute
 
     @contextmanager
     def server() -> Iterator[Server]:
         if url is not None:
-            yield Server(url, api_key)
+            yield _server(url, api_key)
             return
         from gateway.commands.serve import own_server
 
@@ -426,7 +429,7 @@ def _run_file(
 
 
 Catalogue = Annotated[str, typer.Option(help="Name of the catalogue.")]
-CatalogueUrl = Annotated[str, typer.Option("--url", help="URL of the gateway.")]
+CatalogueUrl = Annotated[str, typer.Option(help="URL of the gateway.")]
 
 
 @catalogues.command("load")
@@ -450,21 +453,19 @@ def load_items(
     """Create a catalogue if there is none, and register the items of a file. Repeating the command changes nothing: items that
     the server has with the same text keep their cached keys, values and scores."""
     from gateway.commands.catalogue import Columns, load
-    from gateway.commands.client import Server
 
     fields = {"model": model, "template": template or None, "labels": label or None, "ttl_seconds": ttl_seconds}
     form = _given(fields | {"preset": preset or None})
     columns = Columns(id_column, text_column)
-    load(Server(url, api_key), catalogue, file, form, columns, batch=batch, concurrency=concurrency)
+    load(_server(url, api_key), catalogue, file, form, columns, batch=batch, concurrency=concurrency)
 
 
 @catalogues.command()
 def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
     """Print what a catalogue holds, as JSON."""
     from gateway.commands.catalogue import status
-    from gateway.commands.client import Server
 
-    status(Server(url, api_key), catalogue)
+    status(_server(url, api_key), catalogue)
 
 
 @catalogues.command()
@@ -479,18 +480,16 @@ def warm(
 ) -> None:
     """Have the engines compute the items before they are scored, until it is done or interrupted."""
     from gateway.commands.catalogue import warm
-    from gateway.commands.client import Server
 
-    warm(Server(url, api_key), catalogue, pin_seconds=pin_seconds, model=model)
+    warm(_server(url, api_key), catalogue, pin_seconds=pin_seconds, model=model)
 
 
 @catalogues.command()
 def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
     """Delete a catalogue and its items."""
     from gateway.commands.catalogue import delete
-    from gateway.commands.client import Server
 
-    delete(Server(url, api_key), catalogue)
+    delete(_server(url, api_key), catalogue)
 
 
 if __name__ == "__main__":

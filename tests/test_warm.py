@@ -54,7 +54,7 @@ def test_a_command_has_its_files_and_status(warm: bool, tmp_path: Path) -> None:
         done = subprocess.run(command, input="an item\n", capture_output=True, text=True, timeout=60, check=False)
         with (tmp_path / "help").open("w") as file:
             subprocess.run([*command[:3], "--help"], stdout=file, timeout=60, check=True)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "--url" in done.stderr
     assert "Usage" in (tmp_path / "help").read_text()
 

@@ -132,7 +132,9 @@ class TableTask(Task):
         for name in filter(None, (texts, self.query_column)):
             if name not in source.columns:
                 either = f"{self.texts_column!r} or " if self.texts_column and name == texts else ""
-                raise WrongUsage(f"the input has no column {either}{name!r}; it has {shown}; name others with --…-column")
+                raise WrongUsage(
+                    f"the input has no column {either}{name!r}; it has {shown}; options such as --query-column name others"
+                )
         for name in self.keep:
             if name not in source.columns:
                 raise WrongUsage(f"there is no column {name!r} to keep; the input has {shown}")

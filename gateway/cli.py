@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from gateway.commands import catalogue_options
-from gateway.commands.errors import CommandError
-from gateway.commands.offline import options as offline
+from gateway.commands import CommandError, WrongUsage
 from gateway.process.early_end import end_quietly
+
+if TYPE_CHECKING:
+    from gateway.commands.client import Server
+    from gateway.commands.runner import Task
 
 app = typer.Typer(
     help="Score lists of items with a language model, and generate text, behind an OpenAI-compatible gateway.",
@@ -26,20 +29,13 @@ app = typer.Typer(
 )
 keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
-offline.add_commands(app)
-app.add_typer(catalogue_options.catalogues, name="catalogue")
+catalogues = typer.Typer(help="Register items that requests score by their ids.", no_args_is_help=True)
+app.add_typer(catalogues, name="catalogue")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 _MOMENTS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"]
-
-
-class CatalogueAccess(StrEnum):
-    """Permissions of a key on catalogues."""
-
-    WRITE = "write"
-    READ = "read"
-
+_LOCAL = "http://127.0.0.1:8000"
+_ITEMS_A_REQUEST, _ROWS_A_REQUEST = 200, 32
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 """Errors of standard output: its disk is full, or its reader has left."""
@@ -129,7 +125,7 @@ def serve(
 def gateway(context: typer.Context) -> None:
     """Run a gateway alone, in front of engines."""
     end_quietly()
-    from gateway.commands.launch import become
+    from gateway.commands.processes import become
 
     become("gateway", context.args)
 
@@ -138,7 +134,7 @@ def gateway(context: typer.Context) -> None:
 def engine(context: typer.Context) -> None:
     """Run an engine alone."""
     end_quietly()
-    from gateway.commands.launch import become
+    from gateway.commands.processes import become
 
     become("engine", context.args)
 
@@ -146,15 +142,15 @@ def engine(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure engine, kernels and gateway on this machine; needs a source checkout."""
-    from gateway.commands.bench import bench
+    from gateway.commands.processes import become_benchmarks
 
-    bench(context.args)
+    become_benchmarks(context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Load-test a running server and report the results."""
-    from gateway.commands.launch import become
+    from gateway.commands.processes import become
 
     become("loadgen", context.args)
 
@@ -189,7 +185,7 @@ def new_key(
     priority_min: Annotated[int | None, typer.Option(help="Lowest priority that requests may have; default: -100.")] = None,
     priority_max: Annotated[int | None, typer.Option(help="Highest priority that requests may have; default: 100.")] = None,
     catalogues: Annotated[
-        CatalogueAccess | None, typer.Option(help="Whether the key may change catalogues of its group; default: write.")
+        Literal["write", "read"] | None, typer.Option(help="Whether the key may change catalogues of its group; default: write.")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
 ) -> None:
@@ -208,10 +204,292 @@ def new_key(
         "weight": weight,
         "priority_min": priority_min,
         "priority_max": priority_max,
-        "catalogues": catalogues and catalogues.value,
+        "catalogues": catalogues,
         "admin": admin or None,
     }
-    new(name, file, **{field: value for field, value in fields.items() if value is not None})
+    new(name, file, **_given(fields))
+
+
+Input = Annotated[Path, typer.Option(help="File of rows: .jsonl, .csv or .parquet.")]
+Output = Annotated[Path, typer.Option(help="File of results; the ending selects the format. The same command continues it.")]
+Url = Annotated[str | None, typer.Option(help="URL of a gateway; without it, the command starts an engine and a gateway.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="YARDSTICK_API_KEY", help="API key, if the gateway needs one.")]
+Model = Annotated[
+    str | None, typer.Option(help="With --url: name of the model, if several are served. Else its directory or hub id.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Most requests in flight; fewer while the server answers 429.")]
+RetrySeconds = Annotated[float, typer.Option(min=0, help="Longest time that a request waits for a busy server.")]
+Keep = Annotated[list[str] | None, typer.Option(help="Column of the input to repeat in the output; repeat for several.")]
+QueryColumn = Annotated[str, typer.Option(help="Column of queries.")]
+Instruction = Annotated[str | None, typer.Option(help="Instruction for the model; by default its preset's.")]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long; without it, they are failures.")]
+# of the commands with a form for a list and a form for a file of rows
+RowsInput = Annotated[Path | None, typer.Option(help="File of rows instead of a list: .jsonl, .csv or .parquet.")]
+ListOutput = Annotated[Path | None, typer.Option(help="File to write to; with a list, by default standard output.")]
+ListUrl = Annotated[str | None, typer.Option(help=f"URL of the gateway. Default: {_LOCAL}; with --input, the command starts one.")]
+ListFormat = Annotated[Literal["table", "json", "csv"] | None, typer.Option(help="With a list: how to write the results (table).")]
+ListBatch = Annotated[
+    int | None,
+    typer.Option(min=1, max=10_000, help=f"Items a request ({_ITEMS_A_REQUEST}; with --input, {_ROWS_A_REQUEST} rows)."),
+]
+
+
+@app.command()
+def rerank(
+    context: typer.Context,
+    query: Annotated[str | None, typer.Option(help="With --documents: the query.")] = None,
+    documents: Annotated[
+        typer.FileText | None, typer.Option(encoding="utf-8", help="File with one document per line; - reads standard input.")
+    ] = None,
+    top_n: Annotated[int | None, typer.Option(min=1, help="With --documents: write this many, the most relevant first.")] = None,
+    format: ListFormat = None,
+    input: RowsInput = None,
+    output: ListOutput = None,
+    url: ListUrl = None,
+    api_key: ApiKey = None,
+    model: Model = None,
+    query_column: QueryColumn = "query",
+    documents_column: Annotated[str, typer.Option(help="Column of lists of documents.")] = "documents",
+    document_column: Annotated[str, typer.Option(help="Column of single documents, if there are no lists.")] = "document",
+    instruction: Instruction = None,
+    truncate: Truncate = False,
+    keep: Keep = None,
+    batch: ListBatch = None,
+    concurrency: Concurrency = 16,
+    retry_seconds: RetrySeconds = 600,
+) -> None:
+    """Score the relevance of documents to a query: a list of documents on a running server, or a file of rows."""
+    for_lists = ("query", "top_n", "format")
+    for_rows = ("query_column", "documents_column", "document_column", "keep", "concurrency", "retry_seconds")
+    _check_form(context, "documents", for_lists, for_rows)
+    from gateway.commands.runner import Rerank
+
+    fields = {"model": model if url or documents else None, "instruction": instruction, "truncate": truncate or None}
+    size = batch or (_ROWS_A_REQUEST if documents is None else _ITEMS_A_REQUEST)
+    task = Rerank(_given(fields), size, keep or (), documents_column, document_column, query_column, query)
+    if documents is not None:
+        from gateway.commands import lists
+
+        results = lists.compute(task, _server(url, api_key), lists.read_lines(documents))
+        lists.write(results.best(top_n), format or "table", output)
+        return
+    _run_file(task, input, output, url, api_key, model, concurrency, retry_seconds)
+
+
+@app.command()
+def score(
+    context: typer.Context,
+    labels: Annotated[str | None, typer.Option(help="Tokens to score, separated by commas: Yes,No")] = None,
+    query: Annotated[str | None, typer.Option(help="Text that all prompts share; with --input, a column may have it.")] = None,
+    items: Annotated[
+        typer.FileText | None, typer.Option(encoding="utf-8", help="File with one item per line; - reads standard input.")
+    ] = None,
+    input: RowsInput = None,
+    output: ListOutput = None,
+    url: ListUrl = None,
+    api_key: ApiKey = None,
+    model: Model = None,
+    readout: Annotated[
+        Literal["labels", "likelihood"],
+        typer.Option(help="With --input: probabilities of labels, or the log-probability of each item's own tokens."),
+    ] = "labels",
+    apply_softmax: Annotated[bool, typer.Option("--apply-softmax", help="Scale the scores of an item to a sum of 1.")] = False,
+    item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    suffix: Annotated[str, typer.Option(help="Text added to each item, such as the question to answer about it.")] = "",
+    sort: Annotated[bool, typer.Option("--sort", help="With --items: order by the first label, best first.")] = False,
+    batch: ListBatch = None,
+    format: ListFormat = None,
+    query_column: QueryColumn = "query",
+    items_column: Annotated[str, typer.Option(help="Column of lists of items.")] = "items",
+    item_column: Annotated[str, typer.Option(help="Column of single items, if there are no lists.")] = "item",
+    keep: Keep = None,
+    concurrency: Concurrency = 16,
+    retry_seconds: RetrySeconds = 600,
+) -> None:
+    """Score items against a query: a list of items on a running server, or a file of rows.
+
+    An item's prompt is query, item and suffix, joined without separators.
+    """
+    if (labels is None) == (readout == "labels"):
+        raise WrongUsage("--readout likelihood goes without --labels" if labels else "give --labels, such as Yes,No")
+    for_rows = ("readout", "query_column", "items_column", "item_column", "keep", "concurrency", "retry_seconds")
+    _check_form(context, "items", ("sort", "format"), for_rows)
+    from gateway.commands.runner import Score
+
+    fields: dict[str, Any] = {"readout": "likelihood"} if labels is None else {"labels": labels.split(",")}
+    fields |= {"model": model if url or items else None, "apply_softmax": apply_softmax or None, "item_first": item_first or None}
+    size = batch or (_ROWS_A_REQUEST if items is None else _ITEMS_A_REQUEST)
+    column = query_column if query is None else None
+    task = Score(_given(fields), size, keep or (), items_column, item_column, column, query, suffix=suffix)
+    if items is not None:
+        from gateway.commands import lists
+
+        results = lists.compute(task, _server(url, api_key), lists.read_lines(items))
+        lists.write(results.best() if sort else results, format or "table", output)
+        return
+    _run_file(task, input, output, url, api_key, model, concurrency, retry_seconds)
+
+
+@app.command()
+def embed(
+    input: Input,
+    output: Output,
+    url: Url = None,
+    api_key: ApiKey = None,
+    model: Model = None,
+    text_column: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    dimensions: Annotated[int | None, typer.Option(min=1, help="Length of the embeddings; the model's size by default.")] = None,
+    input_type: Annotated[
+        Literal["query", "document"] | None, typer.Option(help="Whether the texts are queries or documents.")
+    ] = None,
+    instruction: Instruction = None,
+    truncate: Truncate = False,
+    keep: Keep = None,
+    batch: Annotated[int, typer.Option(min=1, max=1000, help="Most rows that share a request.")] = _ROWS_A_REQUEST,
+    concurrency: Concurrency = 16,
+    retry_seconds: RetrySeconds = 600,
+) -> None:
+    """Embed the texts in a file."""
+    from gateway.commands.runner import Embed
+
+    fields = {"model": model if url else None, "dimensions": dimensions, "input_type": input_type}
+    fields |= {"instruction": instruction, "truncate": truncate or None}
+    task = Embed(_given(fields), batch, keep or (), text_column=text_column)
+    _run_file(task, input, output, url, api_key, model, concurrency, retry_seconds)
+
+
+@app.command()
+def batch(
+    input: Annotated[Path, typer.Option(help="OpenAI's batch file: .jsonl with custom_id, method, url and body.")],
+    output: Annotated[Path, typer.Option(help="File of answers, .jsonl. The same command continues it.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Without --url: directory or hub id of the model.")] = None,
+    concurrency: Concurrency = 16,
+    retry_seconds: RetrySeconds = 600,
+) -> None:
+    """Send the requests of an OpenAI batch file."""
+    from gateway.commands.runner import Batch
+
+    _run_file(Batch(), input, output, url, api_key, model, concurrency, retry_seconds)
+
+
+def _server(url: str | None, api_key: str | None) -> Server:
+    from gateway.commands.client import Server
+
+    return Server(url or _LOCAL, api_key)
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_form(context: typer.Context, lists: str, for_lists: tuple[str, ...], for_rows: tuple[str, ...]) -> None:
+    """Check that the options are those of one form of a command: with the option ``lists``, or with --input."""
+    given = context.params
+    if (given[lists] is None) == (given["input"] is None):
+        raise WrongUsage(f"give either --{lists}, a list of {lists}, or --input, a file of rows")
+    names, form = (for_lists, lists) if given[lists] is None else (for_rows, "input")
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise WrongUsage(f"--{name.replace('_', '-')} works only with --{form}")
+    if given[lists] is not None and given["query"] is None:
+        raise WrongUsage(f"--{lists} needs --query")
+    if given[lists] is None and given["output"] is None:
+        raise WrongUsage("--input needs --output, whose ending selects the format")
+
+
+def _run_file(
+    task: Task,
+    input: Path | None,
+    output: Path | None,
+    url: str | None,
+    api_key: str | None,
+    model: str | None,
+    concurrency: int,
+    retry_seconds: float,
+) -> NoReturn:
+    """Run ``task`` for a file, on the gateway at ``url`` or on a server that starts for it."""
+    from gateway.commands.runner import execute
+
+    @contextmanager
+    def server() -> Iterator[Server]:
+        if url is not None:
+            yield _server(url, api_key)
+            return
+        from gateway.commands.serve import own_server
+
+        with own_server(model, api_key) as running:
+            yield running
+
+    assert input is not None
+    assert output is not None
+    raise typer.Exit(execute(task, input, output, server, concurrency, retry_seconds))
+
+
+Catalogue = Annotated[str, typer.Option(help="Name of the catalogue.")]
+CatalogueUrl = Annotated[str, typer.Option(help="URL of the gateway.")]
+
+
+@catalogues.command("load")
+def load_items(
+    file: Annotated[Path, typer.Argument(help="File of items: .jsonl, .csv or .parquet. Each id occurs once.")],
+    catalogue: Catalogue,
+    url: CatalogueUrl = _LOCAL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Model of a new catalogue, if several are served.")] = None,
+    preset: Annotated[bool, typer.Option("--preset", help="Take template and labels of a new catalogue from the preset.")] = False,
+    template: Annotated[
+        list[str] | None, typer.Option(help="Prompts of a new catalogue, with {item} and {query}; repeat for several pieces.")
+    ] = None,
+    label: Annotated[list[str] | None, typer.Option(help="Label of a new catalogue; repeat for several.")] = None,
+    ttl_seconds: Annotated[float | None, typer.Option(min=0, help="Time after which items of a new catalogue expire.")] = None,
+    id_column: Annotated[str, typer.Option(help="Column of ids.")] = "id",
+    text_column: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    batch: Annotated[int, typer.Option(min=1, max=2000, help="Items of a request.")] = 500,
+    concurrency: Concurrency = 4,
+) -> None:
+    """Create a catalogue if there is none, and register the items of a file. Repeating the command changes nothing: items that
+    the server has with the same text keep their cached keys, values and scores."""
+    from gateway.commands.catalogue import Columns, load
+
+    fields = {"model": model, "template": template or None, "labels": label or None, "ttl_seconds": ttl_seconds}
+    form = _given(fields | {"preset": preset or None})
+    columns = Columns(id_column, text_column)
+    load(_server(url, api_key), catalogue, file, form, columns, batch=batch, concurrency=concurrency)
+
+
+@catalogues.command()
+def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
+    """Print what a catalogue holds, as JSON."""
+    from gateway.commands.catalogue import status
+
+    status(_server(url, api_key), catalogue)
+
+
+@catalogues.command()
+def warm(
+    catalogue: Catalogue,
+    url: CatalogueUrl = _LOCAL,
+    api_key: ApiKey = None,
+    pin_seconds: Annotated[
+        float | None, typer.Option(min=0, max=86_400, help="Time for which engines keep the items; 0 ends it.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="An adapter of the catalogue's model, to warm the items for it.")] = None,
+) -> None:
+    """Have the engines compute the items before they are scored, until it is done or interrupted."""
+    from gateway.commands.catalogue import warm
+
+    warm(_server(url, api_key), catalogue, pin_seconds=pin_seconds, model=model)
+
+
+@catalogues.command()
+def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
+    """Delete a catalogue and its items."""
+    from gateway.commands.catalogue import delete
+
+    delete(_server(url, api_key), catalogue)
 
 
 if __name__ == "__main__":

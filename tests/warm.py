@@ -38,9 +38,8 @@ _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.rea
 _COMMANDS = (
     "rich.progress",
     "typer",
-    "gateway.commands.catalogue_options",
     "gateway.commands.serve",
-    "gateway.commands.offline.run",
+    "gateway.commands.runner",
 )
 _ENGINE = ("engine.server.options", "engine.server.app", "engine.loop.build", "engine.models.source")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE

@@ -4,177 +4,121 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from gateway.commands.errors import CommandError, Interrupted, WrongUsage
-from gateway.commands.offline.places import Places
-from gateway.commands.offline.progress import Report
-from gateway.commands.offline.rows import Row, open_source
-from gateway.commands.offline.sender import Sender, Server
-from gateway.commands.offline.tasks.base import Call, Refusal
-from gateway.errors import ErrorBody
-from gateway.schemas.catalogue import CatalogueItem, DeletedCatalogue, RegisteredItems, WarmProgress
+from gateway.commands import CommandError
+from gateway.commands.client import Call, Report, Sender, Server, answer_of, decoded
+from gateway.commands.files import Row, open_source
+from gateway.errors import ErrorDetail
 
 MAX_REQUEST_BYTES = 1 << 20
 """Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""
-_AGAIN = "the same command continues it."
-T = TypeVar("T")
+_AGAIN = "the same command continues it"
 
 
-class _CatalogueState(msgspec.Struct):
+class _State(msgspec.Struct):
     """A field that the state of a catalogue has, and the JSON of another server has not."""
 
     object: Literal["catalogue"]
 
 
-@dataclass(frozen=True)
-class Access:
-    """A gateway, and the key for it."""
-
-    url: str
-    api_key: str | None
+class _Registered(msgspec.Struct):
+    added: int
+    changed: int
+    unchanged: int
 
 
-@dataclass(frozen=True)
-class Form:
-    """The properties of a new catalogue; None is the server's default."""
-
-    model: str | None
-    template: list[str] | None
-    labels: list[str] | None
-    ttl_seconds: float | None
-    preset: bool | None = None
+class _Deleted(msgspec.Struct):
+    deleted: bool
 
 
-@dataclass(frozen=True)
-class Load:
-    """Options of the command line."""
+class _Progress(msgspec.Struct):
+    """An event of a warm-up."""
 
-    file: Path
-    catalogue: str
-    url: str
-    api_key: str | None
-    form: Form
-    id_column: str
-    text_column: str
-    batch: int
-    concurrency: int
-    retry_seconds: float
-    start_row: int
+    items: int = 0
+    total: int = 0
+    cached_items: int = 0
+    pinned_items: int = 0
+    done: bool = False
+    error: ErrorDetail | None = None
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     rows: list[Row]
     body: bytes
 
 
-def load(options: Load) -> None:
-    """Register the items of a file, with progress on standard error. Raises :class:`CommandError`."""
-    source = open_source(options.file)
-    with Report("Loading", source.total) as report:
-        loading = _Loading(options, report)
+class Columns(NamedTuple):
+    """Columns of a file of items."""
+
+    id: str
+    text: str
+
+
+def load(
+    server: Server, catalogue: str, file: Path, form: Mapping[str, Any], columns: Columns, *, batch: int, concurrency: int
+) -> None:
+    """Register the items of a file, with progress on standard error. ``form``: properties of a new catalogue.
+
+    Raises :class:`CommandError`.
+    """
+    asyncio.run(_load(server, catalogue, file, form, columns, batch, concurrency))
+
+
+async def _load(
+    server: Server, catalogue: str, file: Path, form: Mapping[str, Any], columns: Columns, batch: int, concurrency: int
+) -> None:
+    source, path = open_source(file), _path(catalogue)
+    counts = {"added": 0, "changed": 0, "unchanged": 0}
+    places = asyncio.Semaphore(concurrency)
+
+    async def register(items: _Batch) -> None:
         try:
-            asyncio.run(loading.run(_batches(options, source.rows([options.id_column, options.text_column]))))
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {loading.remedy}") from None
-    print(f"{options.catalogue}: {loading.added} added, {loading.changed} changed, {loading.unchanged} unchanged", file=sys.stderr)
-
-
-class _Loading:
-    """A load in progress."""
-
-    def __init__(self, options: Load, report: Report) -> None:
-        self._options = options
-        self._report = report
-        self._places = Places(options.concurrency)
-        self._open: dict[int, int] = {}
-        """First row of each request in flight, by the number of the request."""
-        self._next_row = options.start_row
-        self.added = self.changed = self.unchanged = 0
-
-    @property
-    def remedy(self) -> str:
-        """How to continue."""
-        row = min(self._open.values(), default=self._next_row)
-        return f"rows before {row} are registered; continue with --start-row {row}"
-
-    async def run(self, batches: Iterator[_Batch]) -> None:
-        """Send all batches. Raises :class:`CommandError`."""
-        options = self._options
-        async with Server(options.url, options.api_key).client(options.concurrency) as client:
-            sender = Sender(client, options.url, self._places, options.retry_seconds)
-            await self._create(sender)
-            tasks: set[asyncio.Task[None]] = set()
-            try:
-                for number, batch in enumerate(batches):
-                    while not self._places.free:
-                        await self._any(tasks)
-                    self._open[number] = batch.rows[0].number
-                    self._next_row = batch.rows[-1].number + 1
-                    self._places.busy += 1
-                    tasks.add(asyncio.create_task(self._register(sender, number, batch)))
-                while tasks:
-                    await self._any(tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _create(self, sender: Sender) -> None:
-        """Create the catalogue, unless it exists and the options leave its form open."""
-        path = _path(self._options.catalogue)
-        given = {name: value for name, value in vars(self._options.form).items() if value is not None}
-        if not given and not isinstance(await sender.send(Call(path, b"", "GET")), Refusal):
-            return
-        await self._ask(sender, Call(path, msgspec.json.encode(given), "PUT"))
-
-    async def _any(self, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait until a request has ended. Raises its error."""
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        tasks -= done
-        for task in done:
-            task.result()
-
-    async def _register(self, sender: Sender, number: int, batch: _Batch) -> None:
-        try:
-            content = await self._ask(sender, Call(f"{_path(self._options.catalogue)}/items", batch.body, "PUT"), batch)
+            answer = await sender.send(Call(f"{path}/items", items.body, "PUT"))
         finally:
-            self._places.busy -= 1
-        answer = _decoded(content, RegisteredItems, self._options.url)
-        del self._open[number]
-        self.added += answer.added
-        self.changed += answer.changed
-        self.unchanged += answer.unchanged
-        self._report.update(batch.rows[-1].position, self.added + self.changed + self.unchanged, 0)
+            places.release()
+        if answer.problem is not None:
+            rows = f"rows {items.rows[0].number} to {items.rows[-1].number}"
+            raise CommandError(f"{rows}: the server refused: {answer.problem} Once that is solved, {_AGAIN}.")
+        registered = decoded(answer.content, _Registered, server.url)
+        for name in counts:
+            counts[name] += getattr(registered, name)
+        report.update(items.rows[-1].position, source.total, f"{sum(counts.values())} items")
 
-    async def _ask(self, sender: Sender, call: Call, batch: _Batch | None = None) -> bytes:
-        answer = await sender.send(call)
-        if not isinstance(answer, Refusal):
-            return answer.content
-        if batch is None:
-            raise CommandError(f"the server refused: {answer.message}")
-        rows = f"rows {batch.rows[0].number} to {batch.rows[-1].number}"
-        raise CommandError(f"{rows}: the server refused: {answer.message} {self.remedy}")
+    with Report("Loading", source.total) as report:
+        async with Sender(server, concurrency) as sender:
+            # a catalogue that exists needs no form
+            if form or (await sender.send(Call(path, method="GET"))).problem is not None:
+                (await sender.send(Call(path, msgspec.json.encode(form), "PUT"))).usable()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for items in _batches(file, source.rows(columns), columns, batch):
+                        await places.acquire()
+                        group.create_task(register(items))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+    print(f"{catalogue}: {', '.join(f'{count} {name}' for name, count in counts.items())}", file=sys.stderr)
 
 
-def _batches(options: Load, rows: Iterator[Row]) -> Iterator[_Batch]:
+def _batches(file: Path, rows: Iterator[Row], columns: Columns, most: int) -> Iterator[_Batch]:
     """Group rows into requests. Raises :class:`CommandError` for a row that cannot be read."""
     batch: list[Row] = []
     lines: list[bytes] = []
     size = 0
     for row in rows:
-        if row.number < options.start_row:
-            continue
-        line = _line(options, row)
-        if batch and (len(batch) == options.batch or size + len(line) > MAX_REQUEST_BYTES):
+        if row.problem is not None:
+            raise CommandError(f"{file}, row {row.number}: {row.problem}")
+        for column in columns:
+            if not isinstance(row.fields.get(column), str | int):
+                raise CommandError(f"{file}, row {row.number}: the column {column!r} holds no text")
+        line = msgspec.json.encode({"id": str(row.fields[columns.id]), "text": str(row.fields[columns.text])})
+        if batch and (len(batch) == most or size + len(line) > MAX_REQUEST_BYTES):
             yield _Batch(batch, b"\n".join(lines))
             batch, lines, size = [], [], 0
         batch.append(row)
@@ -184,110 +128,55 @@ def _batches(options: Load, rows: Iterator[Row]) -> Iterator[_Batch]:
         yield _Batch(batch, b"\n".join(lines))
 
 
-def _line(options: Load, row: Row) -> bytes:
-    if row.problem is not None:
-        raise CommandError(f"{options.file}, row {row.number}: {row.problem}")
-    values: list[Any] = []
-    for column in (options.id_column, options.text_column):
-        value = row.fields.get(column)
-        if not isinstance(value, str | int):
-            raise CommandError(f"{options.file}, row {row.number}: the column {column!r} holds no text")
-        values.append(str(value))
-    try:
-        return msgspec.json.encode(msgspec.convert({"id": values[0], "text": values[1]}, CatalogueItem))
-    except msgspec.ValidationError as error:
-        raise CommandError(f"{options.file}, row {row.number}: {error}") from None
-
-
-def status(access: Access, catalogue: str) -> None:
+def status(server: Server, catalogue: str) -> None:
     """Print a catalogue's state. Raises :class:`CommandError`."""
-    content = _plain(access, "GET", _path(catalogue))
-    _decoded(content, _CatalogueState, access.url)
+    content = asyncio.run(_ask(server, Call(_path(catalogue), method="GET")))
+    decoded(content, _State, server.url)
     print(msgspec.json.format(content).decode())
 
 
-def delete(access: Access, catalogue: str) -> None:
+def delete(server: Server, catalogue: str) -> None:
     """Delete a catalogue. Raises :class:`CommandError`."""
-    _decoded(_plain(access, "DELETE", _path(catalogue)), DeletedCatalogue, access.url)
+    decoded(asyncio.run(_ask(server, Call(_path(catalogue), method="DELETE"))), _Deleted, server.url)
     print(f"{catalogue} is deleted", file=sys.stderr)
 
 
-def warm(access: Access, catalogue: str, pin_seconds: float | None = None, model: str | None = None) -> None:
-    """Warm a catalogue, with progress on standard error. ``pin_seconds``: time for which engines keep the items. ``model``: an
-    adapter, if not the catalogue's model. Raises :class:`CommandError`."""
-    given = {"stream": True, "pin_seconds": pin_seconds, "model": model}
-    asked = {name: value for name, value in given.items() if value is not None}
-    done: WarmProgress | None = None
-    with Report("Warming", 1) as report, _client(access) as client:
+async def _ask(server: Server, call: Call) -> bytes:
+    async with Sender(server, 1) as sender:
+        return (await sender.send(call)).usable()
+
+
+def warm(server: Server, catalogue: str, **options: Any) -> None:
+    """Warm a catalogue, with progress on standard error. ``options``: ``pin_seconds``, for which engines keep the items, and
+    ``model``, an adapter if not the catalogue's model. Raises :class:`CommandError`."""
+    asyncio.run(_warm(server, catalogue, {name: value for name, value in options.items() if value is not None}))
+
+
+async def _warm(server: Server, catalogue: str, options: Mapping[str, Any]) -> None:
+    last = _Progress()
+    body = msgspec.json.encode({"stream": True, **options})
+    with Report("Warming", 1) as report:
         try:
-            with client.stream("POST", f"{_path(catalogue)}/warm", json=asked) as response:
+            async with server.client() as client, client.stream("POST", f"{_path(catalogue)}/warm", content=body) as response:
                 if not response.is_success:
-                    response.read()
-                    raise CommandError(_refusal(response))
-                for done in _progress(response, access.url):
-                    report.progress(done.items, done.total)
+                    await response.aread()
+                    answer_of(response).usable()
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    last = decoded(line.removeprefix("data: ").encode(), _Progress, server.url)
+                    if last.error is not None:
+                        raise CommandError(f"the warm-up broke off: {last.error.message} Repeat it: {_AGAIN}.")
+                    report.update(last.items, last.total, f"{last.items} of {last.total}")
         except httpx.RequestError as error:
-            if done is None:
-                raise _unanswered(access, error) from None
-            raise CommandError(f"the connection broke off ({_named(error)}) after {done.items} items; {_AGAIN}") from None
-    if done is None or not done.done:
-        raise CommandError(f"the warm-up broke off; {_AGAIN}")
-    pinned = f"; {done.pinned_items} are pinned" if pin_seconds else ""
-    print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before{pinned}", file=sys.stderr)
-
-
-def _progress(response: httpx.Response, url: str) -> Iterator[WarmProgress]:
-    """Yield the events of a warm-up. Raises :class:`CommandError` for an error among them."""
-    for line in response.iter_lines():
-        event = line.removeprefix("data: ")
-        if not event.startswith("{"):
-            continue
-        if '"error"' in event[:10]:
-            message = _decoded(event.encode(), ErrorBody, url).error.message
-            raise CommandError(f"the warm-up broke off: {message} {_AGAIN.capitalize()}")
-        yield _decoded(event.encode(), WarmProgress, url)
-
-
-def _plain(access: Access, method: str, path: str) -> bytes:
-    with _client(access) as client:
-        try:
-            response = client.request(method, path)
-        except httpx.RequestError as error:
-            raise _unanswered(access, error) from None
-    if not response.is_success:
-        raise CommandError(_refusal(response))
-    return response.content
-
-
-def _decoded(content: bytes, kind: type[T], url: str) -> T:
-    """Decode an answer of a gateway. Raises :class:`CommandError` for one of another server."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except ValueError:  # also of bytes that are not UTF-8
-        raise CommandError(f"{url} did not answer as a Yardstick gateway does; check --url") from None
-
-
-def _unanswered(access: Access, error: httpx.RequestError) -> CommandError:
-    return CommandError(f"no answer from {access.url} ({_named(error)}); check --url")
-
-
-def _named(error: httpx.RequestError) -> str:
-    return str(error) or type(error).__name__
-
-
-def _client(access: Access) -> httpx.Client:
-    headers = {"authorization": f"Bearer {access.api_key}"} if access.api_key else {}
-    try:
-        return httpx.Client(base_url=access.url, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0))
-    except (httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise WrongUsage(f"--url or --api-key cannot be used ({error}); check for typing errors") from None
-
-
-def _refusal(response: httpx.Response) -> str:
-    try:
-        return f"the server refused: {msgspec.json.decode(response.content, type=ErrorBody).error.message}"
-    except ValueError:
-        return f"the server refused with HTTP status {response.status_code}"
+            reason = str(error) or type(error).__name__
+            if last.total:
+                raise CommandError(f"the connection broke off ({reason}) after {last.items} items; {_AGAIN}") from None
+            raise CommandError(f"no answer from {server.url} ({reason}); check --url") from None
+    if not last.done:
+        raise CommandError(f"the warm-up broke off; {_AGAIN}, unless {server.url} is another server")
+    pinned = f"; {last.pinned_items} are pinned" if options.get("pin_seconds") else ""
+    print(f"{catalogue}: {last.items} items are warm, {last.cached_items} of them were before{pinned}", file=sys.stderr)
 
 
 def _path(catalogue: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.commands.errors import CommandError
-from gateway.commands.replace_file import replace_file
+from gateway.commands import CommandError
+from gateway.commands.files import replace_file
 from gateway.keys import ApiKey, KeyFile, parse_keys
 
 _RANDOM_BYTES = 32

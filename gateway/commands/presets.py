@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from gateway.commands.errors import CommandError
+from gateway.commands import CommandError
 from gateway.presets.preset import FALLBACKS, ONE_CLASS, Preset, PresetError, builtin_presets, named, parse_preset
 
 

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
+import json
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 from rich.console import Console
 
 from engine import wire
-from gateway.commands.errors import CommandError, Interrupted, WrongUsage
-from gateway.commands.example import abilities_of, show_calls, show_example
-from gateway.commands.gpus import VISIBLE, gpus_of_engines
-from gateway.commands.launch import Child, program_environment, require_engine
-from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
+from gateway.commands import CommandError, Interrupted, WrongUsage
+from gateway.commands.client import Server
+from gateway.commands.lists import as_table, compute
+from gateway.commands.processes import (
+    Child,
+    Stop,
+    Supervisor,
+    program_environment,
+    require_engine,
+    signals_raise_stop,
+    supervised,
+    url_of,
+)
+from gateway.commands.runner import Score
+from gateway.presets.preset import PresetError, choose, parse_preset
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
@@ -29,12 +46,47 @@ _SET_HERE = ("--token-file", "--machine-engines")
 """Options of the engine that must fit the gateway or the number of engines."""
 _OF_ONE = ("--health-port",)
 """Options of which several engines cannot have the same value."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_COUNT_SECONDS = 120.0
 _IDLE_SPLIT = "IDLE_SPLIT_TOKENS"
 _CPU_SPLIT_TOKENS = 512
 """Least item tokens of a sub-batch for an idle engine on a CPU. With two engines of the demo model, lone requests of 10 items are
 scored 1.15 times as fast as with 4096 (docs/benchmarks, "Engines of one thread")."""
 _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
+
+
+QUERY = "red running shoes"
+ITEMS = ("blue running shoes", "crimson jogging sneakers", "red wool scarf", "scarlet running trainers", "green canvas tent")
+LABELS = (" Yes", " No")
+PROMPT, SUFFIX = f"Query: {QUERY}\nItem: ", "\nRelevant:"
+KEY_VARIABLE = "YARDSTICK_API_KEY"
+
+SDK = """\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key={key})
+"""
+SDK_POST = "print(client.post({path!r}, cast_to=object, body={body}))\n"
+SDK_CHAT = """\
+chat = client.chat.completions.create(model={model!r}, messages=[{{"role": "user", "content": "Describe: {query}"}}])
+print(chat.choices[0].message.content)
+"""
+SDK_COMPLETION = """\
+completion = client.completions.create(model={model!r}, prompt="Describe: {query}", max_tokens=30)
+print(completion.choices[0].text)
+"""
+SDK_GUIDED = """
+short = client.chat.completions.create(
+    model={model!r},
+    messages=[{{"role": "user", "content": "Describe: {query}"}}],
+    extra_body={{"length_guidance": {{"target_length": 30}}}},
+)
+print(short.usage.completion_tokens, short.choices[0].message.content)
+"""
+SDK_OF = {"generate": SDK_COMPLETION, "chat": SDK_CHAT, "length_guidance": SDK_GUIDED}
+"""Code for each ability that is not the task of a preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +136,7 @@ def serve(options: ServeOptions) -> None:
     _check_port(settings)
     ready = False
     try:
-        with told_to_stop(), children(options, settings, models_of(options)) as supervisor:
+        with signals_raise_stop(), children(options, settings, models_of(options)) as supervisor:
             supervisor.wait_until_ready(options.title)
             ready = True
             _say_ready(options, settings, supervisor)
@@ -171,6 +223,20 @@ def children(options: ServeOptions, settings: Settings, models: _Models) -> Iter
         yield supervisor
 
 
+@contextmanager
+def own_server(model: str | None, api_key: str | None) -> Iterator[Server]:
+    """An engine and a gateway on free ports of this machine, until the end of the block. ``model`` None: the demo model.
+
+    Raises :class:`CommandError`.
+    """
+    require_engine()
+    options = ServeOptions(model=model, host="127.0.0.1", port=0)
+    settings = gateway_settings(options, program_environment())
+    with children(options, settings, models_of(options)) as supervisor:
+        supervisor.wait_until_ready(options.title, talkative=False)
+        yield Server(supervisor.url, api_key, own=True, check=supervisor.check_running)
+
+
 def _say_ready(options: ServeOptions, settings: Settings, supervisor: Supervisor) -> None:
     """Print calls to try, and for the demo model without keys an example with its scores."""
     out = Console(highlight=False)
@@ -241,3 +307,118 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def gpus_of_engines(engines: int, arguments: Sequence[str], environment: Mapping[str, str]) -> list[str | None]:
+    """Return :data:`VISIBLE` for each engine; None where an engine may see all GPUs, because it is alone or computes on a CPU.
+
+    ``arguments``: options of the engines. Raises :class:`WrongUsage` if there are too few GPUs, and :class:`CommandError` if they
+    cannot be counted.
+    """
+    device, processes = _placement(arguments)
+    found = [] if engines == 1 or device == "cpu" else _found(environment)
+    if not found:  # where `--device cuda` was given, the engine explains what is missing
+        return [None] * engines
+    needed = engines * processes
+    if len(found) < needed:
+        each = f" of {processes} GPUs each (--tensor-parallel)" if processes > 1 else ""
+        remedy = "lower --engines, or add --device cpu"
+        raise WrongUsage(f"--engines {engines}{each} needs {needed} GPUs, and torch finds {len(found)}; {remedy}")
+    return [",".join(found[engine * processes : (engine + 1) * processes]) for engine in range(engines)]
+
+
+def _placement(arguments: Sequence[str]) -> tuple[str | None, int]:
+    """Return device and processes of each engine. A wrong value is left to the engine, which refuses it."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--device")
+    parser.add_argument("--tensor-parallel", default="1")
+    try:
+        known, _ = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return None, 1
+    return known.device, int(known.tensor_parallel) if known.tensor_parallel.isdecimal() else 1
+
+
+def _found(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that torch finds, as :data:`VISIBLE` names them. A process of its own asks, because importing torch takes
+    seconds and hundreds of megabytes; builds without CUDA find none. Raises :class:`CommandError`."""
+    if version("torch").endswith("+cpu"):
+        return []
+    command = [sys.executable, "-c", _COUNT]
+    try:
+        asked = subprocess.run(  # noqa: S603 - our own program
+            command, env=environment, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"torch did not count the GPUs in {_COUNT_SECONDS:g} s; check the driver, or add --device cpu") from None
+    count = int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
+    listed = environment.get(VISIBLE)
+    names = [str(number) for number in range(count)] if listed is None else [name.strip() for name in listed.split(",")]
+    return names[:count]
+
+
+def show_example(console: Console, url: str, model: str) -> None:
+    """Score the example on the demo model and print it, best first. Raises :class:`CommandError`."""
+    body = example_body(model)
+    task = Score({"model": model, "labels": body["labels"], "apply_softmax": True}, query=PROMPT, suffix=SUFFIX)
+    results = compute(task, Server(url, None, own=True), ITEMS)
+    console.print(f'\nHow well does each item answer "{QUERY}"? POST {url}/v1/score returns:', soft_wrap=True)
+    console.print(as_table(results.best()))
+
+
+def abilities_of(engine: str, presets: Mapping[str, str]) -> set[str]:
+    """Return what the model of the engine at this URL can do: its capabilities, the task of its preset, and ``chat`` if it has a
+    chat template. ``presets``: the setting. Raises :class:`CommandError`."""
+    try:
+        with httpx.Client(base_url=engine, trust_env=False, timeout=60) as client:
+            info = msgspec.msgpack.decode(client.get("/info").raise_for_status().content, type=wire.Info)
+            files = msgspec.msgpack.decode(client.get("/tokenizer").raise_for_status().content, type=wire.TokenizerFiles)
+        preset = choose(
+            info.model, files.architecture, info.capabilities, classes=len(info.classes), beside=files.preset, chosen=presets
+        )
+    except (httpx.HTTPError, msgspec.MsgspecError, PresetError) as error:
+        raise CommandError(f"the engine does not say what its model can do: {error}") from None
+    abilities = set(info.capabilities) | ({parse_preset(preset.encode()).task} if preset else set())
+    return abilities | ({"chat"} if "generate" in abilities and files.chat_template else set())
+
+
+def show_calls(console: Console, url: str, model: str, abilities: set[str], *, with_key: bool) -> None:
+    """Print a curl command and code for the OpenAI SDK, ready to be pasted, that use what the model can do.
+
+    ``abilities``: see :func:`abilities_of`.
+    """
+    key = f'os.environ["{KEY_VARIABLE}"]' if with_key else '"none"'
+    sdk = ("import os\n" if with_key else "") + SDK.format(url=url, key=key)
+    path, body = _first_call(model, abilities)
+    if path not in ("/chat/completions", "/completions"):
+        sdk += SDK_POST.format(path=path, body=body)
+    for ability, lines in SDK_OF.items():
+        needed = {"generate"} if ability == "generate" else {"chat", ability}
+        if needed <= abilities and not (ability == "generate" and "chat" in abilities):
+            sdk += lines.format(model=model, query=QUERY)
+    authorization = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if with_key else ""
+    curl = f"curl {url}/v1{path} -H 'content-type: application/json'{authorization} -d {shlex.quote(json.dumps(body))}"
+    for title, text in (("With curl:", curl), ("With the OpenAI SDK:", sdk.rstrip())):
+        console.print(f"\n{title}\n", style="bold")
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _first_call(model: str, abilities: set[str]) -> tuple[str, dict[str, Any]]:
+    """Return the path below ``/v1`` and the body of the call that shows best what the model is for."""
+    if "classify" in abilities and "rerank" not in abilities:
+        return "/classify", {"model": model, "input": list(ITEMS)}
+    if "embed" in abilities:
+        return "/embeddings", {"model": model, "input": list(ITEMS)}
+    if "score" in abilities:
+        return "/score", example_body(model)
+    if "rerank" in abilities:
+        return "/rerank", {"model": model, "query": QUERY, "documents": list(ITEMS)}
+    if "chat" in abilities:
+        return "/chat/completions", {"model": model, "messages": [{"role": "user", "content": f"Describe: {QUERY}"}]}
+    return "/completions", {"model": model, "prompt": f"Describe: {QUERY}", "max_tokens": 30}
+
+
+def example_body(model: str) -> dict[str, Any]:
+    """Return the example's request body; docs/demo-models.md documents the format of its prompts."""
+    items = [item + SUFFIX for item in ITEMS]
+    return {"model": model, "query": PROMPT, "items": items, "labels": list(LABELS), "apply_softmax": True}

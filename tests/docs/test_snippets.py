@@ -48,11 +48,15 @@ NOT_RUN = {
     ("docs/lora.md", "--lora support"): "names models of the reader",
     ("docs/lora.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
     ("docs/lora.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
-    ("docs/offline.md", "--input pairs.jsonl"): "names files of the reader; tests/gateway/commands/offline runs the commands",
+    (
+        "docs/offline.md",
+        "--input pairs.jsonl",
+    ): "names files of the reader; tests/gateway/commands runs the commands",
     (
         "docs/offline.md",
         "--items items.txt",
-    ): "names a file of the reader; tests/gateway/commands/test_cli_serve.py runs the command",
+    ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
+    ("docs/offline.md", "examples/ray_data.py"): "needs a cluster; tests/gateway/commands/test_file_tasks.py calls its function",
     ("docs/thinking.md", "examples.thinking_model"): LONG_WORK,
     ("docs/tools.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",
     ("docs/tracing.md", "YARDSTICK_TRACING_ENDPOINT"): OTHER_SERVERS,

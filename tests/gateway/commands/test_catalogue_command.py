@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.commands import CommandError
 from gateway.commands import catalogue as command
-from gateway.commands.catalogue import Access, Form, Load
-from gateway.commands.errors import CommandError
+from gateway.commands.catalogue import Columns
+from gateway.commands.client import Server
 from tests.fakes import FakeEngine, Running, adapter, stop
 from tests.gateway.conftest import Start
 from tests.processes import wait_until
@@ -29,21 +30,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def load(client: httpx.Client, file: Path, **changes: Any) -> None:
-    given: dict[str, Any] = {
-        "file": file,
-        "catalogue": "shop",
-        "url": str(client.base_url),
-        "api_key": None,
-        "form": Form(None, ["{item}", "{query}"], [" Yes", " No"], None),
-        "id_column": "id",
-        "text_column": "text",
-        "batch": 7,
-        "concurrency": 3,
-        "retry_seconds": 30.0,
-        "start_row": 1,
-    }
-    command.load(Load(**given | changes))
+FORM = {"template": ["{item}", "{query}"], "labels": [" Yes", " No"]}
+
+
+def load(client: httpx.Client, file: Path, *, catalogue: str = "shop", **changes: Any) -> None:
+    server = Server(str(client.base_url), changes.pop("api_key", None))
+    given: dict[str, Any] = {"form": FORM, "columns": Columns("id", "text"), "batch": 7, "concurrency": 3}
+    command.load(server, catalogue, file, **given | changes)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b"[]", b"{}", b'"\xff"', b'{"object": "scoring"}'])
@@ -63,13 +56,13 @@ def test_another_server_is_told_from_a_gateway(file: Path, body: bytes) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        access = Access(f"http://127.0.0.1:{server.server_port}", None)
+        access = Server(f"http://127.0.0.1:{server.server_port}", None)
         for run in (command.status, command.delete):
             with pytest.raises(CommandError, match="did not answer as a Yardstick gateway does"):
                 run(access, "shop")
         with pytest.raises(CommandError, match="did not answer as a Yardstick gateway does"):
             load(httpx.Client(base_url=access.url), file)
-        with pytest.raises(CommandError, match=r"did not answer as a Yardstick gateway does|broke off"):
+        with pytest.raises(CommandError, match=r"did not answer as a Yardstick gateway does|is another server"):
             command.warm(access, "shop")
         server.shutdown()
 
@@ -81,9 +74,9 @@ def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.
     assert "shop: 0 added, 0 changed, 100 unchanged" in capsys.readouterr().err
     csv = file.with_suffix(".csv")
     csv.write_text("sku,title\nsku-1,changed\nsku-100,new\n")
-    load(client, csv, id_column="sku", text_column="title", form=Form(None, None, None, None))
+    load(client, csv, columns=Columns("sku", "title"), form={})
     assert "shop: 1 added, 1 changed, 0 unchanged" in capsys.readouterr().err
-    access = Access(str(client.base_url), None)
+    access = Server(str(client.base_url), None)
     command.status(access, "shop")
     assert json.loads(capsys.readouterr().out)["items"] == 101
     command.warm(access, "shop")
@@ -104,26 +97,26 @@ def test_requests_have_no_more_tokens_than_gateways_accept(
 
 def test_a_preset_that_puts_the_query_first_is_refused(client: httpx.Client, file: Path) -> None:
     with pytest.raises(CommandError, match="puts the query before the document"):
-        load(client, file, catalogue="other", form=Form(None, None, None, None, preset=True))
+        load(client, file, catalogue="other", form={"preset": True})
 
 
-def test_a_load_that_breaks_off_tells_how_to_continue(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_that_breaks_off_is_repeated(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:40], json.dumps({"id": "long", "text": "fox " * 9000}), *lines[40:]]))
-    with pytest.raises(CommandError, match=r"rows 36 to 42: the server refused: .*items\[5\].*--start-row \d+") as broken:
+    with pytest.raises(CommandError, match=r"rows 36 to 42: the server refused: .*items\[5\].* the same command continues it"):
         load(client, file, concurrency=1)
-    row = int(str(broken.value).rpartition(" ")[2])
-    assert row == 36
     file.write_text("\n".join(lines))
-    load(client, file, start_row=row)
-    assert "shop: 65 added, 0 changed, 0 unchanged" in capsys.readouterr().err
-    file.write_text('{"id": "no text"}')
-    with pytest.raises(CommandError, match="row 1: the column 'text' holds no text"):
-        load(client, file)
-    file.write_text('{"id": "a space", "text": "a"}')
-    with pytest.raises(CommandError, match=r"row 1: .*regex"):
-        load(client, file, id_column="id")
-    command.delete(Access(str(client.base_url), None), "shop")
+    load(client, file)
+    assert "shop: 65 added, 0 changed, 35 unchanged" in capsys.readouterr().err
+    for content, words in {
+        '{"id": "no text"}': "row 1: the column 'text' holds no text",
+        "{": "line 1: not a JSON object",
+        '{"id": "a space", "text": "a"}': "rows 1 to 1: the server refused: .*regex",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(CommandError, match=words):
+            load(client, file)
+    command.delete(Server(str(client.base_url), None), "shop")
 
 
 def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +126,7 @@ def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, 
     load(client, file, api_key="secret", concurrency=4, batch=20)
     assert "100 added" in capsys.readouterr().err
     with pytest.raises(CommandError, match="valid API key"):
-        command.status(Access(str(client.base_url), None), "shop")
+        command.status(Server(str(client.base_url), None), "shop")
 
 
 class Breaking:
@@ -150,11 +143,11 @@ class Breaking:
 
 def test_a_warm_up_that_loses_its_gateway_says_how_to_continue() -> None:
     with pytest.raises(CommandError, match=r"no answer from http://127.0.0.1:9 \(.+\); check --url"):
-        command.warm(Access("http://127.0.0.1:9", None), "shop")
+        command.warm(Server("http://127.0.0.1:9", None), "shop")
     gateway = Running(Breaking())
     try:
         with pytest.raises(CommandError, match=r"the connection broke off \(.+\) after 20 items; the same command continues it"):
-            command.warm(Access(gateway.url, None), "shop")
+            command.warm(Server(gateway.url, None), "shop")
     finally:
         stop([gateway])
 
@@ -165,11 +158,11 @@ def test_a_warm_up_for_an_adapter(start: Start, file: Path, capsys: pytest.Captu
     client = start(engine)
     wait_until(lambda: "red" in client.get("/v1/models").text)
     load(client, file)
-    command.warm(Access(str(client.base_url), None), "shop", model="red")
+    command.warm(Server(str(client.base_url), None), "shop", model="red")
     assert "100 items are warm" in capsys.readouterr().err
     assert {asked.adapter for asked in engine.item_scores} == {red.digest}
     with pytest.raises(CommandError, match="nobody"):
-        command.warm(Access(str(client.base_url), None), "shop", model="nobody")
+        command.warm(Server(str(client.base_url), None), "shop", model="nobody")
 
 
 def test_the_command_line(client: httpx.Client, file: Path) -> None:
@@ -178,4 +171,4 @@ def test_the_command_line(client: httpx.Client, file: Path) -> None:
         [sys.executable, "-m", "gateway.cli", "catalogue", *options], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, "100 added" in done.stderr) == (0, True), done.stderr
-    command.delete(Access(str(client.base_url), None), "other")
+    command.delete(Server(str(client.base_url), None), "other")

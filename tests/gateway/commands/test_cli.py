@@ -7,28 +7,23 @@ import io
 import json
 import os
 import re
-import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from engine.server.options import parse
-from gateway import cli
-from gateway.commands.errors import CommandError
-from gateway.commands.launch import Child, become, stop
-from gateway.commands.replace_file import replace_file
-from gateway.commands.results import Results, write
+from gateway.commands.files import replace_file
+from gateway.commands.processes import Child, Supervisor, stop
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
-from gateway.commands.supervisor import Supervisor
 from gateway.http.auth import KeyRing
+from gateway.presets.preset import builtin
 from gateway.settings import Settings
+from tests.gateway.commands.conftest import Yardstick, full_disk, the_one_line
 from tests.processes import free_port
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
@@ -38,39 +33,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Yardstick = Callable[..., Done]
-
-
-@pytest.fixture
-def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Yardstick:
-    """:func:`run` in this process, as the console script does."""
-
-    def run_here(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["yardstick", *arguments])
-        try:
-            cli.main()
-        except SystemExit as end:
-            return Done(int(end.code or 0), *capsys.readouterr())
-        return Done(0, *capsys.readouterr())
-
-    return run_here
-
-
-@pytest.fixture
-def becomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Mapping[str, str]]]:
-    """Commands and environments of the programs that this process would become."""
-    seen: list[tuple[list[str], Mapping[str, str]]] = []
-    monkeypatch.setattr("gateway.commands.launch.os.execve", lambda _, command, environment: seen.append((command, environment)))
-    return seen
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -90,34 +52,28 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
 
 @pytest.mark.parametrize("command", ["serve", "score", "keys", "rerank", "embed", "batch", "catalogue"])
 def test_every_subcommand_explains_itself(yardstick: Yardstick, command: str) -> None:
-    done = yardstick(command, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage" in done.stdout.lower()
-    assert command in yardstick("--help").stdout
-
-
-@pytest.mark.parametrize(
-    "command", [pytest.param("gateway", marks=pytest.mark.slow), pytest.param("engine", marks=pytest.mark.slow), "load"]
-)
-def test_every_program_explains_itself(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage" in done.stdout.lower()
-    assert command in run("--help").stdout
+    assert "usage" in yardstick(command, "--help").out.lower()
+    assert command in yardstick("--help").out
 
 
 @pytest.mark.parametrize(("command", "module"), [("gateway", "gateway"), ("engine", "engine"), ("load", "loadgen")])
-def test_commands_become_programs(
-    yardstick: Yardstick, becomes: list[tuple[list[str], Mapping[str, str]]], command: str, module: str
-) -> None:
+def test_commands_become_programs(yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+    """The variables for clients go to clients only: a gateway would take them for settings of its own, and refuse them."""
+    seen: list[tuple[list[str], Mapping[str, str]]] = []
+    monkeypatch.setattr("gateway.commands.processes.os.execve", lambda _, command, environment: seen.append((command, environment)))
+    for variable in ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY"):
+        monkeypatch.setenv(variable, "sk")
     yardstick(command, "--port", "1", "--help")
-    ((program, _),) = becomes
+    ((program, environment),) = seen
     assert program == [sys.executable, "-m", module, "--port", "1", "--help"]
+    assert {variable in environment for variable in ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY")} == {module == "loadgen"}
 
 
 @pytest.mark.slow
-def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
+def test_programs_explain_themselves_and_refuse_what_they_do_not_know() -> None:
     assert "--max-batched-tokens" in run("engine", "--help").stdout
+    assert "--engine" in run("gateway", "--help").stdout
+    assert "usage" in run("load", "--help").stdout.lower()
     assert run("engine", "--no-such-flag").returncode == 2
     assert "no engine is named" in run("gateway", "--port", "0").stderr
 
@@ -164,27 +120,21 @@ def test_a_name_is_passed_on_and_is_that_of_the_gateways_settings(given: tuple[s
 def test_a_key_is_printed_once_and_kept_as_a_hash(yardstick: Yardstick, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     done = yardstick("keys", "new", "first", "--file", str(file))
-    key = done.stdout.strip()
+    key = done.out.strip()
     assert len(key) > 40
-    assert key not in done.stderr
+    assert key not in done.err
     assert json.loads(file.read_text()) == {"keys": [{"name": "first", "sha256": hashlib.sha256(key.encode()).hexdigest()}]}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    second = yardstick("keys", "new", "second", "--file", str(file)).stdout.strip()
+    second = yardstick("keys", "new", "second", "--file", str(file)).out.strip()
     ring = KeyRing(file)
     found = [ring.find(candidate) for candidate in (key, second, key + "x", "")]
     assert [entry and entry.name for entry in found] == ["first", "second", None, None]
     assert list(tmp_path.iterdir()) == [file], "no draft is left behind"
-
-
-def test_a_name_is_taken_once(yardstick: Yardstick, tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    yardstick("keys", "new", "me", "--file", str(file))
     before = file.read_text()
-    done = yardstick("keys", "new", "me", "--file", str(file))
-    assert done.returncode == 1
-    assert done.stderr.startswith("yardstick: ")
-    assert "me already" in done.stderr
-    assert file.read_text() == before
+    again = yardstick("keys", "new", "first", "--file", str(file))
+    assert (again.status, "first already" in the_one_line(again), file.read_text()) == (1, True, before)
+    nowhere = yardstick("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
+    assert (nowhere.status, "no such file or directory" in the_one_line(nowhere)) == (1, True)
 
 
 def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tmp_path: Path) -> None:
@@ -196,7 +146,7 @@ def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tm
     if os.getuid() == 0:
         os.chown(file, 10, 20)
     before = file.stat()
-    assert yardstick("keys", "new", "second", "--file", str(link)).returncode == 0
+    assert yardstick("keys", "new", "second", "--file", str(link)).status == 0
     after = file.stat()
     assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
     assert link.is_symlink()
@@ -208,20 +158,8 @@ def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path:
     file = tmp_path / "notes.json"
     file.write_text(content)
     done = yardstick("keys", "new", "me", "--file", str(file))
-    assert done.returncode == 1
-    assert "not a file of API keys" in done.stderr
+    assert (done.status, "not a file of API keys" in the_one_line(done)) == (1, True)
     assert file.read_text() == content
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Files of this process may have 50 bytes, which fails as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_keeps_the_keys(yardstick: Yardstick, tmp_path: Path) -> None:
@@ -230,11 +168,11 @@ def test_a_full_disk_keeps_the_keys(yardstick: Yardstick, tmp_path: Path) -> Non
     before = file.read_bytes()
     with full_disk():
         done = yardstick("keys", "new", "second", "--file", str(file))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "cannot write" in done.stderr
+    assert (done.status, done.out) == (1, "")
+    assert "cannot write" in done.err
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
     assert file.read_bytes() == before
-    assert yardstick("keys", "new", "second", "--file", str(file)).returncode == 0
+    assert yardstick("keys", "new", "second", "--file", str(file)).status == 0
 
 
 def test_a_link_in_the_place_of_the_draft_is_not_followed(tmp_path: Path) -> None:
@@ -274,41 +212,19 @@ def test_programs_are_read_on_while_their_lines_cannot_be_written(monkeypatch: p
         child.read_to_the_end()
 
 
-def test_a_full_disk_keeps_earlier_results(tmp_path: Path) -> None:
-    output, found = tmp_path / "scores.json", Results("m", ["Yes"], ["a", "b"], [[0.25], [0.5]], 4)
-    write(found, "json", output)
-    before = output.read_bytes()
-    with full_disk(), pytest.raises(CommandError, match="cannot write"):
-        write(found, "json", output)
-    assert [each.name for each in tmp_path.iterdir()] == ["scores.json"]
-    assert output.read_bytes() == before
-    link = tmp_path / "link"
-    link.symlink_to(output)
-    write(found, "csv", link)
-    assert output.read_text() == "item,Yes\na,0.25\nb,0.5\n"
-    assert link.is_symlink()
-
-
-def test_a_directory_that_is_not_there_is_one_line(yardstick: Yardstick, tmp_path: Path) -> None:
-    done = yardstick("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "no such file or directory" in done.stderr
-
-
-@pytest.mark.parametrize("variable", ["YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY"])
-@pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("benchmarks", True), ("loadgen", True)])
-def test_the_key_goes_to_clients_only(
-    monkeypatch: pytest.MonkeyPatch, becomes: list[tuple[list[str], Mapping[str, str]]], module: str, kept: bool, variable: str
-) -> None:
-    """A gateway would take the variable for a setting of its own, and refuse it."""
-    monkeypatch.setenv(variable, "sk")
-    become(module, ["--help"])
-    ((program, environment),) = becomes
-    assert program[1:] == ["-m", module, "--help"]
-    assert (variable in environment) == kept
-
-
 def test_the_version(yardstick: Yardstick) -> None:
     done = yardstick("--version")
-    assert (done.returncode, done.stdout) == (0, f"{version('yardstick-llm')}\n")
+    assert (done.status, done.out) == (0, f"{version('yardstick-llm')}\n")
+
+
+def test_presets_are_listed_printed_and_checked(yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = yardstick("presets").out
+    assert all(f" {name} " in listed for name in builtin())
+    assert "…" not in listed, "a pipe has 80 columns; names are folded, not cut"
+    assert yardstick("presets", "zerank-2").out == builtin()["zerank-2"]
+    file = tmp_path / "own.toml"
+    file.write_text('name = "own"\ntask = "rerank"\ntemplate = ["{query}"]\n')
+    checked, unknown = yardstick("presets", str(file)), yardstick("presets", "nothing")
+    assert (checked.status, "{document} exactly once" in the_one_line(checked)) == (1, True)
+    assert (unknown.status, "name one of" in the_one_line(unknown)) == (1, True)

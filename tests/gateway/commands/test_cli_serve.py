@@ -1,9 +1,7 @@
-"""``yardstick serve`` and ``yardstick score``, as real processes."""
+"""``yardstick serve``, as real processes."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
@@ -21,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.commands.example import ITEMS as ITEMS_SHOWN
-from gateway.commands.example import example_body
+from gateway.commands.serve import ITEMS as ITEMS_SHOWN
+from gateway.commands.serve import example_body
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.parts import need
 from tests.processes import alive, free_port, wait_until
@@ -110,17 +108,12 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     assert served.process.wait(END_SECONDS) == 0
 
 
-def test_the_curl_line_that_is_shown_works(served: Served) -> None:
+def test_the_calls_that_are_shown_work(served: Served) -> None:
     (line,) = [line for line in served.out.read_text().splitlines() if line.startswith("curl ")]
     need("curl")
-    done = subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30)
-    answer = json.loads(done.stdout)
+    answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
     assert len(answer["scores"]) == len(example_body("")["items"])
     assert all(sum(scores) == pytest.approx(1) for scores in answer["scores"])
-
-
-@pytest.mark.slow
-def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
     text = served.out.read_text()
     program = text[text.index("from openai import") :]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -205,105 +198,7 @@ def test_the_example_clients(demo: Served) -> None:
     assert said == {}, "each client is checked here"
 
 
-def direct(served: Served, items: list[str]) -> list[list[float]]:
-    body = {"query": "the red", "items": items, "labels": [" Yes", " No"]}
-    return httpx.post(f"{served.url}/v1/score", json=body, timeout=30).raise_for_status().json()["scores"]
-
-
-ITEMS = [f" shoes {number}" for number in range(7)]
 SCORE = ["score", "--query", "the red", "--labels", " Yes, No", "--items", "-", "--batch", "3"]
-
-
-def test_scores_come_as_json_in_the_order_of_the_items(served: Served) -> None:
-    done = run(*SCORE, "--url", served.url, "--format", "json", text="\n".join(ITEMS) + "\n\n")
-    document = json.loads(done.stdout)
-    assert document["model"] == "tiny"
-    assert document["labels"] == [" Yes", " No"]
-    assert [row["item"] for row in document["results"]] == ITEMS
-    found = [list(row["scores"].values()) for row in document["results"]]
-    for scores, expected in zip(found, direct(served, ITEMS), strict=True):
-        assert scores == pytest.approx(expected, rel=1e-4)
-
-
-def test_scores_come_as_csv_into_a_file(served: Served, tmp_path: Path) -> None:
-    items, output = tmp_path / "items.txt", tmp_path / "scores.csv"
-    items.write_text('red, "quoted"\r\n東京\r\n', encoding="utf-8", newline="")
-    query = ["score", "--query", "the ", "--labels", "Yes,No", "--items", str(items), "--url", served.url]
-    done = run(*query, "--format", "csv", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.reader(io.StringIO(output.read_text(encoding="utf-8"))))
-    assert rows[0] == ["item", "Yes", "No"]
-    assert [row[0] for row in rows[1:]] == ['red, "quoted"', "東京"]
-    assert all(0 < float(score) < 1 for row in rows[1:] for score in row[1:])
-
-
-def test_the_table_can_be_sorted(served: Served) -> None:
-    done = run(*SCORE, "--url", served.url, "--sort", text="\n".join(ITEMS))
-    rows = re.findall(r"shoes (\d) +│ +(\d\.\d+)", done.stdout)
-    assert len(rows) == len(ITEMS)
-    best_first = [score for _, score in rows]
-    assert best_first == sorted(best_first, reverse=True)
-    assert [number for number, _ in rows] != sorted(number for number, _ in rows)
-
-
-def test_a_list_of_documents_is_ranked(demo: Served, tmp_path: Path) -> None:
-    documents = [f"{item} {number}" for number in range(3) for item in ITEMS_SHOWN]
-    ranked = httpx.post(f"{demo.url}/v1/rerank", json={"query": "red running shoes", "documents": documents}, timeout=60).json()
-    best = [(documents[result["index"]], result["relevance_score"]) for result in ranked["results"]]
-    file = tmp_path / "documents.txt"
-    file.write_text("\n".join([*documents, ""]), encoding="utf-8")
-    command = ["rerank", "--query", "red running shoes", "--url", demo.url]
-    done = run(*command, "--documents", str(file), "--top-n", "4", "--batch", "6", "--format", "json")
-    rows = json.loads(done.stdout)["results"]
-    assert [(row["item"], row["scores"]["relevance"]) for row in rows] == [(text, pytest.approx(score)) for text, score in best[:4]]
-    shown = run(*command, "--documents", "-", text="\n".join(documents))
-    assert [text for text, _ in best] == re.findall(r"^│ ([a-z ]+\d) +│ +\d\.\d+ │$", shown.stdout, flags=re.M)
-    for arguments, message in (
-        ([], "give either --documents"),
-        (["--documents", str(file), "--input", "rows.jsonl"], "give either --documents"),
-        (["--documents", str(file), "--keep", "id"], "--keep works only with --input"),
-        (["--input", "rows.jsonl", "--top-n", "3"], "--query works only with --documents"),
-    ):
-        failed = run(*command, *arguments)
-        assert (failed.returncode, message in failed.stderr) == (2, True), failed.stderr
-    assert "--documents needs --query" in run("rerank", "--documents", str(file)).stderr
-
-
-@pytest.mark.slow
-def test_softmax_suffix_and_item_first_reach_the_server(served: Served) -> None:
-    plain, softmax, first, suffixed = (
-        json.loads(run(*SCORE, *flags, "--url", served.url, "--format", "json", text=" shoes").stdout)["results"][0]["scores"]
-        for flags in ([], ["--apply-softmax"], ["--item-first"], ["--suffix", "?"])
-    )
-    assert sum(softmax.values()) == pytest.approx(1)
-    assert sum(plain.values()) < 0.9
-    assert len({tuple(scores.values()) for scores in (plain, first, suffixed)}) == 3
-
-
-@pytest.mark.slow
-def test_a_refusal_is_the_servers_own_word(served: Served) -> None:
-    done = run("score", "--query", "x", "--labels", "shoebox", "--items", "-", "--url", served.url, text="a")
-    assert "the server refused" in the_one_line(done)
-    assert "shoebox" in the_one_line(done)
-    done = run(*SCORE, "--url", served.url, "--model", "other", text="a")
-    assert "other" in the_one_line(done)
-
-
-@pytest.mark.slow
-def test_items_must_be_text_and_there_must_be_some(served: Served, tmp_path: Path) -> None:
-    assert "no items" in the_one_line(run(*SCORE, "--url", served.url, text="\n\n"))
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"caf\xe9\n")
-    done = run("score", "--query", "x", "--labels", "Yes", "--items", str(bad), "--url", served.url)
-    assert "not UTF-8" in the_one_line(done)
-
-
-@pytest.mark.slow
-def test_nobody_answering_is_one_line() -> None:
-    assert "no answer from http://127.0.0.1:9" in the_one_line(run(*SCORE, "--url", "http://127.0.0.1:9", text="a"))
-    assert "--url" in the_one_line(run(*SCORE, "--url", "127.0.0.1:8000", text="a"))
-    assert "--url" in the_one_line(run(*SCORE, "--url", "http://[bad", text="a"))
-    assert "--api-key" in the_one_line(run(*SCORE, "--api-key", "ключ", text="a"))
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
@@ -316,31 +211,18 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_model_is_the_engines_one_line(tmp_path: Path) -> None:
-    done = run("serve", "--port", str(free_port()), "--model", str(tmp_path / "nowhere"))
-    assert "nowhere is not a directory; give a model directory or a hub id" in the_one_line(done)
-
-
-@pytest.mark.slow
-def test_a_broken_tokeniser_is_one_line(tmp_path: Path, model: Path) -> None:
-    broken = tmp_path / "broken"
+def test_what_a_program_refuses_is_its_one_line(tmp_path: Path, model: Path) -> None:
+    broken, keys = tmp_path / "broken", tmp_path / "keys.json"
     shutil.copytree(model, broken)
     (broken / "tokenizer.json").write_text('{"model": 3}')
-    assert "tokenizer.json cannot be read" in the_one_line(run("serve", "--port", str(free_port()), "--model", str(broken)))
-
-
-@pytest.mark.slow
-def test_a_broken_file_of_keys_is_the_gateways_one_line(tmp_path: Path, model: Path) -> None:
-    file = tmp_path / "keys.json"
-    file.write_text("{}")
-    done = run("serve", "--port", str(free_port()), "--model", str(model), "--api-keys-file", str(file))
-    assert "not a file of API keys" in the_one_line(done)
-
-
-@pytest.mark.slow
-def test_beyond_loopback_it_wants_keys() -> None:
-    line = the_one_line(run("serve", "--host", "0.0.0.0", "--port", str(free_port())))
-    assert "yardstick keys new NAME --file keys.json" in line
+    keys.write_text("{}")
+    for arguments, words in (
+        (["--model", str(tmp_path / "nowhere")], "nowhere is not a directory; give a model directory or a hub id"),
+        (["--model", str(broken)], "tokenizer.json cannot be read"),
+        (["--model", str(model), "--api-keys-file", str(keys)], "not a file of API keys"),
+        (["--host", "0.0.0.0"], "yardstick keys new NAME --file keys.json"),
+    ):
+        assert words in the_one_line(run("serve", "--port", str(free_port()), *arguments))
 
 
 @pytest.mark.slow
@@ -381,19 +263,6 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", int(served.url.rpartition(":")[2])))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Path) -> None:
-    with as_in_production():
-        served = start(tmp_path, "--model", str(model))
-    descendants = served.descendants
-    (engine,) = [pid for pid in descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(engine, signal.SIGKILL)
-    assert served.process.wait(END_SECONDS) == 1
-    assert "the engine has ended: killed by SIGKILL" in served.err.read_text().splitlines()[-1]
-    wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
 
 
 @pytest.mark.slow
@@ -464,18 +333,6 @@ def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
     connection.close()
     assert "open requests have 30 s to end. Press Ctrl-C again" in served.err.read_text()
-
-
-@pytest.mark.slow
-def test_the_grace_period_is_the_gateways(model: Path, tmp_path: Path) -> None:
-    served = start(tmp_path, "--model", str(model), YARDSTICK_GRACE_SECONDS="2")
-    connection, _ = upload(served)
-    time.sleep(0.3)
-    began = time.monotonic()
-    served.process.terminate()
-    assert served.process.wait(END_SECONDS) == 0
-    assert 1.5 < time.monotonic() - began < 15, "the default is 30 s"
-    connection.close()
 
 
 @pytest.mark.slow

@@ -16,11 +16,10 @@ import httpx
 import pytest
 
 from engine.server.options import parse
-from gateway.commands import gpus
-from gateway.commands.errors import CommandError, WrongUsage
-from gateway.commands.gpus import VISIBLE, gpus_of_engines
-from gateway.commands.launch import Child
-from gateway.commands.serve import ServeOptions, engine_programs, gateway_settings, models_of, splitting
+from gateway.commands import CommandError, WrongUsage
+from gateway.commands import serve as command
+from gateway.commands.processes import Child
+from gateway.commands.serve import VISIBLE, ServeOptions, engine_programs, gateway_settings, gpus_of_engines, models_of, splitting
 from tests.checkpoints import make_checkpoint
 from tests.gateway.commands.test_cli_serve import END_SECONDS, Served, start
 from tests.processes import alive, wait_until
@@ -146,7 +145,7 @@ def test_one_engine_is_called_the_engine_and_has_the_machine() -> None:
 def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """An environment in which the process that asks torch finds a build with CUDA and four GPUs."""
     (tmp_path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 4)\n")
-    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(command, "version", lambda _: "2.13.0")
     return os.environ | {"PYTHONPATH": str(tmp_path)}
 
 
@@ -189,7 +188,7 @@ def test_too_few_gpus_are_refused(four_gpus: Mapping[str, str], engines: int, ar
 
 
 def test_without_gpus_all_engines_share_the_cpu(four_gpus: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(command, "version", lambda _: "2.13.0+cpu")
     assert gpus_of_engines(2, [], four_gpus) == [None, None]
 
 
@@ -199,15 +198,15 @@ def test_the_variables_of_a_child_reach_it(tmp_path: Path, monkeypatch: pytest.M
     child = Child("engine 2", ["shows"], {VISIBLE: "GPU-b"})
     lines: list[str] = []
     child.follow(lines.append)
-    child.wait(END_SECONDS)
+    child.process.wait(END_SECONDS)
     child.read_to_the_end()
     assert lines == ["GPU-b"]
 
 
 def test_gpus_that_cannot_be_counted_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver may hang."""
-    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
-    monkeypatch.setattr(gpus, "_COUNT", "import time; time.sleep(60)")
-    monkeypatch.setattr(gpus, "_COUNT_SECONDS", 0.1)
+    monkeypatch.setattr(command, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(command, "_COUNT", "import time; time.sleep(60)")
+    monkeypatch.setattr(command, "_COUNT_SECONDS", 0.1)
     with pytest.raises(CommandError, match="check the driver, or add --device cpu"):
         gpus_of_engines(2, [], os.environ)

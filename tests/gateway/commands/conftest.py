@@ -1,11 +1,13 @@
-"""Runs of the offline commands in this process, and servers for them."""
+"""Commands that run in this process, and servers for them."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import json
+import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ class Done:
     """A command that has ended."""
 
     status: int
+    out: str
     err: str
 
 
@@ -33,16 +36,38 @@ Yardstick = Callable[..., Done]
 
 @pytest.fixture
 def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Yardstick:
-    """Runs ``yardstick`` with arguments, as its console script does."""
+    """Runs ``yardstick`` with arguments, as its console script does, and with ``text`` on its standard input."""
     monkeypatch.setenv("COLUMNS", "300")
 
-    def run(*arguments: object) -> Done:
+    def run(*arguments: object, text: str = "") -> Done:
         monkeypatch.setattr(sys, "argv", ["yardstick", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        status = 0
+        try:
             cli.main()
-        return Done(int(end.value.code or 0), capsys.readouterr().err)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return Done(status, *capsys.readouterr())
 
     return run
+
+
+def the_one_line(done: Done) -> str:
+    """The message of a command that fails."""
+    (line,) = done.err.splitlines()
+    assert line.startswith("yardstick: ")
+    return line
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process may have 50 bytes, which fails as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @dataclass(frozen=True)
@@ -136,13 +161,14 @@ def write_texts(path: Path, count: int) -> Path:
     return path
 
 
+def write(path: Path, rows: list[Any]) -> Path:
+    """Write a JSON Lines file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text, "the last line is whole"
     return [json.loads(line) for line in text.splitlines()]
-
-
-async def pause(seconds: float) -> None:
-    """Sleep; a name for tests without an import of asyncio."""
-    await asyncio.sleep(seconds)

@@ -15,8 +15,6 @@ from gateway.admission.quotas import Quotas
 from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
 from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
-from gateway.cache.metered import MeteredCache
-from gateway.catalogues.catalogues import Catalogues
 from gateway.composition.background import Background
 from gateway.composition.fleet import Fleet
 from gateway.composition.parts import (
@@ -32,13 +30,11 @@ from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
 from gateway.errors import GatewayError
-from gateway.handling.catalogue_prompts import CataloguePrompts
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.generator import Generator
 from gateway.handling.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
 from gateway.handling.reader import Reader
 from gateway.handling.responder import Responder
-from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
 from gateway.images.room import ImageRoom
@@ -46,9 +42,7 @@ from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
-from gateway.responses.kept import Kept
 from gateway.routes.adapters import adapter_routes
-from gateway.routes.catalogue_warm import warm_route
 from gateway.routes.catalogues import catalogue_routes
 from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
@@ -73,16 +67,15 @@ from tracing.sampling import sampler_of
 def create_app(
     settings: Settings,
     *,
-    cache: ResultCache | None = None,
     lifecycle: Lifecycle | None = None,
     log: LineWriter | None = None,
 ) -> Gateway:
-    """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log.
-    Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
+    """Create the gateway. ``log`` None: no access log. Raises :class:`SettingsError` for an invalid key file or a missing engine
+    token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry(usage_keys=settings.usage_keys)
     workers = Workers(text_capacity(settings), telemetry)
-    stores = Stores.opened(settings, telemetry, cache)
+    stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
     adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
     keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
@@ -95,7 +88,7 @@ def create_app(
         fleet=fleet,
         restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
         keys=keys,
-        share=stores.share,
+        stores=stores,
         exporter=exporter,
         telemetry=telemetry,
     )
@@ -152,24 +145,19 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(settings.keepalive_seconds)
-    scoring = Scoring(Scorer(MeteredCache(stores.cache, telemetry), fleet.fan_out), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(ResultCache(stores.store, telemetry), fleet.fan_out), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
-    catalogues = Catalogues(stores.catalogues, telemetry)
-    prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
-    scanner = Scanner(prompts, scoring, retries)
-    kept = Kept(stores.responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
+    scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
         score_route(pool, reader, scoring, scanner),
         rerank_route(pool, reader, scoring, scanner),
-        *catalogue_routes(pool, reader, catalogues, quotas),
-        warm_route(reader, prompts, scoring, fleet.fan_out, retries),
+        *catalogue_routes(pool, reader, stores.catalogues, quotas),
         classify_route(pool, reader, scoring),
         *embeddings_routes(pool, reader, scoring),
         *tei_routes(pool, reader, scoring),
         completion_route(pool, reader, generator),
         chat_route(pool, reader, generator),
-        *response_routes(pool, reader, Responder(generator, kept)),
+        *response_routes(pool, reader, Responder(generator, stores.responses)),
         length_route(pool, reader, scoring),
         *model_routes(pool),
         *tokenize_routes(pool, reader, quotas, workers),

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from gateway.configuration.bounds import CatalogueBounds, ResponseBounds
 from gateway.configuration.checks import (
     PREFIX,
     SettingsError,
@@ -212,16 +211,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stored_responses_seconds: Seconds = 86_400.0
     """Time for which a response is stored."""
     catalogue_bytes: Positive = 256 << 20
-    """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory. Beyond it,
-    registrations are answered 413."""
-    catalogue_group_bytes: Positive = 128 << 20
-    """Most bytes of the catalogues of one trust group."""
-    catalogue_request_items: Positive = 200_000
-    """Most items of a request that scores a whole catalogue."""
-    scan_wait_seconds: NotNegative = 60.0
-    """Longest time that such a request, once it has results, waits for engines that are away or full, besides ``wait_seconds``."""
-    catalogue_copies_bytes: Count = 128 << 20
-    """With Redis: most bytes of registered items that this gateway keeps copies of."""
+    """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory; a trust group
+    may have half of them. Beyond it, registrations are answered 413."""
     aliases: tuple[str, ...] = ()
     """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
     metrics and logs name the model itself."""
@@ -288,13 +279,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def chosen_fallbacks(self) -> dict[str, str]:
         """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
         return read_fallbacks(self.fallbacks, self.chosen_aliases)
-
-    @property
-    def catalogue_bounds(self) -> CatalogueBounds:
-        """Bounds of the catalogues."""
-        return CatalogueBounds(self.catalogue_group_bytes, self.catalogue_bytes)
-
-    @property
-    def store_bounds(self) -> ResponseBounds:
-        """Bounds of stored responses."""
-        return ResponseBounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)

@@ -1,4 +1,4 @@
-"""``yardstick catalogue``: loads, describes, warms and deletes the catalogues of a gateway."""
+"""``yardstick catalogue``: loads, describes and deletes the catalogues of a gateway."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from gateway.commands.offline.rows import Row, open_source
 from gateway.commands.offline.sender import Sender, Server
 from gateway.commands.offline.tasks.base import Call, Refusal
 from gateway.errors import ErrorBody
-from gateway.schemas.catalogue import CatalogueItem, DeletedCatalogue, RegisteredItems, WarmProgress
+from gateway.schemas.catalogue import CatalogueItem, DeletedCatalogue, RegisteredItems
 
 MAX_REQUEST_BYTES = 1 << 20
 """Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""
-_AGAIN = "the same command continues it."
 T = TypeVar("T")
 
 
@@ -210,42 +209,6 @@ def delete(access: Access, catalogue: str) -> None:
     """Delete a catalogue. Raises :class:`CommandError`."""
     _decoded(_plain(access, "DELETE", _path(catalogue)), DeletedCatalogue, access.url)
     print(f"{catalogue} is deleted", file=sys.stderr)
-
-
-def warm(access: Access, catalogue: str, pin_seconds: float | None = None, model: str | None = None) -> None:
-    """Warm a catalogue, with progress on standard error. ``pin_seconds``: time for which engines keep the items. ``model``: an
-    adapter, if not the catalogue's model. Raises :class:`CommandError`."""
-    given = {"stream": True, "pin_seconds": pin_seconds, "model": model}
-    asked = {name: value for name, value in given.items() if value is not None}
-    done: WarmProgress | None = None
-    with Report("Warming", 1) as report, _client(access) as client:
-        try:
-            with client.stream("POST", f"{_path(catalogue)}/warm", json=asked) as response:
-                if not response.is_success:
-                    response.read()
-                    raise CommandError(_refusal(response))
-                for done in _progress(response, access.url):
-                    report.progress(done.items, done.total)
-        except httpx.RequestError as error:
-            if done is None:
-                raise _unanswered(access, error) from None
-            raise CommandError(f"the connection broke off ({_named(error)}) after {done.items} items; {_AGAIN}") from None
-    if done is None or not done.done:
-        raise CommandError(f"the warm-up broke off; {_AGAIN}")
-    pinned = f"; {done.pinned_items} are pinned" if pin_seconds else ""
-    print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before{pinned}", file=sys.stderr)
-
-
-def _progress(response: httpx.Response, url: str) -> Iterator[WarmProgress]:
-    """Yield the events of a warm-up. Raises :class:`CommandError` for an error among them."""
-    for line in response.iter_lines():
-        event = line.removeprefix("data: ")
-        if not event.startswith("{"):
-            continue
-        if '"error"' in event[:10]:
-            message = _decoded(event.encode(), ErrorBody, url).error.message
-            raise CommandError(f"the warm-up broke off: {message} {_AGAIN.capitalize()}")
-        yield _decoded(event.encode(), WarmProgress, url)
 
 
 def _plain(access: Access, method: str, path: str) -> bytes:

@@ -12,7 +12,7 @@ from litestar import Litestar
 from gateway.adapters.restoring import Restorer
 from gateway.auth.keyring import KeyRing
 from gateway.composition.fleet import Fleet
-from gateway.composition.share import Share
+from gateway.composition.stores import Stores
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.watchdog import Watchdog
 from gateway.workers.workers import Workers
@@ -31,7 +31,7 @@ class Background:
     fleet: Fleet
     restorer: Restorer
     keys: KeyRing | None
-    share: Share | None
+    stores: Stores
     exporter: Exporter | None
     telemetry: Telemetry
 
@@ -54,8 +54,7 @@ class Background:
             self.exporter.start()
         if self.keys:
             self.keys.start(self.telemetry)
-        if self.share:
-            self.share.start()
+        self.stores.start()
 
     async def _stop(self) -> None:
         if self.keys:
@@ -65,8 +64,7 @@ class Background:
         await self.fleet.pool.stop()
         await self.workers.stop()
         self.watchdog.stop()
-        if self.share:
-            await self.share.stop()
+        await self.stores.stop()
         await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.auth.keyring import KeyRing
-from gateway.catalogues.memory import MemoryCatalogues
 from gateway.images.fetch import ImageFetcher
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
@@ -36,12 +35,6 @@ def image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
     hosts, seconds, most = settings.image_hosts, settings.image_seconds, settings.image_bytes
     whole = settings.max_body_bytes
     return ImageFetcher(hosts, telemetry.images, seconds=seconds, most_bytes=most, most_request_bytes=whole)
-
-
-def catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
-    store = MemoryCatalogues(settings.catalogue_bounds)
-    telemetry.catalogues.watch(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
-    return store
 
 
 def text_bounds(settings: Settings) -> Bounds:

@@ -87,7 +87,6 @@ class Telemetry(Metrics):
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self._cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
-        self._redis_uses: dict[str, bool] = {}
         self._redis_errors = self._counter(
             "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full or disk.", "kind"
         )
@@ -209,10 +208,9 @@ class Telemetry(Metrics):
         """Count results that were ``stored`` in Redis, or ``dropped`` because the queue was full or Redis was away."""
         self._cache_writes.labels(result).inc(count)
 
-    def redis_available(self, use: str, available: bool) -> None:
-        """Record the state of the circuit breaker of one use of Redis: closed if ``available``."""
-        self._redis_uses[use] = available
-        self._redis_up.set(all(self._redis_uses.values()))
+    def redis_available(self, available: bool) -> None:
+        """Record the state of the circuit breaker: closed if ``available``."""
+        self._redis_up.set(available)
 
     def redis_failed(self, kind: str) -> None:
         """Count a failed call of Redis."""

@@ -31,11 +31,11 @@ from gateway.presets.fitted import Fitted, sigmoid, softmax
 from gateway.presets.preset import Task
 from gateway.process.time_slices import TimeSlice
 from gateway.reading.tei import TaskRequest, request_of_task
+from gateway.routes.catalogue_scores import LARGE_RESULTS
 from gateway.routes.classify import LARGE_NUMBERS, class_names, probabilities
 from gateway.routes.embeddings import LARGE_NUMBERS as LARGE_EMBEDDINGS
 from gateway.routes.embeddings import check_numbers, readout_of
 from gateway.routes.rerank import ranked, tei_ranks
-from gateway.routes.rerank_catalogue import LARGE_RESULTS
 from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.rerank import RerankRequest

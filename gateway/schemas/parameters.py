@@ -30,7 +30,6 @@ Endpoint = Literal[
     "detokenize",
     "catalogue",
     "catalogue_items",
-    "catalogue_warm",
     "load_adapter",
     "unload_adapter",
     "tei",
@@ -40,7 +39,6 @@ Endpoint = Literal[
 OWN: tuple[Endpoint, ...] = (
     "catalogue",
     "catalogue_items",
-    "catalogue_warm",
     "load_adapter",
     "unload_adapter",
     "tei",

@@ -451,7 +451,7 @@ def test_labels_that_are_only_compared_are_read_as_logits(
     asked = [message.readout for message in engine.item_scores]
     assert asked
     assert all(readout.raw for readout in asked)
-    assert {id: yes for id, (yes, _) in zip(scaled["ids"], scaled["scores"], strict=True)} == pytest.approx(best)
+    assert {id: yes for id, (yes, _) in zip(scaled["ids"], scaled["scores"], strict=True)} == pytest.approx(best, rel=1e-5)
     made = next(names)
     create(client, made, labels=[" Yes", " No"]).raise_for_status()
     register(client, made, {"a": "Red shoes", "b": "Oak table"})
@@ -461,7 +461,7 @@ def test_labels_that_are_only_compared_are_read_as_logits(
     assert len(ranked["results"]) == 2
     again = score(client, made, named, query + " again", **top).json()
     best = {id: yes / (yes + no) for id, (yes, no) in zip(again["ids"], again["scores"], strict=True)}
-    assert {result["id"]: result["relevance_score"] for result in ranked["results"]} == pytest.approx(best)
+    assert {result["id"]: result["relevance_score"] for result in ranked["results"]} == pytest.approx(best, rel=1e-5)
 
 
 def test_items_expire() -> None:

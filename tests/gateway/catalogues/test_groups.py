@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -161,14 +160,3 @@ def test_engines_learn_no_ids(served: tuple[FakeEngine, httpx.Client]) -> None:
     assert isinstance(asked, wire.ScoreItems)
     assert "only" not in repr(asked)
     assert "shop" not in repr(asked)
-
-
-def test_the_key_file_has_the_permission(tmp_path: Path) -> None:
-    from gateway.keys import parse_keys
-
-    def keys(value: str) -> bytes:
-        return json.dumps({"keys": [{"name": "a", "sha256": "ab" * 32, "catalogues": value}]}).encode()
-
-    assert parse_keys(keys("read"))[0].catalogues == "read"
-    with pytest.raises(ValueError, match="catalogues"):
-        parse_keys(keys("all"))

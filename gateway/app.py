@@ -21,23 +21,14 @@ from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import LoadedStore, MemoryLoaded
 from gateway.admission.quotas import Quotas
 from gateway.cache.base import ResultCache
-from gateway.cache.memory import ENTRY_BYTES, MemoryCache
-from gateway.cache.metered import MeteredCache
-from gateway.cache.redis import RedisCache
-from gateway.catalogues.catalogues import Catalogues
-from gateway.catalogues.copies import Copies
-from gateway.catalogues.memory import MemoryCatalogues
-from gateway.catalogues.shared import RedisCatalogues
-from gateway.catalogues.store import CatalogueStore
+from gateway.catalogues.catalogues import Catalogues, catalogue_space
 from gateway.composition.fleet import Fleet
 from gateway.errors import GatewayError, from_status
-from gateway.handling.catalogue_prompts import CataloguePrompts
 from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.generator import Generator
 from gateway.handling.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
 from gateway.handling.reader import Reader
 from gateway.handling.responder import Responder
-from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
 from gateway.http.auth import KeyRing, RequireKey
@@ -57,13 +48,8 @@ from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import Tracer
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
-from gateway.redis.connect import open_client
-from gateway.redis.link import Link
-from gateway.responses.kept import Kept
-from gateway.responses.shared import RedisStore
-from gateway.responses.store import MemoryStore, ResponseStore
+from gateway.responses.kept import Kept, response_space
 from gateway.routes.adapters import adapter_routes
-from gateway.routes.catalogue_warm import warm_route
 from gateway.routes.catalogues import catalogue_routes
 from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
@@ -80,6 +66,10 @@ from gateway.routes.tei import tei_routes
 from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
+from gateway.store.base import Store
+from gateway.store.link import Link, open_client
+from gateway.store.memory import MemoryStore
+from gateway.store.redis import RedisStore
 from gateway.text.bounds import Bounds
 from gateway.workers.queue import Capacity
 from gateway.workers.workers import Workers, default_workers
@@ -91,8 +81,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 1.0
 """Time after the start from which the watchdog measures delays of the event loop."""
-STORE_SECONDS = 1.0
-"""Time limit of a call of the stores, and of the probe that uses Redis for them again."""
+CACHED_BYTES = 250
+"""Least size of a result in the in-memory cache."""
 CACHE_TTL_SECONDS = 86_400.0
 """Time for which Redis keeps a result, varied by up to a tenth."""
 KEYS_STALE_SECONDS = 300.0
@@ -112,16 +102,15 @@ IMAGE_BYTES = 10 << 20
 def create_app(
     settings: Settings,
     *,
-    cache: ResultCache | None = None,
     lifecycle: Lifecycle | None = None,
     log: LineWriter | None = None,
 ) -> Gateway:
-    """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log.
-    Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
+    """Create the gateway. ``log`` None: no access log. Raises :class:`SettingsError` for an invalid key file or a missing engine
+    token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry(usage_keys=settings.usage_keys)
     workers = Workers(text_capacity(settings), telemetry)
-    stores = Stores.opened(settings, telemetry, cache)
+    stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
     adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
     keys = (
@@ -195,24 +184,19 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(KEEPALIVE_SECONDS)
-    scoring = Scoring(Scorer(MeteredCache(stores.cache, telemetry), fleet.fan_out), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(ResultCache(stores.store, telemetry), fleet.fan_out), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
-    catalogues = Catalogues(stores.catalogues, telemetry)
-    prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
-    scanner = Scanner(prompts, scoring, retries)
-    kept = Kept(stores.responses, telemetry, stores=settings.stored_responses_bytes > 0, most_bytes=settings.stored_response_bytes)
+    scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
         score_route(pool, reader, scoring, scanner),
         rerank_route(pool, reader, scoring, scanner),
-        *catalogue_routes(pool, reader, catalogues, quotas),
-        warm_route(reader, prompts, scoring, fleet.fan_out, retries),
+        *catalogue_routes(pool, reader, stores.catalogues, quotas),
         classify_route(pool, reader, scoring),
         *embeddings_routes(pool, reader, scoring),
         *tei_routes(pool, reader, scoring),
         completion_route(pool, reader, generator),
         chat_route(pool, reader, generator),
-        *response_routes(pool, reader, Responder(generator, kept)),
+        *response_routes(pool, reader, Responder(generator, stores.responses)),
         length_route(pool, reader, scoring),
         *model_routes(pool),
         *tokenize_routes(pool, reader, quotas, workers),
@@ -280,45 +264,33 @@ def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """The limits of keys, cached results, stored responses, registered items and loaded adapters."""
+    """What a gateway keeps between requests: in Redis, which all gateways share, or in its own memory."""
 
     limiter: Limiter
-    cache: ResultCache
-    responses: ResponseStore
-    catalogues: CatalogueStore
+    store: Store
+    catalogues: Catalogues
+    responses: Kept
     adapters: LoadedStore
-    tasks: tuple[RedisCache | SharedLimiter | Link, ...] = ()
+    tasks: tuple[RedisStore | SharedLimiter | Link, ...] = ()
     """Those that run in the background, in the order in which they stop; none if all is in memory."""
 
     @classmethod
-    def opened(cls, settings: Settings, telemetry: Telemetry, cache: ResultCache | None) -> Self:
-        """Create all in Redis if the settings name a server, otherwise in memory. Connects to nothing. ``cache``: to use instead of
-        the cache of the settings.
-
-        The cache and the limiter share one Redis link. The stores have another, which waits longer for an answer: a pause of Redis
-        that costs a request its cached results does not cost another its stored response."""
-        if settings.redis_url is None:
-            return cls(
-                limiter=LocalLimiter(),
-                cache=cache or MemoryCache(settings.cache_bytes // ENTRY_BYTES, settings.cache_bytes),
-                responses=MemoryStore(settings.store_bounds),
-                catalogues=_catalogues_in_memory(settings, telemetry),
-                adapters=MemoryLoaded(),
-            )
-        prefix = settings.redis_prefix
-        link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
-        store_link = Link(open_client(settings), telemetry, seconds=STORE_SECONDS, use="stores")
-        results = RedisCache(link, telemetry, prefix=prefix, ttl_seconds=CACHE_TTL_SECONDS)
-        limiter = SharedLimiter(link, telemetry, prefix=prefix)
-        copies = Copies(settings.catalogue_copies_bytes)
-        return cls(
-            limiter=limiter,
-            cache=cache or results,
-            responses=RedisStore(store_link, settings.store_bounds, prefix=prefix),
-            catalogues=RedisCatalogues(store_link, settings.catalogue_bounds, copies, telemetry, prefix=prefix),
-            adapters=RedisLoaded(store_link, prefix=prefix),
-            tasks=(results, limiter, link, store_link),
-        )
+    def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
+        """Create all in Redis if the settings name a server, otherwise in memory. Connects to nothing."""
+        limiter: Limiter = LocalLimiter()
+        store: Store = MemoryStore(settings.cache_bytes // CACHED_BYTES, settings.cache_bytes)
+        adapters: LoadedStore = MemoryLoaded()
+        tasks: tuple[RedisStore | SharedLimiter | Link, ...] = ()
+        if settings.redis_url is not None:
+            prefix = settings.redis_prefix
+            link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
+            shared = RedisStore(link, telemetry, prefix=prefix, cache_seconds=CACHE_TTL_SECONDS)
+            store, limiter, adapters = shared, SharedLimiter(link, telemetry, prefix=prefix), RedisLoaded(link, prefix=prefix)
+            tasks = (limiter, shared, link)
+        catalogues = Catalogues(store, catalogue_space(settings), telemetry)
+        telemetry.catalogues.watch(lambda: store.totals(catalogues.space.name))
+        responses = Kept(store, response_space(settings), telemetry, settings.stored_response_bytes)
+        return cls(limiter=limiter, store=store, catalogues=catalogues, responses=responses, adapters=adapters, tasks=tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,14 +362,6 @@ def _image_fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
         most_bytes=IMAGE_BYTES,
         most_request_bytes=settings.max_body_bytes,
     )
-
-
-def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
-    store = MemoryCatalogues(settings.catalogue_bounds)
-    telemetry.catalogues.catalogues.set_function(lambda: store.catalogues)
-    telemetry.catalogues.items.set_function(lambda: store.items)
-    telemetry.catalogues.bytes.set_function(lambda: store.bytes)
-    return store
 
 
 def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:

@@ -469,22 +469,6 @@ def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = N
 
 
 @catalogues.command()
-def warm(
-    catalogue: Catalogue,
-    url: CatalogueUrl = _LOCAL,
-    api_key: ApiKey = None,
-    pin_seconds: Annotated[
-        float | None, typer.Option(min=0, max=86_400, help="Time for which engines keep the items; 0 ends it.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="An adapter of the catalogue's model, to warm the items for it.")] = None,
-) -> None:
-    """Have the engines compute the items before they are scored, until it is done or interrupted."""
-    from gateway.commands.catalogue import warm
-
-    warm(_server(url, api_key), catalogue, pin_seconds=pin_seconds, model=model)
-
-
-@catalogues.command()
 def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
     """Delete a catalogue and its items."""
     from gateway.commands.catalogue import delete

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -81,24 +81,6 @@ CacheIsolation = Literal["key", "none"]
 
 STORED_RESPONSES = 10_000
 """Most stored responses; beyond it, the oldest of the API key with most responses are removed."""
-
-
-class CatalogueBounds(NamedTuple):
-    """Bounds of a store, in bytes."""
-
-    group_bytes: int
-    """Bound of the catalogues of one owner."""
-    bytes: int
-    """Bound of all catalogues."""
-
-
-class ResponseBounds(NamedTuple):
-    """Bounds of a store."""
-
-    entries: int
-    bytes: int
-    seconds: float
-    """Time for which a response is kept."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,16 +190,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stored_responses_seconds: Seconds = 86_400.0
     """Time for which a response is stored."""
     catalogue_bytes: Positive = 256 << 20
-    """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory. Beyond it,
-    registrations are answered 413."""
-    catalogue_group_bytes: Positive = 128 << 20
-    """Most bytes of the catalogues of one trust group."""
-    catalogue_request_items: Positive = 200_000
-    """Most items of a request that scores a whole catalogue."""
-    scan_wait_seconds: NotNegative = 60.0
-    """Longest time that such a request, once it has results, waits for engines that are away or full, besides ``wait_seconds``."""
-    catalogue_copies_bytes: Count = 128 << 20
-    """With Redis: most bytes of registered items that this gateway keeps copies of."""
+    """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory; a trust group
+    may have half of them. Beyond it, registrations are answered 413."""
     aliases: tuple[str, ...] = ()
     """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
     metrics and logs name the model itself."""
@@ -307,16 +281,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def stored_response_bytes(self) -> int:
         """Longest conversation with which a response is stored, in bytes."""
         return self.stored_responses_bytes // 64
-
-    @property
-    def catalogue_bounds(self) -> CatalogueBounds:
-        """Bounds of the catalogues."""
-        return CatalogueBounds(self.catalogue_group_bytes, self.catalogue_bytes)
-
-    @property
-    def store_bounds(self) -> ResponseBounds:
-        """Bounds of stored responses."""
-        return ResponseBounds(STORED_RESPONSES, self.stored_responses_bytes, self.stored_responses_seconds)
 
 
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:

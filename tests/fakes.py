@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -63,16 +64,16 @@ def ids(text: str) -> list[int]:
 
 
 def logprobs_after(tokens: list[int], vocab_size: int) -> list[float]:
-    """[vocab_size]: the fake model's log-probabilities of the next token; they sum to 1 as probabilities."""
+    """[vocab_size]: the fake model's log-probabilities of the next token, in float32; they sum to about 1 as probabilities."""
     noise = random.Random(hashlib.blake2b(repr(tokens).encode()).digest())
     logits = [8 * noise.random() for _ in range(vocab_size)]
     norm = math.log(sum(map(math.exp, logits)))
-    return [logit - norm for logit in logits]
+    return list(array("f", [logit - norm for logit in logits]))
 
 
 def value_logit(tokens: list[int]) -> float:
     """The fake length model's z after ``tokens``."""
-    return 6 * random.Random(hashlib.blake2b(repr(tokens).encode(), key=b"length").digest()).random() - 3
+    return array("f", [6 * random.Random(hashlib.blake2b(repr(tokens).encode(), key=b"length").digest()).random() - 3])[0]
 
 
 @dataclass
@@ -356,7 +357,7 @@ class _Call:
             if seconds := self.engine.faults.seconds_per_item * len(request.branches):
                 async with self.engine.device:
                     await asyncio.sleep(seconds)
-            rows = [_row(self.engine, before, branch, request.readout, classes) for branch in request.branches]
+            rows = [list(array("f", _row(self.engine, before, each, request.readout, classes))) for each in request.branches]
             for row, branch in zip(rows, request.branches, strict=True):
                 if self.engine.faults.overflow in branch:
                     row[-1] = math.nan

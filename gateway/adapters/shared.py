@@ -14,8 +14,7 @@ import msgspec
 
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, Unavailable
 from gateway.pool.adapters import Reference
-from gateway.redis.link import Link, RedisAway
-from gateway.redis.scripts import Script
+from gateway.store.link import Link, RedisAway, Script
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,48 @@
-"""Interface between scoring and a cache of results."""
+"""The cache of results: rows of numbers, in the gateway's store.
+
+Keys are digests that cover all inputs of a result (``gateway/scoring/keys.py``: engine fingerprint, readout, tokens), so an entry
+never changes and is never invalidated. Rows are stored as float32, the precision of the engines; softmax is applied after the
+lookup.
+"""
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
+from gateway.store.base import Store
 
 Row = tuple[float, ...]
 """The numbers that a readout gives for one prompt (:data:`engine.wire.ScoreReadout`)."""
 
 
-class ResultCache(Protocol):
-    """Keys are digests (``gateway/scoring/keys.py``). A value never changes, so no entry is ever invalidated.
+class ResultCache:
+    """Finds and stores rows. No method raises: a store that fails finds nothing and stores nothing."""
 
-    No method raises: a cache that fails finds nothing and stores nothing.
-    """
+    def __init__(self, store: Store, telemetry: Telemetry) -> None:
+        self._store = store
+        self._telemetry = telemetry
 
-    async def get_many(self, keys: Sequence[bytes]) -> list[Row | None]:
-        """Return the value of each key, None for a missing one."""
-        ...
+    async def get_many(self, keys: Sequence[bytes], model: str) -> list[Row | None]:
+        """Look up results of ``model``, and count hits, misses and the time."""
+        began = time.perf_counter()
+        with stage("gateway.cache") as lookup:
+            rows = [_unpacked(value) for value in await self._store.cached(keys)]
+            misses = rows.count(None)
+            if lookup is not None:
+                lookup.attributes |= {"yardstick.cache.hits": len(rows) - misses, "yardstick.cache.misses": misses}
+        self._telemetry.looked_up(model, len(rows) - misses, misses, time.perf_counter() - began)
+        return rows
 
     async def put_many(self, results: Mapping[bytes, Row]) -> None:
-        """Store ``results`` as far as there is room."""
-        ...
+        """Store results as far as there is room."""
+        # float32 in the machine's byte order, which the tokens in the key have too
+        await self._store.cache({key: array("f", row).tobytes() for key, row in results.items()})
+
+
+def _unpacked(value: bytes | None) -> Row | None:
+    """Decode a value; None if its length is not valid."""
+    return tuple(array("f", value)) if value and len(value) % 4 == 0 else None

@@ -4,7 +4,6 @@
 bytes      meaning
 =========  ==================================================================================
 16         digest of the content: equal items have equal digests, in every catalogue
-8          expiry time in milliseconds since 1970; 0 for never
 4          number of token ids
 4 × ids    token ids, in the machine's byte order
 the rest   *tail*: the last characters of the item, as UTF-8, whose tokens depend on the query
@@ -20,33 +19,27 @@ from collections.abc import Sequence
 
 from gateway.text.prepared import ID_BYTES, PlacedIds
 
-_HEADER = struct.Struct("<16sqI")
-_EXPIRES = struct.Struct("<q")
+_HEADER = struct.Struct("<16sI")
+HEADER_BYTES = _HEADER.size
 DIGEST_BYTES = 16
-_AFTER_EXPIRY = DIGEST_BYTES + _EXPIRES.size
-_PLACE_AND_COUNT = struct.Struct("<Q16xI")
+_PLACE_AND_COUNT = struct.Struct("<Q8xI")
 """The first 8 bytes of the digest, which place an item on a replica, and the number of token ids."""
 
 
 def packed(ids: Sequence[int], tail: str) -> bytes:
-    """Return the record of an item, which never expires."""
+    """Return the record of an item."""
     content = array("I", ids).tobytes()
     written = tail.encode()
     # The length keeps ids and tail apart.
-    digest = hashlib.blake2b(_EXPIRES.pack(len(ids)) + content + written, digest_size=DIGEST_BYTES).digest()
-    return _HEADER.pack(digest, 0, len(ids)) + content + written
-
-
-def with_expiry(record: bytes, expires: int) -> bytes:
-    """Return ``record`` with an expiry time in milliseconds since 1970."""
-    return record[:DIGEST_BYTES] + _EXPIRES.pack(expires) + record[_AFTER_EXPIRY:]
+    digest = hashlib.blake2b(struct.pack("<q", len(ids)) + content + written, digest_size=DIGEST_BYTES).digest()
+    return _HEADER.pack(digest, len(ids)) + content + written
 
 
 def row_of(record: bytes) -> tuple[PlacedIds, bytes]:
     """Return the token ids of a record, and its tail."""
     place, count = _PLACE_AND_COUNT.unpack_from(record)
-    end = _HEADER.size + ID_BYTES * count
-    row = PlacedIds("I", record[_HEADER.size : end])
+    end = HEADER_BYTES + ID_BYTES * count
+    row = PlacedIds("I", record[HEADER_BYTES:end])
     row.place = place
     row.content = record[:DIGEST_BYTES]
     return row, record[end:]
@@ -57,18 +50,12 @@ def digest_of(record: bytes) -> bytes:
     return record[:DIGEST_BYTES]
 
 
-def expiry_of(record: bytes) -> int:
-    """Return the expiry time in milliseconds since 1970; 0 for never."""
-    expires: int = _EXPIRES.unpack_from(record, DIGEST_BYTES)[0]
-    return expires
-
-
 def tokens_of(record: bytes) -> int:
     """Return the number of token ids."""
-    count: int = _HEADER.unpack_from(record)[2]
+    count: int = _HEADER.unpack_from(record)[1]
     return count
 
 
 def tail_bytes(record: bytes) -> int:
     """Return the length of the tail."""
-    return len(record) - _HEADER.size - ID_BYTES * tokens_of(record)
+    return len(record) - HEADER_BYTES - ID_BYTES * tokens_of(record)

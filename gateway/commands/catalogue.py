@@ -1,4 +1,4 @@
-"""``yardstick catalogue``: loads, describes, warms and deletes the catalogues of a gateway."""
+"""``yardstick catalogue``: loads, describes and deletes the catalogues of a gateway."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
-import httpx
 import msgspec
 
 from gateway.commands import CommandError
-from gateway.commands.client import Call, Report, Sender, Server, answer_of, decoded
+from gateway.commands.client import Call, Report, Sender, Server, decoded
 from gateway.commands.files import Row, open_source
 from gateway.errors import ErrorDetail
 
@@ -144,39 +143,6 @@ def delete(server: Server, catalogue: str) -> None:
 async def _ask(server: Server, call: Call) -> bytes:
     async with Sender(server, 1) as sender:
         return (await sender.send(call)).usable()
-
-
-def warm(server: Server, catalogue: str, **options: Any) -> None:
-    """Warm a catalogue, with progress on standard error. ``options``: ``pin_seconds``, for which engines keep the items, and
-    ``model``, an adapter if not the catalogue's model. Raises :class:`CommandError`."""
-    asyncio.run(_warm(server, catalogue, {name: value for name, value in options.items() if value is not None}))
-
-
-async def _warm(server: Server, catalogue: str, options: Mapping[str, Any]) -> None:
-    last = _Progress()
-    body = msgspec.json.encode({"stream": True, **options})
-    with Report("Warming", 1) as report:
-        try:
-            async with server.client() as client, client.stream("POST", f"{_path(catalogue)}/warm", content=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                    answer_of(response).usable()
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    last = decoded(line.removeprefix("data: ").encode(), _Progress, server.url)
-                    if last.error is not None:
-                        raise CommandError(f"the warm-up broke off: {last.error.message} Repeat it: {_AGAIN}.")
-                    report.update(last.items, last.total, f"{last.items} of {last.total}")
-        except httpx.RequestError as error:
-            reason = str(error) or type(error).__name__
-            if last.total:
-                raise CommandError(f"the connection broke off ({reason}) after {last.items} items; {_AGAIN}") from None
-            raise CommandError(f"no answer from {server.url} ({reason}); check --url") from None
-    if not last.done:
-        raise CommandError(f"the warm-up broke off; {_AGAIN}, unless {server.url} is another server")
-    pinned = f"; {last.pinned_items} are pinned" if options.get("pin_seconds") else ""
-    print(f"{catalogue}: {last.items} items are warm, {last.cached_items} of them were before{pinned}", file=sys.stderr)
 
 
 def _path(catalogue: str) -> str:

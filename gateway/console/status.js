@@ -122,14 +122,12 @@ async function drawCatalogues(signal) {
   let hint = "There are no catalogues of registered items.";
   try {
     const { data } = await call("v1/catalogues", { signal });
-    rows = data.slice(0, MAX_ROWS).map(({ id, model, items, tokens, bytes, version, warmed_version: warmed, warm_up: warmUp }) =>
-      [id, model, count(items), count(tokens), count(bytes), warmUp?.state === "running" ? `${count(warmUp.items)} of ${count(warmUp.total)}`
-        : warmed === null ? "no" : warmed === version ? "yes" : "changed since"]);
+    rows = data.slice(0, MAX_ROWS).map(({ id, model, items, tokens, bytes }) => [id, model, count(items), count(tokens), count(bytes)]);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     hint = error.text ?? String(error);
   }
-  drawTable("status-catalogues", ["Catalogue", "Model", "Items", "Tokens", "Bytes", "Warmed"], rows, hint);
+  drawTable("status-catalogues", ["Catalogue", "Model", "Items", "Tokens", "Bytes"], rows, hint);
 }
 
 function drawItemCaches(metrics, opened) {

@@ -141,7 +141,6 @@ EXAMPLES: dict[str, object] = {
     "RerankRequest": {"query": "red running shoes", "documents": ["blue running shoes", "crimson jogging sneakers"], "top_n": 1},
     "CatalogueRequest": {"template": "{item}\nQuestion: {query}", "labels": [" Yes", " No"]},
     "ItemsRequest": [{"id": "sku-1", "text": "Red running shoes"}, {"id": "sku-2", "text": "Oak table"}],
-    "WarmRequest": {"ids": ["sku-1"]},
     "ClassifyRequest": {"input": ["red running shoes", "blue table"]},
     "EmbeddingsRequest": {"input": ["red running shoes", "blue table"]},
     "CohereEmbedRequest": {"texts": ["red running shoes", "blue table"], "input_type": "search_document"},

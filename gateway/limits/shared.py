@@ -20,12 +20,12 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, NOTHING, RATES, Lease, Level, Limits, Verdict, level, too_much
 from gateway.limits.local import LocalLimiter
 from gateway.ops.metrics import Telemetry
-from gateway.redis.link import Link, RedisAway
-from gateway.redis.scripts import Script
+from gateway.store.link import Link, RedisAway, Script
 
 LEASE_SECONDS = 60.0
 """Expiry time of a lease, which frees the leases of a gateway that died. A running gateway renews its leases every third of it."""
@@ -35,10 +35,10 @@ GATHER_SECONDS = 0.002
 LEASES_A_CALL = 1000
 GIVEN_UP_SECONDS = 1.0
 """Time from the end of a request that Redis has not answered to its settlement, which must not overtake the command before it."""
+RETRY_SECONDS = 0.25
+"""Pause after a settlement that failed."""
 MAX_SETTLEMENTS = 10_000
 """Most settlements waiting to be sent. Others are lost: their leases expire, and their requests are charged the expected cost."""
-REMOVE_SECONDS = 0.25
-"""Pause between two attempts to remove leases that a failed call may have left in Redis."""
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
@@ -151,16 +151,14 @@ class SharedLimiter:
         self._lease_seconds = lease_seconds
         self._local = LocalLimiter()
         self._held: dict[str, Lease] = {}  # leases of keys with a concurrency limit, by lease id
-        self._ended: list[Lease] = []
+        self._ended: dict[Lease, float] = {}
+        """Leases to settle in Redis, and when they expire there."""
         self._any_ended = asyncio.Event()
-        self._left: dict[Lease, float] = {}
-        """Leases that may still be in Redis, and when they expire there."""
-        self._any_left = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background tasks."""
-        self._tasks = [asyncio.create_task(work()) for work in (self._keep_settling, self._keep_renewing, self._keep_removing)]
+        self._tasks = [asyncio.create_task(work()) for work in (self._keep_settling, self._keep_renewing)]
 
     async def stop(self) -> None:
         """Stop the background tasks and settle the leases that have ended."""
@@ -177,11 +175,10 @@ class SharedLimiter:
             verdict = await self._ask(lease)
         except RedisAway:
             verdict = await self._local.take(lease)
-            if verdict.denied is not None:  # Redis may have granted the lease all the same
-                self._remove_later([lease])
-        except asyncio.CancelledError:  # Redis may have granted the lease, or grant it when it reads the command
-            if lease.limits.concurrency is not None:
-                asyncio.get_running_loop().call_later(GIVEN_UP_SECONDS, self._settle_later, lease)
+            if verdict.denied is not None:
+                self._give_up(lease)
+        except asyncio.CancelledError:
+            self._give_up(lease)
             raise
         else:
             if verdict.denied is None:
@@ -198,12 +195,17 @@ class SharedLimiter:
         if held or (lease.shared and lease.more != NOTHING):
             self._settle_later(lease)
 
+    def _give_up(self, lease: Lease) -> None:
+        """Free the place of a lease that Redis may have granted, or may grant when it reads the command."""
+        if lease.limits.concurrency is not None:
+            asyncio.get_running_loop().call_later(GIVEN_UP_SECONDS, self._settle_later, lease)
+
     def _settle_later(self, lease: Lease) -> None:
         """Settle ``lease`` in Redis from the background."""
         if len(self._ended) >= MAX_SETTLEMENTS:
             self._telemetry.settlements_lost.inc(1)
             return
-        self._ended.append(lease)
+        self._ended[lease] = time.monotonic() + self._lease_seconds
         self._any_ended.set()
 
     async def _ask(self, lease: Lease) -> Verdict:
@@ -211,8 +213,7 @@ class SharedLimiter:
         rates = [part for limit, cost in zip(limits.rates, lease.cost, strict=True) for part in (limit or 0, cost)]
         places = -1 if limits.concurrency is None else limits.concurrency
         arguments = [*rates, places, lease.id, int(self._lease_seconds * 1e6)]
-        keys = [*(self._name(lease, rate) for rate in RATES), self._name(lease, "leases")]
-        denied, wait, *ahead = await self._link.ask(lambda: _TAKE(self._link.client, keys, arguments))
+        denied, wait, *ahead = await self._link.ask(lambda: _TAKE(self._link.client, self._names(lease), arguments))
         requests, tokens, items = map(_level, limits.rates, ahead)
         name = _DENIALS[denied]
         return Verdict(name, BUSY_SECONDS if name == CONCURRENCY else wait / 1e6, (requests, tokens, items))
@@ -222,70 +223,52 @@ class SharedLimiter:
             await self._any_ended.wait()
             await asyncio.sleep(GATHER_SECONDS)
             self._any_ended.clear()
-            await self._settle_all()
+            if await self._settle_all():
+                await asyncio.sleep(RETRY_SECONDS)
+                self._any_ended.set()
 
-    async def _settle_all(self) -> None:
-        ended, self._ended = self._ended, []
+    async def _settle_all(self) -> bool:
+        """Settle leases that have ended; return whether some are left to be settled again, until they have expired in Redis."""
+        ended, self._ended = self._ended, {}
+        left: dict[Lease, float] = {}
         for leases in _grouped(ended):
             for start in range(0, len(leases), LEASES_A_CALL):
-                await self._settle(leases[start : start + LEASES_A_CALL])
+                few = leases[start : start + LEASES_A_CALL]
+                if not await self._settle(few):
+                    now = time.monotonic()
+                    held = (lease for lease in few if lease.limits.concurrency is not None)
+                    left |= {lease: ended[lease] for lease in held if ended[lease] > now}
+        self._ended |= left
+        return bool(left)
 
-    async def _settle(self, leases: Sequence[Lease]) -> None:
-        """Settle leases of one owner with equal limits. Redis may have executed a failed call: leases are removed again, because
-        that can be repeated, and amounts are not sent again."""
-        first = leases[0]
-        keys = [*(self._name(first, rate) for rate in RATES), self._name(first, "leases")]
-        more = [sum(amounts) for amounts in zip(NOTHING, *(lease.more for lease in leases if lease.shared), strict=True)]
+    async def _settle(self, leases: Sequence[Lease]) -> bool:
+        """Settle leases of one owner with equal limits; return whether Redis did. It may have executed a failed call: leases are
+        removed again, because that can be repeated, and amounts are not sent again."""
+        first, shared = leases[0], [lease for lease in leases if lease.shared]
+        more = [sum(amounts) for amounts in zip(NOTHING, *(lease.more for lease in shared), strict=True)]
         rates = [part for limit, amount in zip(first.limits.rates, more, strict=True) for part in (limit or 0, amount)]
         arguments = [*rates, *(lease.id for lease in leases)]
+        for lease in shared:
+            lease.shared = False
         try:
-            await self._link.ask(lambda: _SETTLE(self._link.client, keys, arguments), seconds=SETTLE_SECONDS)
+            await self._link.ask(lambda: _SETTLE(self._link.client, self._names(first), arguments), seconds=SETTLE_SECONDS)
         except RedisAway:
-            self._telemetry.settlements_lost.inc(len(leases))
-            self._remove_later(leases)
-
-    def _remove_later(self, leases: Iterable[Lease]) -> None:
-        """Remove leases from Redis in the background, until this succeeds or they have expired there."""
-        expires = time.monotonic() + self._lease_seconds
-        if len(self._left) < MAX_SETTLEMENTS:
-            self._left.update((lease, expires) for lease in leases if lease.limits.concurrency is not None)
-            self._any_left.set()
-
-    async def _keep_removing(self) -> None:
-        while True:
-            await self._any_left.wait()
-            await asyncio.sleep(REMOVE_SECONDS)
-            now = time.monotonic()
-            self._left = {lease: expires for lease, expires in self._left.items() if expires > now}
-            for leases in _grouped(self._left):
-                for start in range(0, len(leases), LEASES_A_CALL):
-                    await self._remove(leases[start : start + LEASES_A_CALL])
-            if not self._left:
-                self._any_left.clear()
-
-    async def _remove(self, leases: Sequence[Lease]) -> None:
-        """Remove leases of one owner."""
-        name, ids = self._name(leases[0], "leases"), [lease.id for lease in leases]
-        with suppress(RedisAway):
-            await self._link.ask(lambda: self._link.client.zrem(name, *ids), seconds=SETTLE_SECONDS)
-            for lease in leases:
-                self._left.pop(lease, None)
+            self._telemetry.settlements_lost.inc(len(shared))
+            return False
+        return True
 
     async def _keep_renewing(self) -> None:
+        """Renew leases. One that is settled just before this is added again and expires by itself."""
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
             for leases in _grouped(self._held.values()):
-                await self._renew(leases)
+                arguments = [int(self._lease_seconds * 1e6), *(lease.id for lease in leases)]
+                name = self._names(leases[0])[-1]
+                with suppress(RedisAway):  # a later renewal adds the leases again
+                    await self._link.ask(partial(_RENEW, self._link.client, [name], arguments), seconds=SETTLE_SECONDS)
 
-    async def _renew(self, leases: Sequence[Lease]) -> None:
-        """Renew leases of one owner. A lease that is settled just before this call is added again and expires by itself."""
-        arguments = [int(self._lease_seconds * 1e6), *(lease.id for lease in leases)]
-        name = self._name(leases[0], "leases")
-        with suppress(RedisAway):  # a later renewal adds the leases again
-            await self._link.ask(lambda: _RENEW(self._link.client, [name], arguments), seconds=SETTLE_SECONDS)
-
-    def _name(self, lease: Lease, what: str) -> str:
-        return f"{self._prefix}:limit:{{{lease.owner}}}:{what}"
+    def _names(self, lease: Lease) -> list[str]:
+        return [f"{self._prefix}:limit:{{{lease.owner}}}:{what}" for what in (*RATES, "leases")]
 
 
 def _grouped(leases: Iterable[Lease]) -> list[list[Lease]]:

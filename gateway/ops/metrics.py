@@ -121,38 +121,23 @@ class CatalogueMetrics(Metrics):
         self.catalogues = self._gauge("catalogues", "Catalogues in the store of catalogues.")
         self.items = self._gauge("catalogue_items", "Registered items in the store of catalogues.")
         self.bytes = self._gauge("catalogue_bytes", "Bytes in the store of catalogues.")
-        self.lookups = self._counter(
-            "catalogue_lookups", "Registered items looked up, by source: memory of the gateway, or Redis.", "source"
-        )
         self.registered = self._counter("registered_items", "Items registered: added, changed or unchanged.", "result")
-        self.warmed = self._counter("warmed_items", "Registered items warmed, by what engines did: cached or computed.", "result")
         self.item_tokens = self._of_model(
             "item_first_tokens",
             "Tokens of prompts whose item comes first: saved by a cache of results or a prefix cache, or computed.",
             "result",
         )
 
-    def totals(self, catalogues: int, items: int, size: int) -> None:
-        """Report the contents of the store of catalogues."""
-        self.catalogues.set(catalogues)
-        self.items.set(items)
-        self.bytes.set(size)
-
-    def items_found(self, memory: int, redis: int) -> None:
-        """Count registered items that were looked up."""
-        self.lookups.labels("memory").inc(memory)
-        if redis:
-            self.lookups.labels("redis").inc(redis)
+    def watch(self, totals: Callable[[], tuple[int, int, int]]) -> None:
+        """Report the numbers of catalogues, of items and of bytes that ``totals`` returns whenever the metrics are read."""
+        self.catalogues.set_function(lambda: totals()[0])
+        self.items.set_function(lambda: totals()[1])
+        self.bytes.set_function(lambda: totals()[2])
 
     def items_registered(self, added: int, changed: int, unchanged: int) -> None:
         """Count registered items."""
         for result, count in (("added", added), ("changed", changed), ("unchanged", unchanged)):
             self.registered.labels(result).inc(count)
-
-    def items_warmed(self, cached: int, computed: int) -> None:
-        """Count warmed items."""
-        self.warmed.labels("cached").inc(cached)
-        self.warmed.labels("computed").inc(computed)
 
     def scored(self, model: str | None, tokens: int, saved: int) -> None:
         """Count the ``tokens`` of prompts whose item comes first, and how many of them were ``saved``."""
@@ -280,7 +265,6 @@ class Telemetry(Metrics):
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self.cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
-        self._redis_uses: dict[str, bool] = {}
         self.redis_errors = self._counter(
             "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full or disk.", "kind"
         )
@@ -372,10 +356,9 @@ class Telemetry(Metrics):
         missing.inc(misses)
         self._lookup_seconds.observe(seconds)
 
-    def redis_available(self, use: str, available: bool) -> None:
-        """Record the state of the circuit breaker of one use of Redis: closed if ``available``."""
-        self._redis_uses[use] = available
-        self._redis_up.set(all(self._redis_uses.values()))
+    def redis_available(self, available: bool) -> None:
+        """Record the state of the circuit breaker: closed if ``available``."""
+        self._redis_up.set(available)
 
     def used(self, key: str, account: Account) -> None:
         """Count a finished request of the key called ``key``, with the numbers of the access log."""

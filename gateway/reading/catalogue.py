@@ -14,7 +14,7 @@ from gateway.errors import InvalidRequest
 from gateway.presets.preset import Preset
 from gateway.reading.endpoint import MAX_FIELDS_BYTES, Endpoint, Model
 from gateway.reading.pairs import preset_of
-from gateway.schemas.catalogue import MAX_ID, CatalogueItem, CatalogueRequest, ItemsRequest, WarmRequest
+from gateway.schemas.catalogue import MAX_ID, CatalogueItem, CatalogueRequest, ItemsRequest
 from gateway.schemas.truncation import MAX_ITEMS
 from gateway.text.bounds import TooManyTokens
 from gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, template_of
@@ -154,10 +154,6 @@ class _ItemsEndpoint(Endpoint[ItemsRequest]):
         return super().decode(text and b'{"items":' + text + b"}")
 
 
-def _warm(_: WarmRequest, model: Model) -> Prepared:
-    return query_prompts([], [], model)
-
-
 CATALOGUE = Endpoint(
     kind=CatalogueRequest,
     bulk={},
@@ -171,12 +167,4 @@ CATALOGUE_ITEMS = _ItemsEndpoint(
     read=_register,
     is_light=lambda _: False,
     characters=lambda request, _: sum(len(item.text or "") for item in request.items),
-)
-CATALOGUE_WARM = Endpoint(
-    kind=WarmRequest,
-    bulk={},
-    read=_warm,
-    is_light=lambda _: False,
-    characters=lambda *_: 0,
-    most_fields_bytes=NAMING_BYTES,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.reading.catalogue import CATALOGUE, CATALOGUE_ITEMS, CATALOGUE_WARM
+from gateway.reading.catalogue import CATALOGUE, CATALOGUE_ITEMS
 from gateway.reading.chat import CHAT
 from gateway.reading.completions import COMPLETIONS
 from gateway.reading.detokenize import DETOKENIZE
@@ -32,6 +32,5 @@ ENDPOINTS: dict[str, Endpoint[Any]] = {
     "detokenize": DETOKENIZE,
     "catalogue": CATALOGUE,
     "catalogue_items": CATALOGUE_ITEMS,
-    "catalogue_warm": CATALOGUE_WARM,
 }
 NAMES = {endpoint.kind: name for name, endpoint in ENDPOINTS.items()}

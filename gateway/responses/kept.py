@@ -1,4 +1,8 @@
-"""Stored responses, as routes use them: bounds and errors for clients."""
+"""Stored responses. They belong to API keys, and a key sees its own responses only.
+
+When the bound on entries is reached, the key with most responses loses its oldest ones first, and when that on bytes is reached,
+the key with most bytes. So no key can displace the responses of one that stores less.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,61 @@ from litestar.connection import ASGIConnection
 from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
-from gateway.responses.store import ResponseStore, Stored, Unavailable
 from gateway.schemas.response_body import OutputItem, OutputMessage
+from gateway.settings import STORED_RESPONSES, Settings
+from gateway.store.base import Full, Missing, Space, Store, Unavailable
 from gateway.text.prepared import Items
 
+ENTRY_BYTES = 1024
+"""Bytes that a response takes besides its contents."""
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _encoder = msgspec.json.Encoder()
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A stored response."""
+
+    response: bytes
+    """The response's body as JSON."""
+    context: bytes
+    """The items of the conversation up to this response, with its own: JSON values with commas between them."""
+    input: Items
+    """The items of the request."""
+
+
+_decoder = msgspec.msgpack.Decoder(Stored)
+
+
+def response_space(settings: Settings) -> Space:
+    """Return the bounds of stored responses."""
+    return Space(
+        name="responses",
+        bytes=settings.stored_responses_bytes,
+        entries=STORED_RESPONSES if settings.stored_responses_bytes else 0,
+        entry_bytes=ENTRY_BYTES,
+        seconds=settings.stored_responses_seconds,
+        evicts=True,
+    )
 
 
 @dataclass(frozen=True)
 class Kept:
     """The stored responses of all API keys."""
 
-    store: ResponseStore
+    store: Store
+    space: Space
     telemetry: Telemetry
-    stores: bool
-    """Whether the server stores responses."""
     most_bytes: int
     """Most bytes of the conversation before a response that is stored."""
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raise :class:`InvalidRequest` if the server stores no responses, :class:`StoreUnavailable` if it cannot at present."""
-        if not self.stores:
+        if not self.space.entries:
             raise InvalidRequest(
                 "This server stores no responses; send `store` as false, and the whole conversation.", param="store"
             )
         try:
-            self.store.check()
+            await self.store.check()
         except Unavailable:
             raise _unavailable() from None
 
@@ -51,21 +83,29 @@ class Kept:
 
     async def find(self, connection: ASGIConnection, id: str, *, param: str | None = None) -> Stored:  # type: ignore[type-arg]
         """Return a response of the client's key. Raises :class:`ResponseNotFound`, :class:`StoreUnavailable`."""
+        value = None
         try:
-            found = await self.store.get(_tenant(connection), id) if _ID.fullmatch(id) else None
+            if _ID.fullmatch(id):
+                (value,) = (await self.store.get(self.space, _owner(connection), [id])).values
+        except Missing:
+            pass
         except Unavailable:
             raise _unavailable() from None
-        if found is None:
+        if value is None:
             raise _unknown(id, param)
-        return found
+        return _decoder.decode(value)
 
     async def remove(self, connection: ASGIConnection, id: str) -> None:  # type: ignore[type-arg]
         """Remove a response of the client's key. Raises as :meth:`find`."""
+        removed = 0
         try:
-            found = await self.store.delete(_tenant(connection), id) if _ID.fullmatch(id) else False
+            if _ID.fullmatch(id):
+                removed = await self.store.remove(self.space, _owner(connection), [id])
+        except Missing:
+            pass
         except Unavailable:
             raise _unavailable() from None
-        if not found:
+        if not removed:
             raise _unknown(id, None)
 
     async def keep(
@@ -80,9 +120,11 @@ class Kept:
         """Store a response whose body is ``body``. Return whether it is stored."""
         encoded = [_encoder.encode(_plain(item)) for item in output]
         context = b",".join([part for part in (earlier, items.content, *encoded) if part])
+        value = msgspec.msgpack.encode(Stored(body, context, items))
         try:
-            stored = await self.store.put(_tenant(connection), id, Stored(body, context, items))
-        except Unavailable:
+            await self.store.put(self.space, _owner(connection), [(id, value)])
+            stored = True
+        except (Unavailable, Full):
             stored = False
         self.telemetry.stored_responses.labels("stored" if stored else "dropped").inc()
         return stored
@@ -96,7 +138,7 @@ def _plain(item: OutputItem) -> OutputItem:
     return msgspec.structs.replace(item, content=content)
 
 
-def _tenant(connection: ASGIConnection) -> str:  # type: ignore[type-arg]
+def _owner(connection: ASGIConnection) -> str:  # type: ignore[type-arg]
     """Return the owner of a client's responses: its API key. Without keys there is one owner."""
     key = RequestContext.of(connection).key
     return "" if key is None else key.id

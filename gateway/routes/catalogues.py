@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,10 +11,9 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
 from gateway.admission.quotas import Quotas
-from gateway.catalogues.catalogues import Catalogues, check_may_write, check_name, check_text, owner_of, version_of
-from gateway.catalogues.record import digest_of, expiry_of, tokens_of
-from gateway.catalogues.store import Missing, Spec, State
-from gateway.errors import Conflict, InvalidRequest
+from gateway.catalogues.catalogues import NAME, Catalogues, Spec, State, check_may_write, check_text, owner_of
+from gateway.catalogues.record import digest_of, tokens_of
+from gateway.errors import CatalogueNotFound, Conflict, InvalidRequest
 from gateway.handling.access import requested_model
 from gateway.handling.body import Body, put_json
 from gateway.handling.large import JsonResponse
@@ -38,7 +34,6 @@ from gateway.schemas.catalogue import (
     ItemPage,
     ItemsRequest,
     RegisteredItems,
-    WarmUpBody,
 )
 from gateway.schemas.usage import Usage
 
@@ -53,36 +48,28 @@ MOST_DELETED = 100
 _records = msgspec.msgpack.Decoder(Records)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    pool: Pool
-    reader: Reader
-    catalogues: Catalogues
-    quotas: Quotas
-    clock: Callable[[], float] = time.time
-
-
 def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas: Quotas) -> list[HTTPRouteHandler]:
     """Create the routes."""
-    parts = _Parts(pool, reader, catalogues, quotas)
-    return [_create_route(parts), _register_route(parts), *_read_routes(parts), *_delete_routes(parts)]
+    store, space = catalogues.store, catalogues.space
 
-
-def _create_route(parts: _Parts) -> HTTPRouteHandler:
     @put_json(f"{PATH}/{{name:str}}", CatalogueRequest, "catalogues")
     async def create(
         request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]
     ) -> Response[CatalogueBody]:
         """Create a catalogue of items that requests score by their ids. Repeating the request changes nothing."""
         check_may_write(request)
-        check_name(name)
-        async with parts.reader.open(request, CatalogueRequest, data) as body:
+        if not NAME.fullmatch(name):
+            message = "A catalogue's name has 1 to 64 letters, digits, and `._-`; the first is a letter or digit."
+            raise InvalidRequest(message, param="name")
+        async with reader.open(request, CatalogueRequest, data) as body:
             fields = body.fields
-            model = requested_model(request, parts.pool, fields.model)
+            model = requested_model(request, pool, fields.model)
             preset = fitted_of(request, model, "rerank").preset if fields.preset else None
             prepared = await body.read(model)
+        key = RequestContext.of(request).key
+        only = key.models[0] if key is not None and key.models else None  # the only model of the key; it may be an alias
         spec = Spec(
-            model=fields.model or _only_model(request) or model.name,
+            model=fields.model or only or model.name,
             text=model.base.text,
             template=requested_template(fields, preset),
             labels=(fields.labels or []) if preset is None else preset.flat_labels,
@@ -90,23 +77,19 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
             ttl_seconds=fields.ttl_seconds,
             preset="" if preset is None else preset.name,
         )
-        await parts.quotas.charge(request, tokens=0)
-        owner, store = owner_of(request), parts.catalogues.store
-        with parts.catalogues.errors(name):
-            names = await store.names(owner)
-            if name not in names and len(names) >= MOST_CATALOGUES:
-                message = f"There are {len(names)} catalogues already, the most that a group of keys may have; delete one."
-                raise InvalidRequest(message, param="name")
-            state = await store.create(owner, name, spec)
+        await quotas.charge(request, tokens=0)
+        owner = owner_of(request)
+        with catalogues.errors(name):
+            names = await store.boxes(space, owner)
+        if name not in names and len(names) >= MOST_CATALOGUES:
+            message = f"There are {len(names)} catalogues already, the most that a group of keys may have; delete one."
+            raise InvalidRequest(message, param="name")
+        state = await catalogues.create(owner, name, spec)
         if state.spec != spec:
             message = f"The catalogue {name!r} exists with another model, template, labels or time to live; delete it first."
             raise Conflict(message, param="name")
         return JsonResponse(_described(state))
 
-    return create
-
-
-def _register_route(parts: _Parts) -> HTTPRouteHandler:
     @put_json(f"{PATH}/{{name:str}}/items", ItemsRequest, "catalogues")
     async def register(
         request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[ItemsRequest]]
@@ -116,55 +99,46 @@ def _register_route(parts: _Parts) -> HTTPRouteHandler:
         If there is no room for all of them, the first ones are registered.
         """
         check_may_write(request)
-        owner, store = owner_of(request), parts.catalogues.store
-        with parts.catalogues.errors(name):
-            known = await store.find(owner, name, [])
-        model = requested_model(request, parts.pool, known.spec.model)
+        owner = owner_of(request)
+        known = await catalogues.describe(owner, name)
+        model = requested_model(request, pool, known.spec.model)
         check_text(name, known.spec, model)
-        async with parts.reader.open(request, ItemsRequest, data) as body:
+        async with reader.open(request, ItemsRequest, data) as body:
             prepared = await body.read(model, msgspec.msgpack.encode(Opened(known.spec.template)))
         records = _records.decode(prepared.response)
         account = RequestContext.of(request).account
         account.prompt_tokens, account.items = records.tokens, len(records.items)
-        await parts.quotas.charge(request, tokens=records.tokens)
-        ttl = known.spec.ttl_seconds
-        expires = 0 if ttl is None else int((parts.clock() + ttl) * 1000)
-        with parts.catalogues.errors(name):
-            written = await store.put(owner, name, known.epoch, records.items, expires)
-        parts.catalogues.telemetry.catalogues.items_registered(written.added, written.changed, written.unchanged)
+        await quotas.charge(request, tokens=records.tokens)
+        with catalogues.errors(name):
+            written = await store.put(space, owner, records.items, box=name, epoch=known.box.epoch)
+        unchanged = len(records.items) - written.added - written.changed
+        catalogues.telemetry.catalogues.items_registered(written.added, written.changed, unchanged)
         return JsonResponse(
             RegisteredItems(
                 catalogue=name,
                 added=written.added,
                 changed=written.changed,
-                unchanged=written.unchanged,
-                version=version_of(known.epoch, written.version),
+                unchanged=unchanged,
+                version=State(name, known.spec, known.box._replace(version=written.version)).version,
                 usage=Usage(records.tokens, records.tokens),
             )
         )
 
-    return register
-
-
-def _read_routes(parts: _Parts) -> list[HTTPRouteHandler]:
-    catalogues, quotas = parts.catalogues, parts.quotas
-
     @get(PATH, responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
     async def list_all(request: Request[Any, Any, Any]) -> CatalogueList:
         """List the catalogues of the key's trust group. It does not count towards the key's limits."""
-        owner = owner_of(request)
-        found = []
+        owner, found = owner_of(request), []
         with catalogues.errors("all"):
-            for name in await catalogues.store.names(owner):
-                with suppress(Missing):  # it was deleted meanwhile
-                    found.append(_described(await catalogues.store.state(owner, name)))
+            names = await store.boxes(space, owner)
+        for name in names:
+            with suppress(CatalogueNotFound):  # it was deleted meanwhile
+                found.append(_described(await catalogues.describe(owner, name)))
         return CatalogueList(data=found)
 
     @get(f"{PATH}/{{name:str}}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
     async def describe(request: Request[Any, Any, Any], name: FromPath[str]) -> CatalogueBody:
         """Describe a catalogue: its form, and how much it holds. It does not count towards the key's limits."""
-        with catalogues.errors(name):
-            return _described(await catalogues.store.state(owner_of(request), name))
+        return _described(await catalogues.describe(owner_of(request), name))
 
     @get(f"{PATH}/{{name:str}}/items", responses=READ_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
     async def list_items(
@@ -173,22 +147,17 @@ def _read_routes(parts: _Parts) -> list[HTTPRouteHandler]:
         limit: FromQuery[str] = str(PAGE_ITEMS),
         after: FromQuery[str] = "0",
     ) -> ItemPage:
-        """List items in the order of their last change: at most `limit` (1 to 1000), behind `after`, the page before's `next`. A
+        """List items in the order of their last change: at most `limit` (1 to 1000), from `next` of the page before, `after`, on. A
         page may have fewer although more follow; `next` tells."""
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and 1 <= int(limit) <= MOST_PAGE_ITEMS):
             raise InvalidRequest(f"`limit` is a number from 1 to {MOST_PAGE_ITEMS}.", param="limit")
-        if not (after.isascii() and after.isdigit() and len(after) <= 15):
+        if not (after.isascii() and after.isdigit() and len(after) <= 16):
             raise InvalidRequest("`after` is `next` of another page.", param="after")
         await quotas.charge(request, tokens=0)
         with catalogues.errors(name):
-            found = await catalogues.store.page(owner_of(request), name, int(after), int(limit))
-        return ItemPage(data=[_item(*item) for item in found.items], next=None if found.next is None else str(found.next))
-
-    return [list_all, describe, list_items]
-
-
-def _delete_routes(parts: _Parts) -> list[HTTPRouteHandler]:
-    catalogues, quotas = parts.catalogues, parts.quotas
+            found = await store.page(space, owner_of(request), int(after), int(limit), box=name)
+        items = [ItemBody(id=id, version=digest_of(record).hex(), tokens=tokens_of(record)) for id, record in found.entries]
+        return ItemPage(data=items, next=None if found.next is None else str(found.next))
 
     @delete(f"{PATH}/{{name:str}}", status_code=200, responses=WRITE_ERRORS, operation_class=ApiOperation, tags=["catalogues"])
     async def remove(request: Request[Any, Any, Any], name: FromPath[str]) -> DeletedCatalogue:
@@ -196,7 +165,7 @@ def _delete_routes(parts: _Parts) -> list[HTTPRouteHandler]:
         check_may_write(request)
         await quotas.charge(request, tokens=0)
         with catalogues.errors(name):
-            await catalogues.store.delete(owner_of(request), name)
+            await store.delete(space, owner_of(request), name)
         return DeletedCatalogue(id=name)
 
     @delete(
@@ -214,16 +183,10 @@ def _delete_routes(parts: _Parts) -> list[HTTPRouteHandler]:
             raise InvalidRequest(f"Give 1 to {MOST_DELETED} ids of at most {MAX_ID} characters.", param="id")
         await quotas.charge(request, tokens=0)
         with catalogues.errors(name):
-            deleted = await catalogues.store.remove(owner_of(request), name, id)
+            deleted = await store.remove(space, owner_of(request), id, box=name)
         return DeletedItems(catalogue=name, deleted=deleted)
 
-    return [remove, remove_items]
-
-
-def _only_model(request: Request[Any, Any, Any]) -> str | None:
-    """Return the name of the only model that the key may use, which may be an alias."""
-    key = RequestContext.of(request).key
-    return key.models[0] if key is not None and key.models else None
+    return [create, register, list_all, describe, list_items, remove, remove_items]
 
 
 def _described(state: State) -> CatalogueBody:
@@ -235,15 +198,8 @@ def _described(state: State) -> CatalogueBody:
         add_special_tokens=state.spec.template.add_special_tokens,
         labels=state.spec.labels,
         ttl_seconds=state.spec.ttl_seconds,
-        items=state.items,
+        items=state.box.entries,
         tokens=state.tokens,
-        bytes=state.bytes,
-        version=version_of(state.epoch, state.version),
-        warmed_version=None if state.warmed is None else version_of(state.epoch, state.warmed),
-        warm_up=None if state.warm_up is None else WarmUpBody(**msgspec.structs.asdict(state.warm_up)),
+        bytes=state.box.bytes,
+        version=state.version,
     )
-
-
-def _item(id: str, record: bytes) -> ItemBody:
-    expires = expiry_of(record)
-    return ItemBody(id=id, version=digest_of(record).hex(), tokens=tokens_of(record), expires=expires // 1000 if expires else None)

@@ -25,7 +25,7 @@ from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.preset import Fitted
 from gateway.process.time_slices import TimeSlice
-from gateway.routes.rerank_catalogue import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
+from gateway.routes.catalogue_scores import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
 from gateway.schemas.rerank import (
     RerankChunk,
     RerankMeta,
@@ -59,10 +59,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             if fields.catalogue is not None and fields.ids is None:
                 return await rerank_catalogue(scanner, request, data, body)
             if fields.catalogue is not None:
-                items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
+                items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model = items.model
-                preset = preset_of(request, model, items.found.spec)
-                prepared = await scanner.prompts.read(body, items, reads_labels=preset is None)
+                preset = preset_of(request, model, items.spec)
+                prepared = await scanner.read(body, items, reads_labels=preset is None)
                 fitted = preset or by_labels(prepared.labels)
             else:
                 model = requested_model(request, pool, fields.model)

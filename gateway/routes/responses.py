@@ -64,7 +64,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
             if fields.store:
                 if not CachePolicy.of(request).write:
                     raise InvalidRequest("`store` contradicts `Cache-Control: no-store`; send one of them.", param="store")
-                responder.kept.check()
+                await responder.kept.check()
             earlier = b""
             if fields.previous_response_id is not None:
                 stored = await responder.kept.find(request, fields.previous_response_id, param="previous_response_id")

@@ -18,7 +18,7 @@ from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
-from gateway.routes.score_catalogue import score_catalogue
+from gateway.routes.catalogue_scores import score_catalogue
 from gateway.routes.score_forms import LARGE_SCORES, ScoreAnswer, check_score, form_of
 from gateway.schemas.score import ScoreRequest
 from gateway.scoring.scorer import Scores
@@ -44,10 +44,10 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             if fields.catalogue is not None and fields.ids is None:
                 return await score_catalogue(scanner, request, data, body)
             if fields.catalogue is not None:
-                items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
+                items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model, fitted = items.model, None
                 check_score(model, fields)
-                prepared = await scanner.prompts.read(body, items)
+                prepared = await scanner.read(body, items)
             else:
                 model = requested_model(request, pool, fields.model)
                 fitted = fitted_of(request, model, "rerank") if fields.paired else None

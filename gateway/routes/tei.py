@@ -29,10 +29,10 @@ from gateway.pool.replica import ServedModel
 from gateway.presets.preset import Fitted, Task, sigmoid, softmax
 from gateway.process.time_slices import TimeSlice
 from gateway.reading.tei import TaskRequest, request_of_task
+from gateway.routes.catalogue_scores import LARGE_RESULTS
 from gateway.routes.classify import LARGE_NUMBERS, class_names, probabilities
 from gateway.routes.embeddings import LARGE_EMBEDDINGS, check_numbers, readout_of
 from gateway.routes.rerank import ranked, tei_ranks
-from gateway.routes.rerank_catalogue import LARGE_RESULTS
 from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.rerank import RerankRequest

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.parameters import EndpointName, Parameters, TokenId
-from gateway.schemas.truncation import MAX_ITEMS
 from gateway.schemas.usage import Usage
 
 MAX_REGISTERED = 2000
@@ -57,38 +56,6 @@ class ItemsRequest(Parameters, kw_only=True):
     items: Annotated[list[CatalogueItem], msgspec.Meta(min_length=1, max_length=MAX_REGISTERED)]
 
 
-class WarmRequest(Parameters, kw_only=True):
-    """Compute the keys and values of items, so that engines have them before they are scored."""
-
-    endpoint: ClassVar[EndpointName] = "catalogue_warm"
-    model: str | None = None
-    """The catalogue's model, which is the default, or an adapter of it."""
-    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
-    """Items; all of the catalogue by default."""
-    stream: bool = False
-    """Send the progress as server-sent events."""
-    pin_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
-    """Time for which engines keep the items, however many others are scored; 0 ends it. It needs a key that may write."""
-
-
-class WarmUpBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The last warm-up of a catalogue, as far as it has come."""
-
-    model: str
-    state: Literal["running", "done", "stopped"]
-    """`stopped`: an error or the client ended it. A warm-up whose gateway was killed stays `running`, with an old time."""
-    items: int
-    """Items that engines have now."""
-    total: int
-    """Items of the catalogue, or of the request, when it began."""
-    cached_items: int
-    """Items that engines had already."""
-    computed_tokens: int
-    pinned_items: int
-    updated: int
-    """Time of this report, in seconds since 1970."""
-
-
 class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue."""
 
@@ -105,16 +72,11 @@ class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
     items: int
     """Number of items. Items that have expired may count for a while."""
     tokens: int
-    """Stored tokens of these items."""
+    """Stored tokens of these items. Four bytes of texts whose tokens depend on the query count as one."""
     bytes: int
     """Bytes of the store that the catalogue takes."""
     version: str
     """Changes with every change of an item."""
-    warmed_version: str | None
-    """Version at the beginning of the last complete warm-up for the catalogue's model; null if there was none. Engines may have
-    evicted items since."""
-    warm_up: WarmUpBody | None
-    """The last warm-up, also if it runs, was stopped or had only some items; null if there was none."""
 
 
 class CatalogueList(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +94,6 @@ class ItemBody(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of its tokens: equal items have equal versions."""
     tokens: int
     """Stored tokens; one or a few at its end may be missing, because they depend on the query."""
-    expires: int | None
-    """Expiry time in seconds since 1970; null for never."""
 
 
 class ItemPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,21 +132,3 @@ class DeletedCatalogue(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["catalogue.deleted"] = "catalogue.deleted"
     deleted: bool = True
-
-
-class WarmProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a warm-up; the last one, or the only one without `stream`, has `done` true."""
-
-    object: Literal["catalogue.warm"] = "catalogue.warm"
-    catalogue: str
-    items: int
-    """Items that engines have now."""
-    total: int
-    """Items of the catalogue, or of the request, when it began."""
-    cached_items: int
-    """Items that engines had already."""
-    computed_tokens: int
-    """Tokens that were computed."""
-    pinned_items: int
-    """Items that were pinned; others found no room."""
-    done: bool

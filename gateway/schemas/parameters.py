@@ -30,7 +30,6 @@ EndpointName = Literal[
     "detokenize",
     "catalogue",
     "catalogue_items",
-    "catalogue_warm",
     "load_adapter",
     "unload_adapter",
     "tei",
@@ -40,7 +39,6 @@ EndpointName = Literal[
 OWN: tuple[EndpointName, ...] = (
     "catalogue",
     "catalogue_items",
-    "catalogue_warm",
     "load_adapter",
     "unload_adapter",
     "tei",

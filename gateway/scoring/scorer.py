@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine import wire
-from gateway.cache.base import Row
+from gateway.cache.base import ResultCache, Row
 from gateway.cache.flights import Flights
-from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError, NotReady
 from gateway.limits.base import Lease
@@ -99,7 +98,7 @@ class _Job:
 class Scorer:
     """Computes rows with ``cache`` and the engines, and shares results between concurrent requests of this process."""
 
-    def __init__(self, cache: MeteredCache, fan_out: FanOut) -> None:
+    def __init__(self, cache: ResultCache, fan_out: FanOut) -> None:
         self._cache = cache
         self._fan_out = fan_out
         self._flights = Flights()

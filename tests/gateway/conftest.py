@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.redis.link import Link
 from gateway.settings import Settings
+from gateway.store.link import Link
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
 from tests.tuned import split, tuned

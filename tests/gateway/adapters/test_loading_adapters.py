@@ -21,9 +21,8 @@ from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded
 from gateway.ops.metrics import Telemetry
 from gateway.pool.split import cut
-from gateway.redis.connect import open_client
-from gateway.redis.link import Link
 from gateway.settings import Settings
+from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine, Running, adapter, stop
 from tests.gateway.adapters.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
 from tests.gateway.conftest import Start, closed, metric

@@ -1,64 +1,20 @@
-"""The in-memory cache, its keys, and single flight."""
+"""Keys of cached results, and single flight."""
 
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 from array import array
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
 from gateway.cache.flights import Flights
-from gateway.cache.memory import MemoryCache, _size
 from gateway.catalogues.record import packed, row_of
 from gateway.scoring.keys import result_keys
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
-
-
-def key(place: int) -> bytes:
-    return place.to_bytes(16, "big")
-
-
-async def test_the_least_recently_used_goes_first() -> None:
-    cache = MemoryCache(3, 1 << 20)
-    await cache.put_many({key(place): (float(place),) for place in range(3)})
-    await cache.get_many([key(0)])
-    await cache.put_many({key(3): (3.0,)})
-    assert await cache.get_many([key(place) for place in range(4)]) == [(0.0,), None, (2.0,), (3.0,)]
-    assert len(cache) == 3
-
-
-async def test_bytes_are_bounded_too() -> None:
-    cache = MemoryCache(10**6, 10 * _size((0.0,) * 5))
-    for place in range(100):
-        await cache.put_many({key(place): (0.5,) * 5, key(place + 1): (0.5,) * 5})
-    assert len(cache) == 10
-    assert cache.bytes == 10 * _size((0.0,) * 5)
-
-
-@pytest.mark.parametrize("limits", [(0, 1 << 20), (100, 0)])
-async def test_a_cache_without_room_holds_nothing(limits: tuple[int, int]) -> None:
-    cache = MemoryCache(*limits)
-    await cache.put_many({key(1): (1.0,)})
-    assert await cache.get_many([key(1)]) == [None]
-
-
-async def test_the_bound_on_bytes_is_honest() -> None:
-    """The interpreter allocates at most a fifth more for many entries than was counted."""
-    cache = MemoryCache(10**6, 1 << 30)
-    tracemalloc.start()
-    try:
-        for place in range(20_000):
-            await cache.put_many({bytes(key(place)): tuple(float(place + label) for label in range(4))})
-        used = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert 0.6 * cache.bytes < used < 1.2 * cache.bytes
 
 
 @given(prefix=tokens, branch=tokens, cut=st.integers(0, 12))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.handling.retry_deadline import MOST_LOSSES
+from gateway.handling.catalogue_scan import MOST_LOSSES
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
@@ -51,9 +51,9 @@ def recovered(engine: FakeEngine) -> None:
     engine.ready = True
 
 
-def started(start: Start, engine: FakeEngine, seconds: float = 20) -> httpx.Client:
+def started(start: Start, engine: FakeEngine) -> httpx.Client:
     """Return a client of a gateway with a catalogue that is scored in several parts."""
-    client = start(engine, max_request_tokens=80, scan_wait_seconds=seconds)
+    client = start(engine, max_request_tokens=80)
     client.put("/v1/catalogues/shop", json={"template": ["{item}", "{query}"]}).raise_for_status()
     for first in range(0, ITEMS, 10):
         items = [{"id": f"i{place}", "token_ids": [20 + place, 30, 40]} for place in range(first, first + 10)]
@@ -96,10 +96,11 @@ def test_a_scan_goes_on_when_its_only_engine_is_back(
     assert [*some.values()] == scan(client, ids=[*some]).raise_for_status().json()["scores"]
 
 
-def test_an_engine_that_stays_away_ends_the_scan(start: Start) -> None:
+def test_an_engine_that_stays_away_ends_the_scan(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.handling.catalogue_scan.WAIT_SECONDS", 0.3)
     engine = FakeEngine()
     engine.item_scores = Trouble(lambda: unready(engine))
-    found, error = streamed(scan(started(start, engine, seconds=0.3), stream=True))
+    found, error = streamed(scan(started(start, engine), stream=True))
     assert error["code"] == "not_ready"
     assert 0 < len(found) < ITEMS
 

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.catalogues.store import PAGE_ITEMS
-from gateway.handling.catalogue_scan import SLACK, Best, Result
+from gateway.handling.catalogue_scan import PAGE_ITEMS, SLACK, Best, Result
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
@@ -89,11 +88,12 @@ def test_scans_scale_with_the_number_of_engines(start: Start) -> None:
     assert one / four >= 3
 
 
-def test_the_most_items_while_some_change(start: Start) -> None:
+def test_the_most_items_while_some_change(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items that were scored already come again, and take no place from one that moved behind them before its turn."""
     items = PAGE_ITEMS + 50
     engine = FakeEngine(limits=WIDE)
-    client = start(engine, catalogue_request_items=items)
+    monkeypatch.setattr("gateway.handling.catalogue_scan.MOST_ITEMS", items)
+    client = start(engine)
     load(client, items)
     engine.faults.hold = True
     with ThreadPoolExecutor() as threads:

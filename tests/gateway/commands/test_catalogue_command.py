@@ -18,9 +18,8 @@ from gateway.commands import CommandError
 from gateway.commands import catalogue as command
 from gateway.commands.catalogue import Columns
 from gateway.commands.client import Server
-from tests.fakes import FakeEngine, Running, adapter, stop
+from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
-from tests.processes import wait_until
 
 
 @pytest.fixture
@@ -62,8 +61,6 @@ def test_another_server_is_told_from_a_gateway(file: Path, body: bytes) -> None:
                 run(access, "shop")
         with pytest.raises(CommandError, match="did not answer as a Yardstick gateway does"):
             load(httpx.Client(base_url=access.url), file)
-        with pytest.raises(CommandError, match=r"did not answer as a Yardstick gateway does|is another server"):
-            command.warm(access, "shop")
         server.shutdown()
 
 
@@ -79,8 +76,6 @@ def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.
     access = Server(str(client.base_url), None)
     command.status(access, "shop")
     assert json.loads(capsys.readouterr().out)["items"] == 101
-    command.warm(access, "shop")
-    assert "101 items are warm" in capsys.readouterr().err
     command.delete(access, "shop")
     with pytest.raises(CommandError, match="does not exist"):
         command.status(access, "shop")
@@ -127,42 +122,6 @@ def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, 
     assert "100 added" in capsys.readouterr().err
     with pytest.raises(CommandError, match="valid API key"):
         command.status(Server(str(client.base_url), None), "shop")
-
-
-class Breaking:
-    """A gateway whose stream of progress breaks off after two events."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1000")]})
-            told = {"catalogue": "shop", "total": 40, "cached_items": 0, "computed_tokens": 9, "pinned_items": 0, "done": False}
-            body = "".join(f"data: {json.dumps(told | {'items': items})}\n\n" for items in (10, 20))
-            await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
-            raise ConnectionError("it breaks off, as it was told")
-
-
-def test_a_warm_up_that_loses_its_gateway_says_how_to_continue() -> None:
-    with pytest.raises(CommandError, match=r"no answer from http://127.0.0.1:9 \(.+\); check --url"):
-        command.warm(Server("http://127.0.0.1:9", None), "shop")
-    gateway = Running(Breaking())
-    try:
-        with pytest.raises(CommandError, match=r"the connection broke off \(.+\) after 20 items; the same command continues it"):
-            command.warm(Server(gateway.url, None), "shop")
-    finally:
-        stop([gateway])
-
-
-def test_a_warm_up_for_an_adapter(start: Start, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    red = adapter("aa11", "red")
-    engine = FakeEngine(adapters={"red": red})
-    client = start(engine)
-    wait_until(lambda: "red" in client.get("/v1/models").text)
-    load(client, file)
-    command.warm(Server(str(client.base_url), None), "shop", model="red")
-    assert "100 items are warm" in capsys.readouterr().err
-    assert {asked.adapter for asked in engine.item_scores} == {red.digest}
-    with pytest.raises(CommandError, match="nobody"):
-        command.warm(Server(str(client.base_url), None), "shop", model="nobody")
 
 
 def test_the_command_line(client: httpx.Client, file: Path) -> None:

@@ -37,7 +37,6 @@ def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -
     """Hit rate and evictions are from the engine's start on until it scores items while the panel is open."""
     told = CACHES | {"evicted_tokens_total": 500}
     catalogue = {"id": "shoes", "model": "yardstick-demo", "items": 400, "tokens": 72_000, "bytes": 9000, "version": "a-1"}
-    catalogue |= {"warmed_version": None, "warm_up": {"state": "running", "items": 120, "total": 400}}
 
     def metrics(connection: Connection) -> None:
         lines = [f'yardstick_item_cache_{name}{{engine="http://one"}} {value}' for name, value in told.items()]
@@ -48,7 +47,7 @@ def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -
     page.click("#tab-status")
     cells = page.locator("#status-item-caches td")
     expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "180", "25 %", "500"])
-    expect(page.locator("#status-catalogues td").last).to_have_text("120 of 400")
+    expect(page.locator("#status-catalogues td")).to_have_text(["shoes", "yardstick-demo", "400", "72,000", "9,000"])
     told |= {"scored_items_total": 140, "found_items_total": 100, "evicted_tokens_total": 560}
     expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "180", "90 %", "60"])
 

@@ -14,9 +14,8 @@ from gateway.limits.base import Cost, Lease, Limits
 from gateway.limits.local import LocalLimiter
 from gateway.limits.shared import SharedLimiter
 from gateway.ops.metrics import Telemetry
-from gateway.redis.connect import open_client
-from gateway.redis.link import Link
 from gateway.settings import Settings
+from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine
 from tests.gateway.admission.test_key_limits import ask, entry, write
 from tests.gateway.conftest import Start, closed, metric
@@ -164,8 +163,8 @@ async def test_a_redis_that_pauses_loses_no_place(server: RedisServer) -> None:
                 await asyncio.sleep(0.01)
             assert held == []
         await asyncio.sleep(0.6)
-        assert shared._left == {}
-        assert not shared._any_left.is_set()
+        assert shared._ended == {}
+        assert not shared._any_ended.is_set()
 
 
 async def test_what_is_left_of_a_lease_expires_here_too(server: RedisServer) -> None:
@@ -175,7 +174,7 @@ async def test_what_is_left_of_a_lease_expires_here_too(server: RedisServer) -> 
         server.kill()
         shared.end(taken)
         await asyncio.sleep(1.2)
-        assert shared._left == {}
+        assert shared._ended == {}
 
 
 @pytest.mark.slow

@@ -8,14 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from gateway.cache.memory import MemoryCache
-from gateway.catalogues.memory import MemoryCatalogues
-from gateway.catalogues.record import packed
 from gateway.ops.metrics import Telemetry
 from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
-from gateway.settings import CatalogueBounds
+from gateway.store.base import Space
+from gateway.store.memory import MemoryStore
 from gateway.text.tokenizer import GPT2, Pieces
-from tests.gateway.catalogues.conftest import SPEC
 
 
 class Heap:
@@ -116,9 +113,9 @@ KEPT = 2000
 
 
 async def results() -> object:
-    cache = MemoryCache(KEPT, 1 << 30)
-    await cache.put_many({number.to_bytes(16): (float(number), 0.5) for number in range(KEPT)})
-    return cache
+    store = MemoryStore(KEPT, 1 << 30)
+    await store.cache({number.to_bytes(16): bytes(8) for number in range(KEPT)})
+    return store
 
 
 async def pieces() -> object:
@@ -128,11 +125,9 @@ async def pieces() -> object:
 
 
 async def registered_items() -> object:
-    catalogues = MemoryCatalogues(CatalogueBounds(1 << 30, 1 << 30))
-    await catalogues.create("a", "b", SPEC)
-    state = await catalogues.state("a", "b")
-    await catalogues.put("a", "b", state.epoch, [(str(number), packed([number], "")) for number in range(KEPT)], 0)
-    return catalogues
+    store, space = MemoryStore(), Space(name="s", bytes=1 << 30, entries=1 << 30, entry_bytes=0)
+    await store.put(space, "owner", [(str(number), number.to_bytes(16)) for number in range(KEPT)])
+    return store
 
 
 @pytest.mark.parametrize("fill", [results, pieces, registered_items])

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from redis.asyncio import Connection
 
-from gateway.cache.redis import QUEUE_ENTRIES, QUEUE_NUMBERS, RedisCache
+from gateway.cache.base import ResultCache
 from gateway.ops.metrics import Telemetry
-from gateway.redis.connect import open_client
-from gateway.redis.link import Link
 from gateway.settings import Settings
+from gateway.store.link import Link, open_client
+from gateway.store.redis import QUEUE_BYTES, QUEUE_VALUES, RedisStore
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
@@ -153,44 +153,29 @@ def test_commands_are_packed_as_the_library_packs_them(scheme: str) -> None:
     assert b"".join(ours.pack_command(*command)) == b"".join(library.pack_command(*command))
 
 
-async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: RedisServer) -> None:
+@pytest.mark.parametrize("length", [1, 4096])
+async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: RedisServer, length: int) -> None:
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
-    cache = RedisCache(link, telemetry, prefix="full", ttl_seconds=60)
+    store = RedisStore(link, telemetry, prefix=f"full{length}", cache_seconds=60)
+    cache, room = ResultCache(store, telemetry), min(QUEUE_VALUES, QUEUE_BYTES // (4 * length))
+
+    def written(result: str) -> float:
+        lines = b"".join(telemetry.exposition()).decode().splitlines()
+        return sum(
+            float(line.split()[1]) for line in lines if line.startswith(f'yardstick_cache_writes_total{{result="{result}"}}')
+        )
+
     await cache.put_many({b"early": (1.0,)})  # nobody has seen Redis yet
     await closed(link)
-    await cache.put_many({place.to_bytes(16, "big"): (float(place),) for place in range(QUEUE_ENTRIES + 5)})
-    assert b'yardstick_cache_writes_total{result="dropped"} 6.0' in b"".join(telemetry.exposition())
-    await cache.stop()
-    assert b'yardstick_cache_writes_total{result="stored"} 20000.0' in b"".join(telemetry.exposition())
-    assert await cache.get_many([(7).to_bytes(16, "big"), (QUEUE_ENTRIES + 1).to_bytes(16, "big")]) == [(7.0,), None]
-    await link.stop()
-
-
-async def test_rows_of_different_lengths_are_kept_apart(server: RedisServer) -> None:
-    telemetry = Telemetry()
-    link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
-    cache = RedisCache(link, telemetry, prefix="lengths", ttl_seconds=60)
-    await closed(link)
-    rows = {place.to_bytes(16, "big"): tuple(float(place + number) for number in range(1 + place // 3 % 3)) for place in range(20)}
+    rows = {place.to_bytes(16, "big"): (float(place),) * length for place in range(room + 5)}
     await cache.put_many(rows)
-    await cache.stop()
-    assert await cache.get_many(list(rows)) == list(rows.values())
-    await link.stop()
-
-
-async def test_long_rows_take_the_room_of_many(server: RedisServer) -> None:
-    telemetry = Telemetry()
-    link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
-    cache = RedisCache(link, telemetry, prefix="long", ttl_seconds=60)
-    await closed(link)
-    row, fit = (0.5,) * 4096, QUEUE_NUMBERS // 4096
-    await cache.put_many({place.to_bytes(16, "big"): row for place in range(fit + 3)})
-    assert b'yardstick_cache_writes_total{result="dropped"} 3.0' in b"".join(telemetry.exposition())
-    await cache.stop()
-    assert b'yardstick_cache_writes_total{result="stored"} %.1f' % fit in b"".join(telemetry.exposition())
-    assert await cache.get_many([(7).to_bytes(16, "big"), fit.to_bytes(16, "big")]) == [row, None]
+    assert written("dropped") == 6
+    await store.stop()
+    assert written("stored") == room
+    kept = [*rows][7], [*rows][room + 1]
+    assert await cache.get_many(kept, "m") == [rows[kept[0]], None]
     await cache.put_many({b"later": (1.0,)})
-    await cache.stop()
-    assert await cache.get_many([b"later"]) == [(1.0,)], "there is room again"
+    await store.stop()
+    assert await cache.get_many([b"later"], "m") == [(1.0,)], "there is room again"
     await link.stop()

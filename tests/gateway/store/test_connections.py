@@ -18,8 +18,8 @@ import pytest
 
 import gateway
 from tests.fakes import FakeEngine
-from tests.gateway.cache.test_redis_cache import AVAILABLE, STORED, connected, hits, score
 from tests.gateway.conftest import Start, metric, metrics
+from tests.gateway.store.test_cached_results import AVAILABLE, STORED, connected, hits, score
 from tests.processes import wait_until
 from tests.redis import Certificates, RedisServer, cluster
 
@@ -57,7 +57,7 @@ def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Pa
 def rights() -> dict[str, list[str]]:
     """The commands that docs/caching.md asks for, by purpose."""
     told = (Path(__file__).parents[3] / "docs/caching.md").read_text().partition("A Redis user needs ")[2].partition("cluster")[0]
-    parts = dict(zip(("all", "responses", "catalogues"), told.split(";"), strict=False))
+    parts = dict(zip(("all", "kept"), told.split(";"), strict=False))
     return {purpose: re.findall(r"\+[a-z]+", text) for purpose, text in parts.items()}
 
 
@@ -74,7 +74,6 @@ def test_a_user_with_the_rights_of_the_documentation(start: Start) -> None:
             client.put("/v1/catalogues/shop/items", json=items).raise_for_status()
             asked = {"query": " x", "catalogue": "shop", "ids": ["i0"], "labels": ["a"]}
             client.post("/v1/score", json=asked).raise_for_status()
-        client.post("/v1/catalogues/shop/warm", json={}).raise_for_status()
         for path in ("shop", "shop/items"):
             client.get(f"/v1/catalogues/{path}").raise_for_status()
         for path in ("shop/items?id=i1", "shop"):

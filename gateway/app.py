@@ -9,13 +9,11 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.adapters.manager import AdapterManager
-from gateway.adapters.restoring import Restorer
 from gateway.admission.in_flight import InFlightLimit
 from gateway.admission.quotas import Quotas
 from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
 from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
-from gateway.cache.metered import MeteredCache
 from gateway.catalogues.catalogues import Catalogues
 from gateway.composition.background import Background
 from gateway.composition.fleet import Fleet
@@ -84,7 +82,7 @@ def create_app(
     workers = Workers(text_capacity(settings), telemetry)
     stores = Stores.opened(settings, telemetry, cache)
     fleet = Fleet.of(settings, telemetry, workers)
-    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
+    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry, interval=settings.probe_seconds)
     keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
     access_log = access_log_of(settings, log, telemetry)
@@ -93,7 +91,7 @@ def create_app(
         watchdog=Watchdog(telemetry),
         workers=workers,
         fleet=fleet,
-        restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
+        adapters=adapters,
         keys=keys,
         share=stores.share,
         exporter=exporter,
@@ -152,7 +150,7 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(settings.keepalive_seconds)
-    scoring = Scoring(Scorer(MeteredCache(stores.cache, telemetry), fleet.fan_out), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(stores.cache, fleet.fan_out, telemetry), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
     catalogues = Catalogues(stores.catalogues, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)

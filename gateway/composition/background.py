@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from litestar import Litestar
 
-from gateway.adapters.restoring import Restorer
+from gateway.adapters.manager import AdapterManager
 from gateway.auth.keyring import KeyRing
 from gateway.composition.fleet import Fleet
 from gateway.composition.share import Share
@@ -29,7 +29,7 @@ class Background:
     watchdog: Watchdog
     workers: Workers
     fleet: Fleet
-    restorer: Restorer
+    adapters: AdapterManager
     keys: KeyRing | None
     share: Share | None
     exporter: Exporter | None
@@ -48,8 +48,7 @@ class Background:
         self.watchdog.start(after=START_SECONDS)
         self.workers.start()
         self.fleet.pool.start()
-        self.restorer.start()
-        self.fleet.item_caches.start()
+        self.adapters.start()
         if self.exporter:
             self.exporter.start()
         if self.keys:
@@ -60,13 +59,11 @@ class Background:
     async def _stop(self) -> None:
         if self.keys:
             self.keys.stop()
-        await self.fleet.item_caches.stop()
-        await self.restorer.stop()
+        await self.adapters.stop()
         await self.fleet.pool.stop()
         await self.workers.stop()
         self.watchdog.stop()
         if self.share:
             await self.share.stop()
-        await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)

@@ -7,13 +7,10 @@ from typing import Self
 
 from gateway.composition.parts import connector
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import Connections
-from gateway.pool.discovery.create import discover
+from gateway.pool.discovery import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
-from gateway.pool.item_caches import ItemCaches
-from gateway.pool.names import Names
-from gateway.pool.pool import Pool
+from gateway.pool.pool import Names, Pool
 from gateway.settings import Settings
 from gateway.workers.workers import Workers
 
@@ -22,23 +19,20 @@ from gateway.workers.workers import Workers
 class Fleet:
     """The engines of a gateway. :class:`~gateway.composition.background.Background` starts and stops its parts."""
 
-    connections: Connections
     dispatcher: Dispatcher
     fan_out: FanOut
     pool: Pool
-    item_caches: ItemCaches
 
     @classmethod
     def of(cls, settings: Settings, telemetry: Telemetry, workers: Workers) -> Self:
         """Create the parts. Connects to nothing. Raises :class:`SettingsError` if the engine token is missing."""
-        connections = Connections()
         dispatcher = Dispatcher(
             telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
         )
         fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
         pool = Pool(
             {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines},
-            connector(settings, connections),
+            connector(settings),
             telemetry,
             workers,
             probe_seconds=settings.probe_seconds,
@@ -47,4 +41,4 @@ class Fleet:
             presets=settings.chosen_presets,
             names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         )
-        return cls(connections, dispatcher, fan_out, pool, ItemCaches(pool, telemetry))
+        return cls(dispatcher, fan_out, pool)

@@ -11,9 +11,8 @@ from gateway.images.fetch import ImageFetcher
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import Connections, EngineClient, EngineToken
-from gateway.pool.health import Health
-from gateway.pool.replica import Replica
+from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.replica import Health, Replica
 from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
 from gateway.workers.job_queue import Capacity
@@ -48,15 +47,13 @@ def text_bounds(settings: Settings) -> Bounds:
     return Bounds(**{name: getattr(settings, name) for name in Bounds.__struct_fields__})
 
 
-def connector(settings: Settings, connections: Connections) -> Callable[[str, str], Replica]:
+def connector(settings: Settings) -> Callable[[str, str], Replica]:
     """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
     engine token is missing."""
     token = _read_token(settings.engine_token_file) if settings.engine_token_file else None
 
     def connect(url: str, entry: str) -> Replica:
-        client = EngineClient(
-            url, connections, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
-        )
+        client = EngineClient(url, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token)
         return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds))
 
     return connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from gateway.adapters.shared import RedisLoaded
+from gateway.adapters.store import RedisLoaded
 from gateway.cache.redis import RedisCache
 from gateway.catalogues.copies import Copies
 from gateway.catalogues.shared import RedisCatalogues

@@ -13,8 +13,7 @@ from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
 from gateway.ids import new_id
 from gateway.lenvm.length_guidance import default_min_p
-from gateway.pool.paths import paths_of
-from gateway.pool.replica import ServedModel
+from gateway.pool.replica import ServedModel, paths_of
 from gateway.schemas.generation import GenerationRequest
 from gateway.tools.answer import AnswerFormat
 

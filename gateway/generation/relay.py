@@ -16,9 +16,9 @@ from engine import wire
 from gateway.errors import EngineLost, GatewayError
 from gateway.generation.merge import merged
 from gateway.ids import new_id
+from gateway.pool.connection import OnDelta
 from gateway.pool.dispatch import Attempts, Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.pool.stream import OnDelta
 
 
 class Relay:

@@ -8,7 +8,7 @@ from litestar.connection import ASGIConnection
 
 from gateway.context import RequestContext
 from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady
-from gateway.pool.adapter_model import AdapterModel
+from gateway.pool.adapters import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 

@@ -14,7 +14,7 @@ from gateway.handling.catalogue_scan import Best, Result, Scan, Scanner
 from gateway.handling.large import event_with_rows, with_rows
 from gateway.handling.scoring import per_event
 from gateway.handling.streams import DONE, sse
-from gateway.pool.split import cut
+from gateway.pool.placement import cut
 from gateway.process.time_slices import TimeSlice
 
 

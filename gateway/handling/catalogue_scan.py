@@ -30,7 +30,7 @@ from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
 from gateway.handling.streams import while_connected
 from gateway.limits.base import Lease
-from gateway.pool.prompts import Prompts
+from gateway.pool.fanout import Prompts
 from gateway.presets.fitted import Fitted
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest

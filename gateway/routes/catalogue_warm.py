@@ -31,8 +31,7 @@ from gateway.handling.scoring import Scoring
 from gateway.handling.streams import DONE, sse, while_connected
 from gateway.keys import PRIORITY_RANGE
 from gateway.limits.base import Lease
-from gateway.pool.fanout import FanOut
-from gateway.pool.prompts import Prompts, any_readout
+from gateway.pool.fanout import FanOut, Prompts, any_readout
 from gateway.schemas.catalogue import WarmProgress, WarmRequest
 from gateway.text.prepared import Prepared
 

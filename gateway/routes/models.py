@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from gateway.errors import ModelNotFound
 from gateway.handling.access import visible_models
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
-from gateway.pool.adapter_model import AdapterModel
+from gateway.pool.adapters import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted

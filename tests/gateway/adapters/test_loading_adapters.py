@@ -15,12 +15,11 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.adapters import restoring
+from gateway.adapters import manager
 from gateway.adapters.manager import MOST_OPERATIONS
-from gateway.adapters.shared import RedisLoaded
-from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded
+from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded, RedisLoaded
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.split import cut
+from gateway.pool.placement import cut
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings
@@ -35,8 +34,8 @@ FILES = {"red": RED, "blue": BLUE, "green": GREEN}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "REREAD_SECONDS", 0.1)
-    monkeypatch.setattr(restoring, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(manager, "REREAD_SECONDS", 0.1)
+    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.1)
 
 
 def able(model: str = "one", *adapters: wire.Adapter) -> FakeEngine:
@@ -336,7 +335,7 @@ def test_an_unload_through_another_gateway_is_a_404_at_once(
     wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
     load(client, "red").raise_for_status()
     assert score(client, "red").status_code == 200
-    monkeypatch.setattr(restoring, "REREAD_SECONDS", 600.0)
+    monkeypatch.setattr(manager, "REREAD_SECONDS", 600.0)
     other = start(wait=False, engines=(one.url,), redis_url=redis.url)
     knows(other, "red")
     unload(other, "red").raise_for_status()

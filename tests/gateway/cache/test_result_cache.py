@@ -15,7 +15,7 @@ from engine import wire
 from gateway.cache.flights import Flights
 from gateway.cache.memory import MemoryCache, _size
 from gateway.catalogues.record import packed, row_of
-from gateway.scoring.keys import result_keys
+from gateway.scoring.scorer import result_keys
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 

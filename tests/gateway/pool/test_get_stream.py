@@ -12,8 +12,8 @@ import pytest
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError
-from gateway.pool.client import UNANSWERED, Connections, EngineClient, EngineToken, Readiness
-from gateway.pool.get_stream import MAX_OVERHEAD
+from gateway.pool.client import UNANSWERED, EngineClient, EngineToken, Readiness
+from gateway.pool.connection import MAX_OVERHEAD
 from tests.processes import until
 
 STATS = wire.Stats(0, 0, 10, 10, 0, 1, 1, 1)
@@ -51,10 +51,10 @@ async def serving(serve: Serve) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def client_of(serve: Serve, token: EngineToken | None = None, path: str = "") -> AsyncIterator[tuple[EngineClient, Server]]:
-    connections = Connections()
     async with serving(serve) as server:
-        yield EngineClient(f"{server.url}{path}", connections, connect_seconds=1, engine_seconds=0.3, token=token), server
-        await connections.close()
+        client = EngineClient(f"{server.url}{path}", connect_seconds=1, engine_seconds=0.3, token=token)
+        yield client, server
+        client.close()
 
 
 def answer(content: bytes = b"", status: str = "200 OK", *headers: str) -> bytes:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from engine import wire
 from gateway.errors import NotReady
-from gateway.pool.client import Connections, EngineClient, EngineToken
-from gateway.pool.health import Health
-from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.split import SplitTokens, split
+from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.placement import parts_of, split
+from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
 from tests.gateway.conftest import Clock, Start, metric
 from tests.processes import wait_until
@@ -27,7 +26,7 @@ INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
 
 
 def replica(name: int, tokens: int = 0) -> Replica:
-    client = EngineClient(f"http://engine-{name}", Connections(), connect_seconds=1, engine_seconds=1)
+    client = EngineClient(f"http://engine-{name}", connect_seconds=1, engine_seconds=1)
     return Replica(client, ready=True, tokens=tokens, health=Health(tolerance=1, seconds=60))
 
 
@@ -87,7 +86,7 @@ def test_no_more_than_half_are_ejected() -> None:
 def health_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which replicas are ejected."""
     clock = Clock()
-    monkeypatch.setattr("gateway.pool.health.time", clock)
+    monkeypatch.setattr("gateway.pool.replica.monotonic", clock.monotonic)
     return clock
 
 
@@ -131,7 +130,7 @@ def test_splits(
     lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int, idle: int, idle_split_tokens: int
 ) -> None:
     idle, idle_split_tokens = min(idle, replicas), min(idle_split_tokens, split_tokens)
-    count = SplitTokens(split_tokens, idle_split_tokens).parts(prefix, sum(lengths), replicas=replicas, idle=idle)
+    count = parts_of(prefix, sum(lengths), usual=split_tokens, idle=idle_split_tokens, replicas=replicas, idle_replicas=idle)
     parts = split(prefix, lengths, count, max_branches=most)
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and 0 < len(part) <= most for part in parts)
@@ -143,21 +142,21 @@ def test_splits(
         assert len(parts) == 1 or sum(lengths) >= len(parts) * max(least, prefix)
 
 
-def parts_of(prefix: int, items: int, idle_replicas: int = 4, **tokens: int) -> int:
+def parts(prefix: int, items: int, idle_replicas: int = 4, idle: int = 4096) -> int:
     """Parts of a request with items of 180 tokens for four replicas."""
-    return SplitTokens(**({"usual": 4096, "idle": 4096} | tokens)).parts(prefix, 180 * items, replicas=4, idle=idle_replicas)
+    return parts_of(prefix, 180 * items, usual=4096, idle=idle, replicas=4, idle_replicas=idle_replicas)
 
 
 def test_the_standard_request_is_not_split() -> None:
-    assert parts_of(120, 10) == 1
-    assert parts_of(120, 500) == 4
-    assert parts_of(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
+    assert parts(120, 10) == 1
+    assert parts(120, 500) == 4
+    assert parts(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
 
 
 def test_idle_replicas_get_smaller_parts() -> None:
-    assert [parts_of(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
-    assert parts_of(1000, 10, idle=512) == 1, "the prefix is more than a half"
-    assert parts_of(120, 500, 1, idle=512) == 4
+    assert [parts(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
+    assert parts(1000, 10, idle=512) == 1, "the prefix is more than a half"
+    assert parts(120, 500, 1, idle=512) == 4
 
 
 def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
@@ -386,9 +385,9 @@ def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
     file.write_text("first")
     token = EngineToken(file)
     file.unlink()
-    assert token.headers == {"authorization": "Bearer first"}
+    assert token.header == "authorization: Bearer first\r\n"
     file.write_text("\n")
-    assert token.headers == {"authorization": "Bearer first"}
+    assert token.header == "authorization: Bearer first\r\n"
     with pytest.raises(ValueError, match="no token"):
         EngineToken(file)
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.errors import EngineSilent, ModelNotFound, NotReady
 from gateway.pool import pool as pool_module
-from gateway.pool.silence import AwakeClock
+from gateway.pool.pool import AwakeClock
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.test_pool import Told, engines_ready, pool_of, score

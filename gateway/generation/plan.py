@@ -10,9 +10,9 @@ import msgspec
 from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
+from gateway.generation.length import default_min_p
 from gateway.generation.sequence import TextOptions
 from gateway.ids import new_id
-from gateway.lenvm.length_guidance import default_min_p
 from gateway.pool.replica import ServedModel, paths_of
 from gateway.schemas.generation import GenerationRequest
 from gateway.tools.answer import AnswerFormat

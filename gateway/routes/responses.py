@@ -14,6 +14,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from gateway.auth.tenancy import caller_of, priority_of
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
+from gateway.generation.length import gamma_of_values, guidance_of, with_section
 from gateway.generation.plan import check, plan
 from gateway.handling.access import requested_model
 from gateway.handling.body import Body, post_json
@@ -22,7 +23,6 @@ from gateway.handling.generator import system_fingerprint
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.handling.reader import Reader
 from gateway.handling.responder import Responder, ResponseRun
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, with_section
 from gateway.pool.pool import Pool
 from gateway.responses.draft import Draft
 from gateway.responses.items import as_chat, renamed

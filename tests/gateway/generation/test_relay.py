@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import wire
-from gateway.generation.merge import merged
+from gateway.generation.relay import merged
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 

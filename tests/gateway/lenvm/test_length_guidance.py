@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.lenvm.remaining import remaining_tokens
+from gateway.generation.length import remaining_tokens
 from tests.fakes import FakeEngine, guided, ids, library
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_completions_api import chat, complete

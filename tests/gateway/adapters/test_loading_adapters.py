@@ -17,7 +17,7 @@ import pytest
 from engine import wire
 from gateway.adapters import manager
 from gateway.adapters.manager import MOST_OPERATIONS
-from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded, RedisLoaded
+from gateway.adapters.store import Full, Loaded, RedisLoaded
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.placement import cut
 from gateway.redis.connect import open_client
@@ -369,12 +369,3 @@ async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
     finally:
         for link in links:
             await link.stop()
-
-
-async def test_remembered_adapters_are_bounded() -> None:
-    store = MemoryLoaded()
-    for place in range(MOST_KEPT):
-        await store.put(Loaded("one", f"a{place}", "p", "d"))
-    await store.put(Loaded("one", "a0", "q", "d"))
-    with pytest.raises(Full):
-        await store.put(Loaded("one", "more", "p", "d"))

@@ -67,16 +67,6 @@ def test_what_nobody_reads_before_the_end_comes_in_few_pieces(start: Start, chan
     assert [request.tokens_per_delta for request in engine.generates] == [size]
 
 
-def test_an_answer_in_few_pieces_goes_on_after_the_last_of_them(start: Start) -> None:
-    engines, client = pair(start)
-    whole = answered(engines, client, BODY)
-    engines[0].generates.clear()
-    engines[0].faults.break_after = 2
-    while not engines[0].generates:
-        assert choices(client.post("/v1/completions", json=UNREAD)) == whole
-    assert [request.resume_offset for request in engines[1].generates if request.resume_offset] == [32]
-
-
 def test_an_echoed_prompt_is_told_once(start: Start) -> None:
     engines, client = pair(start)
     body = {**BODY, "echo": True, "n": 2}

@@ -143,13 +143,6 @@ async def test_one_connection_serves_requests_one_after_another(streams: Streams
         assert server.connections == 2
 
 
-async def test_requests_at_the_same_time_have_their_own_connections(streams: Streams) -> None:
-    async with serving(answers(HEAD, chunk(wire.pack_frame(delta(0))), END)) as (server, url):
-        async with post(streams, url) as one, post(streams, url) as other:
-            assert await read_all(one) == await read_all(other) == [delta(0)]
-        assert server.connections == 2
-
-
 async def test_leaving_closes_the_connection(streams: Streams) -> None:
     async def serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(wire.pack_frame(delta(0))))
@@ -310,32 +303,6 @@ async def test_an_answer_that_is_one_message(streams: Streams) -> None:
         async with post(streams, url) as stream:
             with pytest.raises(EngineLost):
                 await read_all(stream)
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
-async def test_half_a_message_is_an_error(streams: Streams, answer: bytes) -> None:
-    async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-        await writer.drain()
-        raise ConnectionError
-
-    async with serving(serve) as (_, url), post(streams, url, framed=False) as stream:
-        with pytest.raises(EngineLost) as raised:
-            await stream.read_whole()
-        assert raised.value.retryable
-
-
-async def test_a_refusal_that_is_one_message(streams: Streams) -> None:
-    answer = answers(b"HTTP/1.1 429 No\r\ncontent-length: 4\r\n\r\nwhy?")
-    async with serving(answer) as (_, url), post(streams, url, framed=False) as stream:
-        assert (await stream.read_whole(), stream.status) == (b"why?", 429)
-
-
-async def test_a_silent_engine_fails_a_message(streams: Streams) -> None:
-    answer = answers(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
-    async with serving(answer) as (_, url), post(streams, url, 0.1, framed=False) as stream:
-        with pytest.raises(EngineSilent):
-            await stream.read_whole()
 
 
 def test_the_largest_message_of_an_engine_is_within_the_bound() -> None:

@@ -163,20 +163,3 @@ async def test_a_model_is_remembered_while_its_engines_are_away() -> None:
             await until(lambda: [model.name for model in pool.models] == ["other"])
             with pytest.raises(ModelNotFound):
                 pool.model("fake")
-
-
-async def test_several_pools() -> None:
-    small, large = Told(), Told()
-    engines = [FakeEngine(), FakeEngine(), FakeEngine(model="large", fingerprint="2")]
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(engine)) for engine in engines]
-        async with pool_of(small, large) as (pool, dispatcher, telemetry):
-            small.say(urls[0])
-            await until(lambda: engines_ready(telemetry) == 1)
-            with pytest.raises(NotReady):
-                pool.model("large")  # it may yet be found
-            large.say(urls[1], urls[2])
-            await until(lambda: engines_ready(telemetry) == 3)
-            assert [(model.name, len(model.replicas)) for model in pool.models] == [("fake", 2), ("large", 1)]
-            await score(pool, dispatcher, "large")
-            assert len(engines[2].scores) == 1

@@ -46,29 +46,6 @@ async def test_adapters_are_asked_for_when_their_revision_changes() -> None:
             assert engine.asked_for_adapters == 3
 
 
-async def test_a_new_process_is_asked_again() -> None:
-    """It restarts between two probes and has equally many adapters."""
-    source, engine = Told(), with_adapters(RED)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: known(pool) == {"red": RED.digest})
-            engine.process_name = "another"
-            await until(lambda: engine.asked_for_adapters == 2)
-            await probed(engine)
-            assert engine.asked_for_adapters == 2
-
-
-async def test_an_older_engine_is_asked_with_each_probe() -> None:
-    source, engine = Told(), with_adapters(RED, names_revisions=False)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: engine.asked_for_adapters > 5)
-            engine.adapters["blue"] = BLUE
-            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
-
-
 async def test_an_engine_whose_list_could_not_be_read_is_asked_again() -> None:
     source, engine = Told(), with_adapters(RED)
     engine.faults.adapter_lists = 3

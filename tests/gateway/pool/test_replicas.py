@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
 
 from engine import wire
@@ -58,17 +57,6 @@ async def test_a_refused_connection_is_not_ready(port: int) -> None:
     assert error.value.retryable
 
 
-async def test_more_calls_at_once_than_a_client_usually_allows() -> None:
-    engine = FakeEngine()
-    engine.faults.delay = 0.5
-    with served(engine) as url:
-        client = EngineClient(url, connect_seconds=5, engine_seconds=20)
-        scores = [client.score(wire.Score(str(place), [1], [[place]], wire.Labels([3]))) for place in range(150)]
-        answers = asyncio.gather(*scores)
-        await asyncio.to_thread(wait_until, lambda: len(engine.scores) == 150)
-        assert len(await answers) == 150
-
-
 @pytest.fixture
 def port() -> int:
     """Return a port on which no program listens."""
@@ -91,18 +79,6 @@ def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int
         assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
         assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]
-
-
-def test_work_goes_to_the_replica_with_the_least(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    for engine in engines:
-        engine.faults.delay = 0.05
-    body = {"prompt": "x", "stream": True, "max_tokens": 2000, "ignore_eos": True}
-    with httpx.Client(base_url=client.base_url, timeout=20) as other, other.stream("POST", "/v1/completions", json=body):
-        for place in range(5):
-            assert client.post("/v1/score", json={**IDS, "items": [[place]]}).status_code == 200
-    assert sorted((len(engine.generates), len(engine.scores)) for engine in engines) == [(0, 5), (1, 0)]
 
 
 def test_replicas_that_differ_are_not_mixed(start: Start) -> None:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.errors import NotReady
-from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.client import EngineClient
 from gateway.pool.placement import parts_of, split
 from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
@@ -32,17 +31,6 @@ def replica(name: int, tokens: int = 0) -> Replica:
 
 def model(*replicas: Replica) -> ServedModel:
     return ServedModel(INFO, None, None, list(replicas))
-
-
-def test_the_fewest_tokens_in_flight_win() -> None:
-    replicas = [replica(0, 10), replica(1, 5), replica(2, 7)]
-    assert model(*replicas).choose(1) is replicas[1]
-    assert model(*replicas).choose(1, tried=[replicas[1]]) is replicas[2]
-
-
-def test_equals_take_turns() -> None:
-    pool = model(*map(replica, range(4)))
-    assert len({pool.choose(1) for _ in range(100)}) == 4
 
 
 def test_a_prefix_stays_where_it_is() -> None:
@@ -108,13 +96,6 @@ def test_one_trial_at_a_time(health_clock: Clock) -> None:
     assert health.ejected, "and for longer"
     health.succeeded()
     assert sick.state == "ready"
-
-
-def test_none_is_ready() -> None:
-    away, leaving = replica(0), replica(1)
-    away.ready, leaving.draining = False, True
-    with pytest.raises(NotReady):
-        model(away, leaving).choose(1)
 
 
 @given(
@@ -184,14 +165,6 @@ def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
                 engine.faults.hold = False
     assert all(each.result() is None for each in asked)
     assert sorted(len(score.branches) for engine in engines for score in engine.scores) == [5, 5, 5, 5, 10]
-
-
-def test_small_requests_are_whole_unless_a_setting_divides_them(start: Start) -> None:
-    engines = [FakeEngine() for _ in range(2)]
-    client = start(*engines)
-    body = {"query": [7] * 20, "items": [[place % 250] * 30 for place in range(10)], "label_token_ids": [1]}
-    assert client.post("/v1/score", json=body).status_code == 200
-    assert sorted(len(engine.scores) for engine in engines) == [0, 1]
 
 
 def test_queries_keep_to_a_replica(start: Start) -> None:
@@ -326,20 +299,6 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
     assert metric(client, "yardstick_requests_waiting") == 0
 
 
-def test_requests_that_do_not_wait_are_counted_as_without_engine(start: Start) -> None:
-    """Autoscalers start a pod for them, so the series exists before the first one."""
-    engine = FakeEngine()
-    client = start(engine, wait_seconds=0)
-    name = 'yardstick_model_requests_without_engine_total{model="fake"}'
-    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
-    assert client.post("/v1/score", json=body).status_code == 200
-    assert metric(client, name) == 0
-    engine.ready = False
-    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
-    assert client.post("/v1/score", json=body | {"query": [2]}).status_code == 503
-    assert metric(client, name) == 1
-
-
 @pytest.mark.slow
 def test_waiting_is_bounded(start: Start) -> None:
     engine = FakeEngine()
@@ -378,28 +337,3 @@ def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     (tmp_path / "new").rename(file)
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert client.post("/v1/score", json={**body, "items": [[4]]}).status_code == 200
-
-
-def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("first")
-    token = EngineToken(file)
-    file.unlink()
-    assert token.header == "authorization: Bearer first\r\n"
-    file.write_text("\n")
-    assert token.header == "authorization: Bearer first\r\n"
-    with pytest.raises(ValueError, match="no token"):
-        EngineToken(file)
-
-
-def test_an_engine_that_falls_silent_is_given_up(start: Start) -> None:
-    """It keeps its connections open and answers neither a probe nor a request; other engines do."""
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines, silence_seconds=0.1)
-    engines[0].silent = True
-    body = {"query": [1], "label_token_ids": [1]}
-    for place in range(10):
-        began = time.perf_counter()
-        assert client.post("/v1/score", json={**body, "items": [[place]]}).status_code == 200
-        assert time.perf_counter() - began < 9
-    assert len(engines[1].scores) == 10

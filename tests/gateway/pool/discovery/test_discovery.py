@@ -33,12 +33,6 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-async def test_a_real_name() -> None:
-    async with following(resolved("localhost", 8100, resolve_seconds=1)) as seen:
-        await until(lambda: bool(seen))
-    assert Endpoint("http://127.0.0.1:8100") in seen[0]
-
-
 @asynccontextmanager
 async def following(source: Source) -> AsyncIterator[list[Sequence[Endpoint]]]:
     """Collect the endpoints that ``source`` yields, in a list that grows."""

@@ -26,7 +26,7 @@ from gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoi
 from tests.fakes import served
 from tests.gateway.pool.discovery.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator
-from tests.processes import free_port, until
+from tests.processes import until
 from tests.redis import Certificates
 
 
@@ -234,15 +234,6 @@ async def test_what_is_forgotten_is_listed_anew(api: FakeApi, how: str) -> None:
     assert api.lists == 2
 
 
-async def test_what_went_unseen_is_gone_after_a_list(api: FakeApi) -> None:
-    async with watching(api) as brought:
-        api.change("ADDED", "b", "10.0.0.2")
-        await until(lambda: brought[-1] == {"10.0.0.1", "10.0.0.2"})
-        del api.slices["a"]
-        api.error(410)
-        await until(lambda: brought[-1] == {"10.0.0.2"})
-
-
 @pytest.mark.slow
 async def test_a_watch_that_hangs_is_found_out(api: FakeApi) -> None:
     api.hang = True
@@ -273,28 +264,6 @@ async def test_garbage_is_listed_anew(api: FakeApi) -> None:
         await until(lambda: api.lists == 2)
         api.change("ADDED", "b", "10.0.0.2")
         await until(lambda: brought[-1] == {"10.0.0.1", "10.0.0.2"})
-
-
-async def test_an_api_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    source = endpoint_slices(ServiceAddress("engines", "http"), access=lambda: Access(client_of(url, "Bearer 1"), "models"))
-    async with following(source) as seen:
-        await until(lambda: caplog.text.count("the last known ones stay in use") >= 3)
-        api = FakeApi()
-        api.change("ADDED", "a", "10.0.0.1")
-        with served(api, port):
-            await until(lambda: bool(seen))
-            api.generation += 1
-
-
-async def test_credentials_that_are_missing_for_now(caplog: pytest.LogCaptureFixture) -> None:
-    def access() -> Access:
-        raise AccessError("nothing there yet")
-
-    async with following(endpoint_slices(ServiceAddress("engines", "http"), access=access)) as seen:
-        await until(lambda: "nothing there yet" in caplog.text)
-    assert seen == []
 
 
 async def test_the_thread_ends_with_its_follower(api: FakeApi) -> None:
@@ -382,25 +351,6 @@ async def test_a_credential_plugin_of_a_kubeconfig(api: FakeApi, tmp_path: Path)
     assert found == {"http://10.0.0.1:8100"}
     assert all(token.startswith("Bearer token-") for token in api.tokens)
     assert len(set(api.tokens)) >= 3, "a token that has expired is asked for again"
-
-
-async def test_a_kubeconfig_with_a_token_in_a_file(api: FakeApi, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret")
-    with secure(api, tmp_path) as (url, certificates):
-        found = await endpoints(kubeconfig(tmp_path, url, certificates.ca, {"tokenFile": "token"}), api)
-    assert (found, set(api.tokens)) == ({"http://10.0.0.1:8100"}, {"Bearer secret"})
-
-
-async def test_a_certificate_of_another_authority_is_refused(
-    api: FakeApi, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "other").mkdir()
-    with secure(api, tmp_path) as (url, _):
-        environment = kubeconfig(tmp_path, url, Certificates(tmp_path / "other").ca, {"token": "secret"})
-        source = endpoint_slices(ServiceAddress("engines", "http"), access=lambda: find_access(environment))
-        async with following(source) as seen:
-            await until(lambda: "certificate verify failed" in caplog.text.lower())
-    assert (seen, api.tokens) == ([], [])
 
 
 def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -230,7 +230,11 @@ class AdapterManager:
                 await self.look()
             except Exception:  # a fault must not end the task
                 logger.exception("adapters cannot be compared")
-            await asyncio.sleep(self._interval)
+            missed = self._pool.adapters.missed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval):
+                    await missed.wait()
+            missed.clear()
 
     async def look(self) -> None:
         """Compare once, and start to bring engines up to date."""

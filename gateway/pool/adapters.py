@@ -48,10 +48,7 @@ class AdapterModel(ServedModel):
 
     parent: ServedModel
     adapter: wire.Adapter
-    lost: Callable[[Replica], None]
-    """Called for a replica that turned out to lack the adapter."""
-    awaited: Callable[[], bool]
-    """Whether the adapter should be loaded and may appear soon."""
+    directory: AdapterDirectory
     names: dict[str, AdapterModel] = field(default_factory=dict)
     """This adapter by each name that clients use for it: its own and, for each name of the base, ``base:adapter``."""
 
@@ -66,14 +63,21 @@ class AdapterModel(ServedModel):
         return self.adapter.digest
 
     @property
-    def qualified(self) -> str:
-        """``base:adapter``, which no other model can be called."""
-        return f"{self.parent.name}:{self.adapter.name}"
+    def reference(self) -> Reference:
+        """The adapter, whatever its version."""
+        return Reference(self.parent.name, self.adapter.name)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether replicas have another version."""
+        return any(other.adapter.name == self.adapter.name and other.replicas for other in self.parent.adapters.values())
 
     @property
     def gone(self) -> bool:
         """Whether the adapter is unloaded: the base has a ready replica, no replica has the adapter, and none should."""
-        return not self.replicas and self.parent.has_ready and not self.awaited()
+        if self.replicas or not self.parent.has_ready:
+            return False
+        return self.replaced or not self.directory.awaited(self.reference)
 
     def named(self, name: str) -> AdapterModel:
         """Return this adapter under ``name``, which its answers will show. All state is shared."""
@@ -86,7 +90,7 @@ class AdapterModel(ServedModel):
     def lacks(self, replica: Replica) -> None:
         """Send no more requests to ``replica``, and ask it for its adapters."""
         self.remove(replica)
-        self.lost(replica)
+        self.directory.refresh_soon(replica)
 
     def remove(self, replica: Replica) -> None:
         """Note that ``replica`` does not have the adapter."""
@@ -104,7 +108,7 @@ class AdapterModel(ServedModel):
         """Raise :class:`AdapterNotFound`, or :class:`NotReady`, for an adapter that is unloaded."""
         if not self.gone:
             return
-        if any(other.adapter.name == self.adapter.name and other.replicas for other in self.parent.adapters.values()):
+        if self.replaced:
             raise NotReady(f"The adapter {self.name!r} was replaced while the request waited; send it again.", retry_after=1)
         raise AdapterNotFound(f"The adapter {self.name!r} was unloaded; GET /v1/models lists what is served.", param="model")
 
@@ -129,6 +133,8 @@ class AdapterDirectory:
         self._asking: dict[Replica, asyncio.Task[None]] = {}
         self.awaited: Callable[[Reference], bool] = lambda _: False
         """Whether an adapter that no replica has should be loaded, and may appear soon."""
+        self.missed = asyncio.Event()
+        """Set when no replica has an adapter that is awaited."""
 
     async def follow(self, replica: Replica, revision: str | None) -> None:
         """Ask ``replica`` for its adapters, unless those of ``revision``, its present one, are known."""
@@ -206,16 +212,14 @@ class AdapterDirectory:
             found = self.find(name)
         except InvalidRequest:
             return None
-        return None if found is None else Reference(found.parent.name, found.adapter.name)
+        return None if found is None else found.reference
 
     def listed(self) -> dict[str, AdapterModel]:
         """Return all adapters by the shortest name that means each of them."""
         listed: dict[str, AdapterModel] = {}
-        for qualified in sorted({model.qualified for model in self._all()}):
-            found = self.find(qualified)
-            if found is not None:
-                short = found.adapter.name
-                name = short if self.reference(short) == Reference(found.parent.name, short) else qualified
+        for reference in sorted({model.reference for model in self._all()}):
+            if (found := self.find(str(reference))) is not None:
+                name = reference.name if self.reference(reference.name) == reference else str(reference)
                 listed[name] = found.named(name)
         return listed
 
@@ -236,6 +240,8 @@ class AdapterDirectory:
             if not replica.gone and replica in parent.replicas:
                 parent.adapters[key].add(replica)
         self.settle()
+        if any(not model.replicas and self.awaited(model.reference) for model in self._all()):
+            self.missed.set()
 
     def settle(self) -> None:
         """Forget the adapters that are unloaded; requests that wait for one end. Call it when fewer may be awaited."""
@@ -247,13 +253,6 @@ class AdapterDirectory:
 
     async def _create(self, parent: ServedModel, adapter: wire.Adapter) -> AdapterModel:
         text, vocabulary, is_fallback = await self._text_of(parent, adapter)
-        reference = Reference(parent.name, adapter.name)
-
-        def awaited() -> bool:
-            """A version is not awaited while there is another one."""
-            others = (other for other in parent.adapters.values() if other.adapter.name == adapter.name)
-            return self.awaited(reference) and not any(other.replicas for other in others)
-
         fingerprint = hashlib.blake2b(f"{parent.info.fingerprint}\0{adapter.digest}".encode(), digest_size=16).hexdigest()
         info = msgspec.structs.replace(
             parent.info,
@@ -271,8 +270,7 @@ class AdapterDirectory:
             preset_is_fallback=is_fallback,
             parent=parent,
             adapter=adapter,
-            lost=self.refresh_soon,
-            awaited=awaited,
+            directory=self,
         )
 
     async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary, bool]:

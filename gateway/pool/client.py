@@ -145,8 +145,6 @@ class EngineClient:
     async def adapters(self) -> FoundAdapters:
         """Fetch the adapters of the pod."""
         stream, content = await self._get("/adapters")
-        if stream.status == 404:
-            return FoundAdapters(wire.Adapters([], problem="it is older than adapters"), None)
         return FoundAdapters(_read(wire.Adapters, stream, content), _header(stream, wire.ADAPTERS_HEADER))
 
     async def load_adapter(self, load: wire.LoadAdapter) -> wire.Adapter:

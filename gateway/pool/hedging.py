@@ -28,6 +28,7 @@ from gateway.tracing import Stage, attempt
 logger = logging.getLogger(__name__)
 
 LATE = 1.5
+"""Requests after the 95 % that are only a little late would otherwise spend the budget of those that are very late."""
 BURST_TOKENS = 1 << 17
 """Most tokens that hedges may save up; a larger sub-batch gets no hedge. As many as the largest sub-batch usually has."""
 MAX_HEDGES = 32
@@ -176,19 +177,19 @@ class Hedger:
         except GatewayError as error:
             if second is None:
                 raise
-            lost = won
+            beaten = won  # the error is that of a wait that the second answer has ended
             try:
                 answer = await second
             except GatewayError:
                 raise error from None
             won = True
-            if not lost:
+            if not beaten:
                 self._record_failure(error, first, model)
-            else:
-                self._record(first, size, loop.time() - began)
-                if first.health.failed(slow=True):
-                    self._telemetry.engines.ejected(model.name)
-                    logger.warning("engine %s: ejected, slower than others %d times", first.client.url, first.health.failures)
+                return answer
+            self._record(first, size, loop.time() - began)
+            if first.health.failed(slow=True):
+                self._telemetry.engines.ejected(model.name)
+                logger.warning("engine %s: ejected, slower than others %d times", first.client.url, first.health.failures)
             return answer
         finally:
             if timer is not None:
@@ -197,7 +198,7 @@ class Hedger:
                 await self._end(model, state, second, won=won)
         seconds = loop.time() - began
         self._record(first, size, seconds)
-        if delay is None or seconds <= delay:
+        if delay is None or seconds <= delay or not first.health.slow:  # a late answer does not make up for lost races
             first.health.succeeded()
         state.tokens = min(BURST_TOKENS, state.tokens + self._share * answer.computed_tokens)
         return answer

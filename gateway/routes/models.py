@@ -41,7 +41,7 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
 def _described(name: str, model: ServedModel) -> Model:
     return Model(
         id=name,
-        root=model.qualified if isinstance(model, AdapterModel) else model.name,
+        root=str(model.reference) if isinstance(model, AdapterModel) else model.name,
         parent=model.base.name if isinstance(model, AdapterModel) else None,
         digest=model.adapter_digest or None,
         created=model.created,

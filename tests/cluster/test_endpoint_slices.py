@@ -22,7 +22,7 @@ from kubernetes.client import (
 from gateway.configuration.address import ServiceAddress
 from gateway.pool.discovery import Endpoint, Source
 from gateway.pool.kubernetes import Access, endpoint_slices, find_access
-from tests.gateway.pool.discovery.test_discovery import following
+from tests.gateway.pool.test_discovery import following
 from tests.processes import until
 
 pytestmark = [

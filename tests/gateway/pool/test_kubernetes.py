@@ -24,7 +24,7 @@ from gateway.pool import kubernetes
 from gateway.pool.discovery import Endpoint
 from gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoints_of, find_access
 from tests.fakes import served
-from tests.gateway.pool.discovery.test_discovery import following
+from tests.gateway.pool.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator
 from tests.processes import until
 from tests.redis import Certificates

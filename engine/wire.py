@@ -841,7 +841,8 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30
 MEDIA_TYPE = "application/msgpack"
 """Type of every body of the contract."""
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=array.tolist)
+"""Token ids may be arrays in messages that are sent; they are encoded as lists."""
 _reply = msgspec.msgpack.Decoder(Reply)
 
 

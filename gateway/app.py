@@ -16,9 +16,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import HTTPScope
 
 from gateway.adapters.manager import AdapterManager
-from gateway.adapters.restoring import Restorer
-from gateway.adapters.shared import RedisLoaded
-from gateway.adapters.store import LoadedStore, MemoryLoaded
+from gateway.adapters.store import LoadedStore, MemoryLoaded, RedisLoaded
 from gateway.admission.quotas import Quotas
 from gateway.cache.base import ResultCache
 from gateway.catalogues.catalogues import Catalogues, catalogue_space
@@ -112,7 +110,7 @@ def create_app(
     workers = Workers(text_capacity(settings), telemetry)
     stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
-    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
+    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry, interval=settings.probe_seconds)
     keys = (
         KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation)
         if settings.api_keys_file
@@ -125,7 +123,7 @@ def create_app(
         watchdog=Watchdog(telemetry),
         workers=workers,
         fleet=fleet,
-        restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
+        adapters=adapters,
         keys=keys,
         stores=stores,
         exporter=exporter,
@@ -184,7 +182,7 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(KEEPALIVE_SECONDS)
-    scoring = Scoring(Scorer(ResultCache(stores.store, telemetry), fleet.fan_out), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(ResultCache(stores.store), fleet.fan_out, telemetry), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
     scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
@@ -300,7 +298,7 @@ class Background:
     watchdog: Watchdog
     workers: Workers
     fleet: Fleet
-    restorer: Restorer
+    adapters: AdapterManager
     keys: KeyRing | None
     stores: Stores
     exporter: Exporter | None
@@ -319,8 +317,7 @@ class Background:
         self.watchdog.start(after=START_SECONDS)
         self.workers.start()
         self.fleet.pool.start()
-        self.restorer.start()
-        self.fleet.item_caches.start()
+        self.adapters.start()
         if self.exporter:
             self.exporter.start()
         if self.keys:
@@ -331,14 +328,12 @@ class Background:
     async def _stop(self) -> None:
         if self.keys:
             self.keys.stop()
-        await self.fleet.item_caches.stop()
-        await self.restorer.stop()
+        await self.adapters.stop()
         await self.fleet.pool.stop()
         await self.workers.stop()
         self.watchdog.stop()
         for task in self.stores.tasks:
             await task.stop()
-        await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)
 

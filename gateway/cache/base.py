@@ -1,18 +1,15 @@
 """The cache of results: rows of numbers, in the gateway's store.
 
-Keys are digests that cover all inputs of a result (``gateway/scoring/keys.py``: engine fingerprint, readout, tokens), so an entry
+Keys are digests that cover all inputs of a result (``gateway/scoring/scorer.py``: engine fingerprint, readout, tokens), so an entry
 never changes and is never invalidated. Rows are stored as float32, the precision of the engines; softmax is applied after the
 lookup.
 """
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import stage
 from gateway.store.base import Store
 
 Row = tuple[float, ...]
@@ -22,20 +19,12 @@ Row = tuple[float, ...]
 class ResultCache:
     """Finds and stores rows. No method raises: a store that fails finds nothing and stores nothing."""
 
-    def __init__(self, store: Store, telemetry: Telemetry) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._telemetry = telemetry
 
-    async def get_many(self, keys: Sequence[bytes], model: str) -> list[Row | None]:
-        """Look up results of ``model``, and count hits, misses and the time."""
-        began = time.perf_counter()
-        with stage("gateway.cache") as lookup:
-            rows = [_unpacked(value) for value in await self._store.cached(keys)]
-            misses = rows.count(None)
-            if lookup is not None:
-                lookup.attributes |= {"yardstick.cache.hits": len(rows) - misses, "yardstick.cache.misses": misses}
-        self._telemetry.looked_up(model, len(rows) - misses, misses, time.perf_counter() - began)
-        return rows
+    async def get_many(self, keys: Sequence[bytes]) -> list[Row | None]:
+        """Look up results."""
+        return [_unpacked(value) for value in await self._store.cached(keys)]
 
     async def put_many(self, results: Mapping[bytes, Row]) -> None:
         """Store results as far as there is room."""

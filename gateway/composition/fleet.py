@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from gateway.ops.metrics import Telemetry
-from gateway.pool.client import Connections, EngineClient, EngineToken
-from gateway.pool.discovery.create import discover
+from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.discovery import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
-from gateway.pool.health import Health
-from gateway.pool.item_caches import ItemCaches
-from gateway.pool.names import Names
-from gateway.pool.pool import Pool
-from gateway.pool.replica import Replica
+from gateway.pool.pool import Names, Pool
+from gateway.pool.replica import Health, Replica
 from gateway.settings import Settings, SettingsError
 from gateway.workers.workers import Workers
 
@@ -36,23 +33,20 @@ led to a model yet. A loading engine names its model; requests for that model ar
 class Fleet:
     """The engines of a gateway. :class:`~gateway.app.Background` starts and stops its parts."""
 
-    connections: Connections
     dispatcher: Dispatcher
     fan_out: FanOut
     pool: Pool
-    item_caches: ItemCaches
 
     @classmethod
     def of(cls, settings: Settings, telemetry: Telemetry, workers: Workers) -> Self:
         """Create the parts. Connects to nothing. Raises :class:`SettingsError` if the engine token is missing."""
-        connections = Connections()
         dispatcher = Dispatcher(
             telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
         )
         fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
         pool = Pool(
             {entry: discover(entry, resolve_seconds=RESOLVE_SECONDS) for entry in settings.engines},
-            _connector(settings, connections),
+            _connector(settings),
             telemetry,
             workers,
             probe_seconds=settings.probe_seconds,
@@ -61,10 +55,10 @@ class Fleet:
             presets=settings.chosen_presets,
             names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         )
-        return cls(connections, dispatcher, fan_out, pool, ItemCaches(pool, telemetry))
+        return cls(dispatcher, fan_out, pool)
 
 
-def _connector(settings: Settings, connections: Connections) -> Callable[[str, str], Replica]:
+def _connector(settings: Settings) -> Callable[[str, str], Replica]:
     """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
     engine token is missing."""
     try:
@@ -73,9 +67,7 @@ def _connector(settings: Settings, connections: Connections) -> Callable[[str, s
         raise SettingsError(f"YARDSTICK_ENGINE_TOKEN_FILE: {error}") from None
 
     def connect(url: str, entry: str) -> Replica:
-        client = EngineClient(
-            url, connections, connect_seconds=CONNECT_SECONDS, engine_seconds=settings.engine_seconds, token=token
-        )
+        client = EngineClient(url, connect_seconds=CONNECT_SECONDS, engine_seconds=settings.engine_seconds, token=token)
         return Replica(client, entry, Health())
 
     return connect

@@ -10,12 +10,11 @@ import msgspec
 from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
+from gateway.generation.length import default_min_p
 from gateway.generation.sequence import TextOptions
 from gateway.ids import new_id
-from gateway.lenvm.length_guidance import default_min_p
 from gateway.output.answer import AnswerFormat
-from gateway.pool.paths import paths_of
-from gateway.pool.replica import ServedModel
+from gateway.pool.replica import ServedModel, paths_of
 from gateway.schemas.generation import GenerationRequest
 
 UNSTATED_TOKENS = 1024

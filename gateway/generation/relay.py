@@ -6,19 +6,22 @@ would have sent. Each sequence is resumed by a request of its own, because ``res
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from engine import wire
 from gateway.errors import EngineLost, GatewayError
-from gateway.generation.merge import merged
 from gateway.ids import new_id
+from gateway.pool.connection import OnDelta
 from gateway.pool.dispatch import Attempts, Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.pool.stream import OnDelta
+
+T = TypeVar("T")
 
 
 class Relay:
@@ -136,3 +139,36 @@ def _rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Gen
         index=generate.index + index,
         prompt_logprobs=None if output or index else generate.prompt_logprobs,
     )
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) -> AsyncGenerator[T, None]:
+    """Yield every item of ``streams``, in the order of arrival; ``at_once`` of them run at a time. The first failure ends all, as
+    closing does."""
+    arrived: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=2 * at_once)
+    waiting = iter(streams)
+
+    async def run() -> None:
+        try:
+            for stream in waiting:
+                async with aclosing(stream):
+                    async for news in stream:
+                        await arrived.put((news,))
+                await arrived.put(None)
+        except Exception as error:  # the consumer raises it
+            await arrived.put(error)
+
+    runs = [asyncio.create_task(run()) for _ in range(min(at_once, len(streams)))]
+    try:
+        unfinished = len(streams)
+        while unfinished:
+            arrival = await arrived.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                unfinished -= 1
+            else:
+                yield arrival[0]
+    finally:
+        for task in runs:
+            task.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)

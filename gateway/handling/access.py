@@ -16,7 +16,7 @@ from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady
 from gateway.http.context import RequestContext
 from gateway.keys import PRIORITY_RANGE
-from gateway.pool.adapter_model import AdapterModel
+from gateway.pool.adapters import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.generation.generation import Generation
-from gateway.generation.prompt_output import PromptOutput
+from gateway.generation.generation import Generation, PromptOutput
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.streams import sse
 from gateway.ids import new_id

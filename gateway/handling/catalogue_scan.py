@@ -32,8 +32,8 @@ from gateway.handling.scoring import Scoring
 from gateway.handling.streams import while_connected
 from gateway.http.context import RequestContext
 from gateway.limits.base import Lease
+from gateway.pool.fanout import Prompts
 from gateway.pool.pool import Pool
-from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.presets.preset import Fitted
 from gateway.reading.catalogue import Opened

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput
+from gateway.generation.generation import TOKEN_IDS, PromptOutput
+from gateway.generation.length import remaining_tokens
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.answer import Answer
 from gateway.handling.generator import system_fingerprint
 from gateway.ids import new_id
-from gateway.lenvm.remaining import remaining_tokens
 from gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 from gateway.pool.replica import ServedModel
 from gateway.schemas.chat import (

@@ -12,8 +12,7 @@ import msgspec
 from litestar import Request, Response
 
 from gateway.admission.quotas import Quotas
-from gateway.generation.generation import DirectWriter, Generation, run_all
-from gateway.generation.prompt_output import check_size, prompt_output
+from gateway.generation.generation import DirectWriter, Generation, check_size, prompt_output, run_all
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.answer import Answer
 from gateway.handling.large import JsonResponse

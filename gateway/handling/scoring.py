@@ -19,10 +19,9 @@ from gateway.handling.access import caller_of
 from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
 from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
-from gateway.pool.paths import check_fallback, paths_of
-from gateway.pool.prompts import Prompts
-from gateway.pool.replica import ServedModel
-from gateway.pool.split import cut
+from gateway.pool.fanout import Prompts
+from gateway.pool.placement import cut
+from gateway.pool.replica import ServedModel, check_fallback, paths_of
 from gateway.presets.preset import Fitted, Task
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.truncation import ItemError

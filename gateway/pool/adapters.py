@@ -1,19 +1,19 @@
-"""The adapters of all models: which replicas have which, and the names that clients use for them."""
+"""LoRA adapters: models of their own on the replicas that have them, and the names that clients use for them."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from engine import wire
-from gateway.errors import GatewayError, InvalidRequest
-from gateway.pool.adapter_model import AdapterModel, adapter_model
-from gateway.pool.names import Names
+from gateway.errors import AdapterNotFound, GatewayError, InvalidRequest, NotReady
 from gateway.pool.replica import Replica, ServedModel
 from gateway.presets.preset import PresetError, builtin, fallback_of, named
 from gateway.text.vocabulary import TokenizerError, Vocabulary
@@ -21,9 +21,6 @@ from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-DIGEST = re.compile(r"[0-9a-f]{16,128}")
-MOST_ADAPTERS = 1024
-"""Adapters of one replica that the gateway knows; it ignores the others."""
 REFRESH_SECONDS = 1.0
 """Longest wait for a replica's adapters; the next probe asks again."""
 
@@ -39,22 +36,103 @@ class Reference(NamedTuple):
         return f"{self.base}:{self.name}"
 
 
+@dataclass(eq=False, kw_only=True)
+class AdapterModel(ServedModel):
+    """One version of an adapter: a digest on one base model. ``replicas`` are those that have it, a part of the base's.
+
+    ``info`` is the base's with the adapter's name and capabilities. Its fingerprint includes the digest, so cached results, shared
+    computations and placements of adapters and of their base never mix.
+    """
+
+    parent: ServedModel
+    adapter: wire.Adapter
+    directory: AdapterDirectory
+    names: dict[str, AdapterModel] = field(default_factory=dict)
+    """This adapter by each name that clients use for it: its own and, for each name of the base, ``base:adapter``."""
+
+    @property
+    def base(self) -> ServedModel:
+        """The model that the adapter changes."""
+        return self.parent
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the adapter."""
+        return self.adapter.digest
+
+    @property
+    def reference(self) -> Reference:
+        """The adapter, whatever its version."""
+        return Reference(self.parent.name, self.adapter.name)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether replicas have another version."""
+        return any(other.adapter.name == self.adapter.name and other.replicas for other in self.parent.adapters.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether the adapter is unloaded: the base has a ready replica, no replica has the adapter, and none should."""
+        if self.replicas or not self.parent.has_ready:
+            return False
+        return self.replaced or not self.directory.awaited(self.reference)
+
+    def named(self, name: str) -> AdapterModel:
+        """Return this adapter under ``name``, which its answers will show. All state is shared."""
+        if name == self.name:
+            return self
+        if name not in self.names:
+            self.names[name] = dataclasses.replace(self, info=msgspec.structs.replace(self.info, model=name))
+        return self.names[name]
+
+    def lacks(self, replica: Replica) -> None:
+        """Send no more requests to ``replica``, and ask it for its adapters."""
+        self.remove(replica)
+        self.directory.refresh_soon(replica)
+
+    def remove(self, replica: Replica) -> None:
+        """Note that ``replica`` does not have the adapter."""
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+            self.announce()
+
+    def add(self, replica: Replica) -> None:
+        """Note that ``replica`` has the adapter."""
+        if replica not in self.replicas:
+            self.replicas.append(replica)
+            self.announce()
+
+    def check_served(self) -> None:
+        """Raise :class:`AdapterNotFound`, or :class:`NotReady`, for an adapter that is unloaded."""
+        if not self.gone:
+            return
+        if self.replaced:
+            raise NotReady(f"The adapter {self.name!r} was replaced while the request waited; send it again.", retry_after=1)
+        raise AdapterNotFound(f"The adapter {self.name!r} was unloaded; GET /v1/models lists what is served.", param="model")
+
+
 class AdapterDirectory:
     """Keeps :attr:`ServedModel.adapters` of all models up to date, and finds adapters by name."""
 
     def __init__(
-        self, workers: Workers, served: Callable[[], Iterable[ServedModel]], *, presets: Mapping[str, str], names: Names
+        self,
+        workers: Workers,
+        served: Callable[[], Iterable[ServedModel]],
+        *,
+        presets: Mapping[str, str],
+        real: Callable[[str], str],
     ) -> None:
-        """``served``: returns the known models. ``presets``: see :class:`gateway.pool.pool.Pool`."""
+        """``served``: returns the known models. ``presets``: see :class:`gateway.pool.pool.Pool`. ``real``: returns the model that
+        a name stands for."""
         self._workers = workers
         self._served = served
         self._presets = presets
-        self._names = names
+        self._real = real
         self._asking: dict[Replica, asyncio.Task[None]] = {}
         self.awaited: Callable[[Reference], bool] = lambda _: False
         """Whether an adapter that no replica has should be loaded, and may appear soon."""
-        self.missed: Callable[[], None] = lambda: None
-        """Called when no replica has an adapter that is awaited."""
+        self.missed = asyncio.Event()
+        """Set when no replica has an adapter that is awaited."""
 
     async def follow(self, replica: Replica, revision: str | None) -> None:
         """Ask ``replica`` for its adapters, unless those of ``revision``, its present one, are known."""
@@ -74,8 +152,7 @@ class AdapterDirectory:
                 logger.info("engine %s: its adapters are unknown: %s", replica.client.url, error)
                 return
             replica.takes_adapters = found.max_adapters > 0 or bool(found.adapters)
-            known = [adapter for adapter in found.adapters[:MOST_ADAPTERS] if wire.ADAPTER_NAME.fullmatch(adapter.name)]
-            await self._update(replica, {adapter.name: adapter for adapter in known if DIGEST.fullmatch(adapter.digest)})
+            await self._update(replica, {adapter.name: adapter for adapter in found.adapters})
             replica.adapters_revision = revision
 
     async def joined(self, replica: Replica) -> None:
@@ -103,7 +180,7 @@ class AdapterDirectory:
         replicas. Raises :class:`InvalidRequest` if several models have an adapter called ``name``."""
         base, colon, short = name.rpartition(":")
         if colon:
-            real = self._names.real(base)
+            real = self._real(base)
             found = [model for model in self._all() if model.adapter.name == short and model.parent.name == real]
         else:
             found = [model for model in self._all() if model.adapter.name == short]
@@ -116,7 +193,7 @@ class AdapterDirectory:
     def may_appear(self, name: str | None) -> bool:
         """Whether ``name`` is ``base:adapter`` of a model without a ready replica, or an adapter that is being loaded."""
         base, _, short = (name or "").rpartition(":")
-        bases = [served for served in self._served() if not base or served.name == self._names.real(base)]
+        bases = [served for served in self._served() if not base or served.name == self._real(base)]
         if any(self.awaited(Reference(served.name, short)) for served in bases):
             return True
         return (
@@ -127,22 +204,20 @@ class AdapterDirectory:
 
     def reference(self, name: str) -> Reference | None:
         """Return the adapter that ``name`` means; None if it means none, or is ambiguous, or is the name of a model."""
-        if name in self._names.aliases or any(model.name == name for model in self._served()):
+        if self._real(name) != name or any(model.name == name for model in self._served()):
             return None
         try:
             found = self.find(name)
         except InvalidRequest:
             return None
-        return None if found is None else Reference(found.parent.name, found.adapter.name)
+        return None if found is None else found.reference
 
     def listed(self) -> dict[str, AdapterModel]:
         """Return all adapters by the shortest name that means each of them."""
         listed: dict[str, AdapterModel] = {}
-        for qualified in sorted({model.qualified for model in self._all()}):
-            found = self.find(qualified)
-            if found is not None:
-                short = found.adapter.name
-                name = short if self.reference(short) == Reference(found.parent.name, short) else qualified
+        for reference in sorted({model.reference for model in self._all()}):
+            if (found := self.find(str(reference))) is not None:
+                name = reference.name if self.reference(reference.name) == reference else str(reference)
                 listed[name] = found.named(name)
         return listed
 
@@ -158,22 +233,13 @@ class AdapterDirectory:
             assert parent is not None
             key = (adapter.name, adapter.digest)
             if key not in parent.adapters:
-                text, vocabulary, is_fallback = await self._text_of(parent, adapter)
-                created = adapter_model(
-                    parent,
-                    adapter,
-                    text,
-                    vocabulary,
-                    preset_is_fallback=is_fallback,
-                    lost=self.refresh_soon,
-                    awaited=self._awaiting(parent, adapter),
-                )
+                created = await self._create(parent, adapter)
                 parent.adapters.setdefault(key, created)
             if not replica.gone and replica in parent.replicas:
                 parent.adapters[key].add(replica)
         self.settle()
-        if any(not model.replicas and model.awaited() for model in self._all()):
-            self.missed()
+        if any(not model.replicas and self.awaited(model.reference) for model in self._all()):
+            self.missed.set()
 
     def settle(self) -> None:
         """Forget the adapters that are unloaded; requests that wait for one end. Call it when fewer may be awaited."""
@@ -183,19 +249,32 @@ class AdapterDirectory:
                     del served.adapters[model.adapter.name, model.adapter.digest]
                     model.announce()
 
-    def _awaiting(self, parent: ServedModel, adapter: wire.Adapter) -> Callable[[], bool]:
-        reference = Reference(parent.name, adapter.name)
-
-        def awaited() -> bool:
-            """A version is not awaited while there is another one."""
-            others = (other for other in parent.adapters.values() if other.adapter.name == adapter.name)
-            return self.awaited(reference) and not any(other.replicas for other in others)
-
-        return awaited
+    async def _create(self, parent: ServedModel, adapter: wire.Adapter) -> AdapterModel:
+        text, vocabulary, is_fallback = await self._text_of(parent, adapter)
+        fingerprint = hashlib.blake2b(f"{parent.info.fingerprint}\0{adapter.digest}".encode(), digest_size=16).hexdigest()
+        info = msgspec.structs.replace(
+            parent.info,
+            model=adapter.name,
+            fingerprint=fingerprint,
+            capabilities=list(adapter.capabilities),
+            classes=list(adapter.classes),
+            multi_label=adapter.multi_label,
+            regression=adapter.regression,
+        )
+        return AdapterModel(
+            info=info,
+            tokenizer=vocabulary,
+            text=text,
+            preset_is_fallback=is_fallback,
+            parent=parent,
+            adapter=adapter,
+            directory=self,
+        )
 
     async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary, bool]:
-        """Return the tokeniser of ``parent`` with the preset of ``adapter``, and whether this is a fallback. The preset is that of
-        the setting, or that of its capabilities if the base has others, such as a classification head on a model that generates.
+        """Return the tokeniser of ``parent`` with the preset of ``adapter``, and whether this is a fallback. It is the
+        configured preset; otherwise one for the adapter's own capabilities, such as a classification head on a model that
+        generates.
         """
         try:
             preset, is_fallback = self._preset_of(parent, adapter)

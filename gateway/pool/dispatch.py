@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,12 +13,10 @@ from engine import wire
 from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import attempt, stage
+from gateway.pool.connection import OnDelta
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.placement import PROMPT_AFFINITY, affinity_of
-from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.stream import OnDelta
-from gateway.pool.waiting import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,63 @@ class Attempts:
     def progressed(self, replica: Replica) -> None:
         """Record an answer of ``replica`` and forget the other replicas, which may recover before ``replica`` fails."""
         self.replicas = [replica]
+
+
+class _Tenant:
+    """The waiting requests of one API key, oldest first."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.waits: list[asyncio.Timeout] = []
+
+    def share(self, more: int = 0) -> float:
+        """Places per unit of weight, with ``more`` places added."""
+        return (len(self.waits) + more) / self.weight
+
+
+class WaitingRoom:
+    """``places`` for waiting requests. When all are taken, a new request evicts the newest request of the key with the most places
+    per weight, unless its own key would then have more per weight. One key that floods the room cannot keep the others out."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._tenants: dict[str, _Tenant] = {}
+        self.waiting = 0
+        """Number of places that are taken."""
+
+    async def wait(self, ready: Callable[[], Awaitable[object]], caller: wire.Caller) -> None:
+        """Wait until ``ready()`` ends or the place is lost. Returns at once if there is no place."""
+        tenant = self._tenants.get(caller.tenant) or _Tenant(caller.weight)
+        if self.waiting >= self._places and not self._make_room(tenant):
+            return
+        self._tenants[caller.tenant] = tenant
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(None) as place:
+                tenant.waits.append(place)
+                try:
+                    await ready()
+                finally:
+                    self._leave(tenant, caller.tenant, place)
+        except TimeoutError:  # _make_room gave the place to another key
+            return
+
+    def _make_room(self, tenant: _Tenant) -> bool:
+        """Take a place from the key with the largest share, if that makes the shares more even. Returns whether it did."""
+        largest = max(self._tenants.values(), key=_Tenant.share, default=None)
+        if largest is None or largest is tenant or largest.share(-1) < tenant.share(+1):
+            return False
+        newest = largest.waits.pop()
+        self.waiting -= 1
+        newest.reschedule(asyncio.get_running_loop().time())
+        return True
+
+    def _leave(self, tenant: _Tenant, name: str, place: asyncio.Timeout) -> None:
+        if place in tenant.waits:
+            tenant.waits.remove(place)
+            self.waiting -= 1
+        if not tenant.waits and self._tenants.get(name) is tenant:
+            del self._tenants[name]
 
 
 class Dispatcher:
@@ -89,14 +145,12 @@ class Dispatcher:
             replica = await self._choose(model, tokens, affinity, attempts, caller, preferred)
             try:
                 if self._hedger is not None and hedge is not None:
-                    tried = attempts.replicas
-                    race = Race(
-                        self._hedger, model, replica, hedge, tokens=tokens, affinity=affinity, tried=tried, number=attempts.number
+                    hedged, hedge = hedge, None
+                    return await self._hedger.ask(
+                        model, replica, ask, hedged, tokens=tokens, tried=attempts.replicas, number=attempts.number
                     )
-                    hedge = None
-                    return await race.run(ask)
                 with attempt(replica.client.url, model.name, attempts.number, tokens) as span, replica.busy(tokens), replica.wait():
-                    answer = await ask(replica.client.traced(span))
+                    answer = await ask(replica, span)
             except GatewayError as error:
                 self._record_failure(error, replica, model)
                 self.check_retry(error, model, attempts)
@@ -192,7 +246,7 @@ class Dispatcher:
     def _record_failure(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
         self._telemetry.engines.errors.labels(model.name, error.code or error.type).inc()
-        if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
+        if error.status in (429, 503) and not replica.health.slow:  # a slow one is full when others are not
             model.refused()
         if isinstance(error, AdapterNotFound):
             model.lacks(replica)

@@ -1,34 +1,37 @@
-"""Divides prefill-only requests into sub-batches and sends them to replicas: the one fan-out of all readouts."""
+"""Prefill-only requests: divided into sub-batches, sent to replicas, and their answers checked. All readouts come this way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import math
+from array import array
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import NamedTuple, cast
+
+import msgspec
 
 from engine import wire
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InternalError, NotANumber
+from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.ops.metrics import Telemetry
-from gateway.pool.client import EngineClient
+from gateway.ops.tracing import Stage
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.faults import check_rows, numbers_of, overflow
-from gateway.pool.hedging import Hedge
-from gateway.pool.items import divide_items
-from gateway.pool.messages import divided_by_images, message_of, without_keeping
-from gateway.pool.pace import size_class
-from gateway.pool.placement import affinity_of
-from gateway.pool.prompts import Prompts, SubBatch
-from gateway.pool.replica import ServedModel
-from gateway.pool.split import SplitTokens, split
-from gateway.text.prepared import Ids
+from gateway.pool.hedging import Hedge, size_class
+from gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
+from gateway.pool.replica import Replica, ServedModel
+from gateway.text.prepared import Ids, ImageIds
 
 SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
 request leaves room for others."""
-
 LARGE_TOKENS, LARGE_BRANCHES = 1 << 15, 1 << 11
 """Tokens and branches of a request above which its messages are built and sent one by one, so that the event loop serves others in
 between."""
+MESSAGE_IMAGE_TOKENS = 1 << 12
+"""Most image tokens of a message with several branches: with 2352 bytes each, encoding them takes the event loop some 4 ms."""
+MAX_SPOILT = 8
+"""Answers in succession in which no row is a number, from which on an engine is at fault, and not the prompts."""
 
 OnScored = Callable[[list[int], wire.Scored], None]
 """Receives the indices of the branches of a sub-batch, and the engine's answer."""
@@ -37,16 +40,53 @@ OnError = Callable[[list[int], GatewayError], None]
 """Receives the indices of the branches of a sub-batch that no engine could compute, and the last error."""
 
 
+class Prompts(msgspec.Struct, frozen=True):
+    """A tokenised prefill-only request: the prompts ``prefix + branch + suffix``, and what is read after each. Not more than one of
+    ``prefix`` and ``suffix`` has tokens."""
+
+    prefix: Ids
+    branches: Sequence[Ids]
+    readout: wire.ScoreReadout
+    priority: int = 0
+    caller: wire.Caller = wire.Caller()
+    suffix: Ids = ()
+    """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
+    pin_seconds: float | None = None
+    """See :class:`engine.wire.ScoreItems`."""
+    images: Sequence[wire.Image] = ()
+    """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
+    may_hedge: bool = True
+    """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of each prompt, in tokens."""
+        shared = len(self.prefix) + len(self.suffix)
+        return [shared + len(branch) for branch in self.branches]
+
+
+class SubBatch(NamedTuple):
+    """The branches of a request that one message carries."""
+
+    indices: list[int]
+    """The index of each branch in the request."""
+    affinity: bytes | None = None
+    """See :func:`gateway.pool.placement.affinity_of`."""
+    replica: Replica | None = None
+    """The replica that keeps its items."""
+
+
 class FanOut:
     """Sends requests through ``dispatcher``, divided so that all replicas work."""
 
     def __init__(
         self, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int, idle_split_tokens: int | None = None
     ) -> None:
-        """``split_tokens``, ``idle_split_tokens``: see :class:`SplitTokens`; None means ``split_tokens``."""
+        """``split_tokens``, ``idle_split_tokens``: least branch tokens of a sub-batch, and of one for a replica that computes
+        nothing else; None means ``split_tokens``."""
         self._dispatcher = dispatcher
         self._telemetry = telemetry
-        self._split_tokens = SplitTokens(split_tokens, idle_split_tokens or split_tokens)
+        self._usual, self._idle = split_tokens, idle_split_tokens or split_tokens
 
     async def run(
         self,
@@ -67,19 +107,25 @@ class FanOut:
         large = len(branches) > LARGE_BRANCHES or sum(map(len, branches)) > LARGE_TOKENS
 
         async def compute(sub_batch: SubBatch) -> None:
+            indices = sub_batch.indices
             async with in_flight:
                 if large:
                     async with building:
                         await asyncio.sleep(0)
                 try:
-                    scored = await self._ask(model, prompts, [branches[index] for index in sub_batch.indices], sub_batch, lease)
+                    scored = await self._ask(model, prompts, [branches[index] for index in indices], sub_batch, lease)
                 except GatewayError as error:
-                    fail(sub_batch.indices, error)
-                else:
-                    numbers = numbers_of(scored, prompts.readout, sub_batch.indices)
-                    on_scored(numbers.indices, numbers.scored)
-                    if numbers.spoilt:
-                        fail(numbers.spoilt, overflow())
+                    fail(indices, error)
+                    return
+                spoilt = spoilt_rows(scored.rows, prompts.readout)
+                if not spoilt:
+                    on_scored(indices, scored)
+                    return
+                kept = [place for place in range(len(indices)) if place not in spoilt]
+                rows = [scored.rows[place] for place in kept]
+                on_scored([indices[place] for place in kept], msgspec.structs.replace(scored, rows=rows))
+                message = "The model's numbers overflow for this prompt; change it, or serve another --dtype."
+                fail([indices[place] for place in sorted(spoilt)], NotANumber(message))
 
         def fail(indices: list[int], error: GatewayError) -> None:
             if on_error is None:
@@ -87,21 +133,36 @@ class FanOut:
             on_error(indices, error)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
-            sub_batches = await divide_items(model, prompts, branches)
+            sub_batches = await self._by_owner(model, prompts, branches)
         else:
-            sub_batches = self._divide_evenly(model, prompts, branches)
+            sub_batches = self._evenly(model, prompts, branches)
         sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
         self._telemetry.engines.sub_batches.observe(len(sub_batches))
         await all_or_cancel([compute(sub_batch) for sub_batch in sub_batches])
 
-    def _divide_evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
+    @staticmethod
+    async def _by_owner(model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
+        """Divide items by the replicas that keep them in their prefix caches."""
+        replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in branches]
+        digests = item_digests(branches, prompts.caller.cache_salt, model.adapter_digest)
+        groups = await assign(replicas, digests, lengths)
+        most, row = model.info.limits.max_branches, wire.row_length(prompts.readout, prompts.suffix, model.info)
+        return [
+            SubBatch([group[index] for index in few], replica=replica)
+            for replica, group in zip(replicas, groups, strict=True)
+            if group
+            for few in split(0, [lengths[index] for index in group], 1, max_branches=most, row_length=row)
+        ]
+
+    def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
         """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
         usable, prefix = model.usable, len(prompts.prefix)
         lengths = [len(branch) + len(prompts.suffix) for branch in branches]
+        idle = sum(not each.tokens for each in usable)
         divided = split(
             prefix,
             lengths,
-            self._split_tokens.parts(prefix, sum(lengths), replicas=len(usable), idle=sum(not each.tokens for each in usable)),
+            parts_of(prefix, sum(lengths), usual=self._usual, idle=self._idle, replicas=len(usable), idle_replicas=idle),
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
@@ -116,18 +177,116 @@ class FanOut:
         row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
-        async def ask(client: EngineClient, sent: wire.Score | wire.ScoreItems = request) -> wire.Scored:
+        async def ask(replica: Replica, span: Stage | None, sent: wire.Score | wire.ScoreItems = request) -> wire.Scored:
             if lease is not None:
                 lease.begin(sent.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
-            scored = await client.score(sent)
-            check_rows(scored.rows, row_lengths, prompts.readout, client.spoilt)
+            scored = await replica.client.traced(span).score(sent)
+            if list(map(len, scored.rows)) != row_lengths:
+                raise InternalError("The engine's scores are incomplete; its model may be broken.", retryable=True)
+            spoilt = len(spoilt_rows(scored.rows, prompts.readout)) == len(scored.rows)
+            replica.spoilt_answers = replica.spoilt_answers + 1 if spoilt else 0
+            if replica.spoilt_answers >= MAX_SPOILT:
+                raise InternalError("The engine's scores are not numbers; its model may be broken.", retryable=True)
             return scored
 
-        may = prompts.may_hedge and prompts.priority <= 0
-        hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request))) if may else None
+        async def ask_second(replica: Replica, span: Stage | None) -> wire.Scored:
+            """The second replica does not keep items; the prefix of a :class:`wire.Score` is kept."""
+            if isinstance(request, wire.Score):
+                return await ask(replica, span)
+            caller = msgspec.structs.replace(request.caller, keep_prefix=False)
+            return await ask(replica, span, msgspec.structs.replace(request, caller=caller, pin_seconds=None))
+
+        hedge = Hedge(size_class(request, tokens), ask_second) if prompts.may_hedge and prompts.priority <= 0 else None
         return await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )
+
+
+def any_readout(info: wire.Info) -> wire.ScoreReadout:
+    """Return a readout that the model has, for requests that only fill prefix caches and whose rows are not used."""
+    return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()
+
+
+def message_of(prompts: Prompts, branches: list[Ids], adapter: str) -> wire.Score | wire.ScoreItems:
+    """Return the message that computes ``branches``, with only the images that its prompts name."""
+    id, readout, priority, caller = new_id(), prompts.readout, prompts.priority, prompts.caller
+    prefix, suffix, rows, images = prompts.prefix, prompts.suffix, branches, list[wire.Image]()
+    if prompts.images:
+        (prefix, suffix, *rows), images = _renumbered([prefix, suffix, *branches], prompts.images)
+    if not suffix:  # arrays stay arrays, which the encoder takes for lists
+        shared, few = cast("list[int]", prefix), cast("list[list[int]]", rows)
+        return wire.Score(id, shared, few, readout, priority, caller=caller, adapter=adapter, images=images)
+    items, lengths = b"".join(map(wire.pack_ids, rows)), wire.pack_ids([len(item) for item in rows])
+    return wire.ScoreItems(
+        id,
+        items,
+        lengths,
+        cast("list[int]", suffix),
+        readout,
+        priority,
+        caller=caller,
+        pin_seconds=prompts.pin_seconds,
+        adapter=adapter,
+        images=images,
+    )
+
+
+def divided_by_images(
+    sub_batches: list[SubBatch], prompts: Prompts, branches: Sequence[Ids], vision: wire.VisionInfo | None
+) -> list[SubBatch]:
+    """Divide sub-batches further, so that none has more images than an engine takes in one message, and none with several branches
+    more than :data:`MESSAGE_IMAGE_TOKENS`."""
+    if vision is None or not prompts.images:
+        return sub_batches
+    tokens = [vision.tokens_of(image) for image in prompts.images]
+    most = min(MESSAGE_IMAGE_TOKENS, vision.max_tokens or MESSAGE_IMAGE_TOKENS)
+    shared = {*_places(prompts.prefix), *_places(prompts.suffix)}
+    divided = []
+    for sub_batch in sub_batches:
+        few: list[int] = []
+        used = shared
+        for index in sub_batch.indices:
+            wanted = used | {*_places(branches[index])}
+            if few and (len(wanted) > vision.max_images or sum(tokens[image] for image in wanted) > most):
+                divided.append(sub_batch._replace(indices=few))
+                few, wanted = [], shared | {*_places(branches[index])}
+            few.append(index)
+            used = wanted
+        divided.append(sub_batch._replace(indices=few))
+    return divided
+
+
+def _places(ids: Ids) -> Iterable[int]:
+    return (span.place for span in ids.spans) if isinstance(ids, ImageIds) else ()
+
+
+def _renumbered(parts: list[Ids], images: Sequence[wire.Image]) -> tuple[list[Ids], list[wire.Image]]:
+    """Return ``parts`` with image tokens numbered by their first occurrence, and the images in this order."""
+    numbers: dict[int, int] = {}
+    for ids in parts:
+        for place in _places(ids):
+            numbers.setdefault(place, len(numbers))
+    renumbered = list[Ids]()
+    for ids in parts:
+        if isinstance(ids, ImageIds) and any(numbers[span.place] != span.place for span in ids.spans):
+            row = array("I", ids)
+            for begin, end, place in ids.spans:
+                row[begin:end] = array("I", [wire.IMAGE_TOKENS + numbers[place]]) * (end - begin)
+            ids = row
+        renumbered.append(ids)
+    return renumbered, [images[place] for place in numbers]
+
+
+def spoilt_rows(rows: list[list[float]], readout: wire.ScoreReadout) -> set[int]:
+    """Places of rows that are not numbers. Minus infinity is valid as a log-probability only."""
+    valid = not_nan if isinstance(readout, wire.Labels | wire.Likelihood) else math.isfinite
+    sums = list(map(sum, rows))  # of finite numbers and minus infinity, one that is no number spoils the sum
+    return set() if valid(sum(sums)) else {place for place, total in enumerate(sums) if not valid(total)}
+
+
+def not_nan(number: float) -> bool:
+    """Whether ``number`` is a number."""
+    return not math.isnan(number)
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, None]]) -> None:

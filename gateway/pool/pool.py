@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine import wire
-from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
-from gateway.ops.collectors import fleet
+from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady, UnusableModel
+from gateway.ops.collectors import ItemCacheSample, ModelSample, ReplicaSample, fleet, item_caches
 from gateway.ops.metrics import Telemetry
 from gateway.pool.adapters import AdapterDirectory
-from gateway.pool.client import REFUSED, UNANSWERED, Readiness
-from gateway.pool.discovery.base import Discovery, Endpoint
-from gateway.pool.names import Names
-from gateway.pool.probe_times import ProbeTimes
+from gateway.pool.client import REFUSED, UNANSWERED
+from gateway.pool.discovery import Endpoint, Source
 from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.samples import model_samples, replica_samples
-from gateway.pool.silence import AwakeClock, watch_silence
-from gateway.presets.preset import Fitted, PresetError, choose, is_fallback
+from gateway.presets.preset import PresetError, choose, is_fallback
 from gateway.text.vocabulary import TokenizerError
 from gateway.workers.workers import Workers
 
@@ -29,6 +28,63 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_TURN_SECONDS = 2.0
 """The gateway asks one replica of a model for the tokeniser; after this time it also asks another one."""
+PHASES = 20
+"""Points of time in an interval at which engines are probed. Of 100 engines, five are probed at once, which takes less than 1 ms.
+All at once would delay streams, and one by one would take half as much CPU time again, because caches are cold each time."""
+SHORTEST_PAUSE = 0.1
+"""Shortest pause as a part of the interval. A timer may end a millisecond early, which must not lead to a second probe."""
+STATS_SECONDS = 5.0
+"""Interval between two requests for the statistics of an engine, of which the metrics of item caches are made."""
+TICK_SECONDS = 0.25
+"""Interval between two checks of all replicas for silence."""
+LATE_SECONDS = 0.1
+"""Tolerated delay of a tick. A longer delay means that this process was blocked or stopped."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of models besides those that engines report, as operators wrote them."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Model that each alias stands for."""
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Model that takes the requests of a model without a ready engine."""
+
+    def real(self, name: str) -> str:
+        """Return the model that ``name`` stands for: ``name`` itself if it is no alias."""
+        return self.aliases.get(name, name)
+
+    def aliases_of(self, model: str) -> list[str]:
+        """Return the aliases of ``model``."""
+        return [alias for alias, real in self.aliases.items() if real == model]
+
+    def fallbacks_of(self, model: str) -> Iterator[str]:
+        """Yield the fallback of ``model``, the fallback of that one, and so on, each once."""
+        seen = {self.real(model)}
+        while (following := self.fallbacks.get(model)) is not None and (model := self.real(following)) not in seen:
+            seen.add(model)
+            yield model
+
+
+class AwakeClock:
+    """Monotonic seconds during which this process could receive messages.
+
+    The clock advances by at most ``TICK_SECONDS + LATE_SECONDS`` between two ticks. A gateway that was blocked or suspended for an
+    hour therefore treats no engine as silent, whichever of its tasks runs first afterwards.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ticked = clock()
+        self._awake = 0.0
+
+    def now(self) -> float:
+        """Seconds since the clock was created."""
+        return self._awake + min(self._clock() - self._ticked, TICK_SECONDS + LATE_SECONDS)
+
+    def tick(self) -> None:
+        """Advance the clock. Must be called every :data:`TICK_SECONDS`."""
+        self._awake, self._ticked = self.now(), self._clock()
 
 
 class Pool:
@@ -36,7 +92,7 @@ class Pool:
 
     def __init__(
         self,
-        sources: Mapping[str, Discovery],
+        sources: Mapping[str, Source],
         connect: Callable[[str, str], Replica],
         telemetry: Telemetry,
         workers: Workers,
@@ -46,20 +102,20 @@ class Pool:
         startup_seconds: float,
         presets: Mapping[str, str] | None = None,
         names: Names | None = None,
-        clock: AwakeClock | None = None,
     ) -> None:
         """``sources``: by entry of the setting ``engines``. ``connect``: creates the replica for a URL and the entry that listed
         it. ``workers``: worker processes that load the models' tokenisers. ``presets``: name or file of models' presets."""
         self._sources = sources
         self._connect = connect
         self._workers = workers
-        self._probe_times = ProbeTimes(probe_seconds)
+        self._probe_seconds = probe_seconds
         self._silence_seconds = silence_seconds
         self._startup_seconds = startup_seconds
         self._presets = presets or {}
         self.names = names or Names()
-        self.adapters = AdapterDirectory(workers, lambda: self._served.values(), presets=self._presets, names=self.names)
-        self._clock = clock or AwakeClock()
+        self.adapters = AdapterDirectory(workers, lambda: self._served.values(), presets=self._presets, real=self.names.real)
+        self._clock = AwakeClock()
+        self._phases = itertools.cycle(range(PHASES))
         self._telemetry = telemetry
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
         self._replicas: dict[str, Replica] = {}  # by URL
@@ -68,26 +124,24 @@ class Pool:
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        telemetry.watch(
-            lambda: fleet(
-                replica_samples(self._replicas.values(), self._served.values()),
-                model_samples(self._served.values()),
-                telemetry.begin,
-            )
-        )
+        telemetry.watch(lambda: fleet(self._replica_samples(), self._model_samples(), telemetry.begin))
+        telemetry.watch(lambda: item_caches(self._item_cache_samples()))
 
     def start(self) -> None:
         """Start the background tasks."""
         self._followers = [asyncio.create_task(self._follow(entry, source)) for entry, source in self._sources.items()]
-        listening = watch_silence(self._clock, lambda: self._watchers, self._silence_seconds, self._silenced)
-        self._followers.append(asyncio.create_task(listening))
+        self._followers.append(asyncio.create_task(self._watch_silence()))
 
     async def stop(self) -> None:
-        """Stop the background tasks."""
+        """Stop the background tasks, and close idle connections."""
         tasks = [*self._followers, *self._watchers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._replicas.values():
+            replica.client.close()
+
+    # --- the models
 
     def check_ready(self) -> None:
         """Return once any model is known: the gateway then answers from the cache and lets requests wait for an engine. Until then
@@ -116,7 +170,7 @@ class Pool:
             name = next(iter(names), None)
         real = None if name is None else self.names.real(name)
         if real in names:
-            versions = [served for served in self._served.values() if served.name == real]
+            versions = self.versions(real)
             return versions[0] if len(versions) == 1 else max(versions, key=lambda m: (len(m.ready), len(m.replicas)))
         if real is not None and (adapter := self.adapters.find(real)) is not None:
             return adapter
@@ -124,7 +178,7 @@ class Pool:
             raise NotReady("The engine has not started yet; try again soon.", retry_after=1)
         raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
 
-    def versions(self, name: str) -> list[ServedModel]:
+    def versions(self, name: str | None) -> list[ServedModel]:
         """Return the known versions of the model called ``name``."""
         return [served for served in self._served.values() if served.name == name]
 
@@ -147,12 +201,10 @@ class Pool:
             return True
         return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
 
-    def _model_name(self, replica: Replica) -> str:
-        """Return the name of the model of ``replica``; empty if it is not known."""
-        return next((served.name for served in self._served.values() if replica in served.replicas), "")
+    # --- discovery
 
-    async def _follow(self, entry: str, source: Discovery) -> None:
-        async for endpoints in source.follow():
+    async def _follow(self, entry: str, source: Source) -> None:
+        async for endpoints in source:
             self._found[entry] = endpoints
             self._settle()
 
@@ -172,7 +224,7 @@ class Pool:
 
     def _forget(self, replica: Replica) -> None:
         """Send no more requests to ``replica``; open requests finish, and it is probed until then. Its model is remembered."""
-        replica.leave()
+        replica.draining = replica.gone = True
         if not replica.in_flight:
             self._watchers.pop(replica).cancel()
         for served in self._served.values():
@@ -181,11 +233,21 @@ class Pool:
         self.adapters.forget(replica)
         logger.info("engine %s: gone", replica.client.url)
 
+    # --- probes
+
     async def _watch(self, replica: Replica) -> None:
-        phase = self._probe_times.phase()
+        """Probe ``replica``. It has a phase in the interval, so that the probes of all stay spread when they were delayed together,
+        such as by a blocked event loop."""
+        loop, phase, seconds = asyncio.get_running_loop(), next(self._phases) / PHASES, self._probe_seconds
+        stats_at = 0.0
         while not replica.gone or replica.in_flight:
             try:
                 await self._look(replica)
+                if replica.state == "ready" and loop.time() >= stats_at:
+                    stats_at = loop.time() + STATS_SECONDS
+                    with suppress(GatewayError, TimeoutError):  # what it reported before stays
+                        async with asyncio.timeout(seconds):
+                            replica.stats = await replica.client.stats()
             except TokenizerError as error:
                 if replica.problem is None:
                     logger.error("engine %s: %s", replica.client.url, error)
@@ -193,15 +255,20 @@ class Pool:
             except Exception as error:  # a malformed answer must not end the watch
                 replica.ready = False
                 logger.warning("engine %s: %s", replica.client.url, error)
-            await asyncio.sleep(self._probe_times.pause(phase, asyncio.get_running_loop().time()))
+            part = (phase - loop.time() / seconds) % 1
+            await asyncio.sleep(seconds * (part if part > SHORTEST_PAUSE else part + 1))
         del self._watchers[replica]
 
     async def _look(self, replica: Replica) -> None:
         """Probe ``replica`` and update its state. Reads ``/info`` whenever it becomes ready, as it may serve another model."""
-        answer = await self._probe(replica)
-        ready = answer.ready
-        replica.problem = replica.problem if ready else None
-        if ready and not replica.ready:
+        if replica.unanswered_since is None:
+            replica.unanswered_since = self._clock.now()
+        answer = await replica.client.ready()
+        if answer is not UNANSWERED:
+            replica.unanswered_since, replica.silent = None, False
+            replica.expected = replica.expected if answer is REFUSED else answer.model
+        replica.problem = replica.problem if answer.ready else None
+        if answer.ready and not replica.ready:
             info = await replica.client.info()
             served = await self._served_as(info, replica)
             if replica.gone:
@@ -214,57 +281,55 @@ class Pool:
             served.announce()
             self.adapters.settle()
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
-        elif replica.ready and not ready:
+        elif replica.ready and not answer.ready:
             logger.warning("engine %s: not ready", replica.client.url)
-        elif ready:
+        elif answer.ready:
             await self.adapters.follow(replica, answer.adapters)
-        replica.ready = ready
+        replica.ready = answer.ready
 
-    async def _probe(self, replica: Replica) -> Readiness:
-        """Return what the pod reports. :func:`watch_silence` acts while the answer is outstanding."""
-        if replica.unanswered_since is None:
-            replica.unanswered_since = self._clock.now()
-        answer = await replica.client.ready()
-        if answer is not UNANSWERED:
-            replica.unanswered_since = None
-            replica.silent = False
-            replica.expected = replica.expected if answer is REFUSED else answer.model
-        return answer
+    async def _watch_silence(self) -> None:
+        """Give up each replica that leaves a probe unanswered for too long: its waits end, and it gets no request until it answers.
+        Not a part of :meth:`_watch`, which waits for the answer."""
+        while True:
+            self._clock.tick()
+            now = self._clock.now()
+            for replica in list(self._watchers):
+                since = replica.unanswered_since
+                if since is None or replica.silent or now - since <= self._silence_seconds:
+                    continue
+                replica.silent = True
+                if replica.ready or replica.in_flight:
+                    model = next((served.name for served in self._served.values() if replica in served.replicas), "")
+                    self._telemetry.engines.silences.labels(model).inc()
+                    logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
+                replica.ready = False
+                replica.give_up()
+            await asyncio.sleep(TICK_SECONDS)
 
-    def _silenced(self, replica: Replica) -> None:
-        """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
-        if replica.ready or replica.in_flight:
-            self._telemetry.engines.silences.labels(self._model_name(replica)).inc()
-            logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
-        replica.ready = False
-        replica.give_up()
+    # --- grouping by model
 
     async def _served_as(self, info: wire.Info, replica: Replica) -> ServedModel:
-        """Return the model that ``info`` describes; a new one gets its tokeniser from ``replica``."""
+        """Return the model that ``info`` describes; a new one gets its tokeniser from ``replica``, unless another replica of the
+        model is asked for it and answers soon."""
         key = (info.model, info.fingerprint)
-        if key not in self._served:
-            async with self._turn(key):
-                if key not in self._served:
-                    files = await replica.client.tokenizer()
-                    preset = self._preset(info, files)
-                    text, vocabulary = await self._workers.load(msgspec.structs.replace(files, preset=preset))
-                    return ServedModel(
-                        info, vocabulary, text, preset_is_fallback=self._falls_back(info, files, vocabulary.table.fitted)
-                    )
-        return self._served[key]
-
-    def _falls_back(self, info: wire.Info, files: wire.TokenizerFiles, fitted: Fitted | None) -> bool:
-        """Whether no preset is for the model, so that a fallback prompts it; the log has a warning."""
-        if fitted is None or not is_fallback(fitted.preset.name, info.model, beside=files.preset, chosen=self._presets):
-            return False
-        message = "model %s: no preset is for this name; %r is used, unless presets name another"
-        logger.warning(message, info.model, fitted.preset.name)
-        return True
-
-    def _preset(self, info: wire.Info, files: wire.TokenizerFiles) -> str | None:
-        """Return the text of the model's preset. Raises :class:`TokenizerError`."""
+        if key in self._served:
+            return self._served[key]
+        turn, held = self._turns.setdefault(key, asyncio.Lock()), False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOKENIZER_TURN_SECONDS):
+                held = await turn.acquire()
         try:
-            return choose(
+            return self._served[key] if key in self._served else await self._load(info, replica)
+        finally:
+            if held:
+                turn.release()
+
+    async def _load(self, info: wire.Info, replica: Replica) -> ServedModel:
+        """Load the tokeniser of ``replica``. Raises :class:`TokenizerError`. The log has a warning if no preset is for the model,
+        so that a fallback prompts it."""
+        files = await replica.client.tokenizer()
+        try:
+            preset = choose(
                 info.model,
                 files.architecture,
                 info.capabilities,
@@ -274,19 +339,13 @@ class Pool:
             )
         except PresetError as error:
             raise TokenizerError(f"the preset cannot be used: {error}") from None
-
-    @asynccontextmanager
-    async def _turn(self, key: tuple[str, str]) -> AsyncIterator[None]:
-        """Wait until no other replica of the model is asked for the tokeniser, for at most :data:`TOKENIZER_TURN_SECONDS`."""
-        turn, held = self._turns.setdefault(key, asyncio.Lock()), False
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TOKENIZER_TURN_SECONDS):
-                held = await turn.acquire()
-        try:
-            yield
-        finally:
-            if held:
-                turn.release()
+        text, vocabulary = await self._workers.load(msgspec.structs.replace(files, preset=preset))
+        fitted = vocabulary.table.fitted
+        falls_back = fitted is not None and is_fallback(fitted.preset.name, info.model, beside=files.preset, chosen=self._presets)
+        if fitted is not None and falls_back:
+            message = "model %s: no preset is for this name; %r is used, unless presets name another"
+            logger.warning(message, info.model, fitted.preset.name)
+        return ServedModel(info, vocabulary, text, preset_is_fallback=falls_back)
 
     def _group(self, replica: Replica, model: ServedModel) -> ServedModel:
         """Add ``replica`` to the replicas of ``model``, or of an equal model that is known already; return that model."""
@@ -299,15 +358,42 @@ class Pool:
         model = self._served.setdefault(key, model)
         model.replicas.append(replica)
         model.sources.add(replica.source)
-        self._served = {known: served for known, served in self._served.items() if self._remembered(served, replica)}
+        for known, served in list(self._served.items()):
+            if not served.replicas:  # it is kept until every entry that led to it leads to another model
+                served.sources.discard(replica.source)
+                if not served.sources:
+                    del self._served[known]
         return model
 
-    @staticmethod
-    def _remembered(served: ServedModel, news: Replica) -> bool:
-        """Whether to keep ``served``. A model without replicas is kept until every entry that led to it leads to another model."""
-        if not served.replicas:
-            served.sources.discard(news.source)
-        return bool(served.replicas or served.sources)
+    # --- metrics
+
+    def _replica_samples(self) -> Iterator[ReplicaSample]:
+        names = {replica: model.name for model in self._served.values() for replica in model.replicas}
+        for url, replica in self._replicas.items():
+            yield ReplicaSample(url, names.get(replica, ""), replica.state, replica.in_flight, replica.tokens)
+
+    def _model_samples(self) -> Iterator[ModelSample]:
+        for name in sorted({model.name for model in self._served.values()}):
+            versions = self.versions(name)
+            adapters = {adapter.adapter.name for model in versions for adapter in model.adapters.values() if adapter.replicas}
+            ready, waiting = sum(len(model.ready) for model in versions), sum(model.waiting for model in versions)
+            yield ModelSample(name, ready, waiting, len(adapters))
+
+    def _item_cache_samples(self) -> list[ItemCacheSample]:
+        """What engines reported last; engines that have reported nothing are missing."""
+        return [
+            ItemCacheSample(
+                url,
+                stats.slots_items,
+                stats.item_bytes,
+                stats.slots_pinned,
+                stats.scored_items,
+                stats.cached_items,
+                stats.evicted_item_tokens,
+            )
+            for url, replica in self._replicas.items()
+            if (stats := replica.stats) is not None
+        ]
 
 
 def _listed(names: set[str]) -> str:

@@ -5,36 +5,142 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from time import monotonic, time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine import wire
-from gateway.errors import NotReady
-from gateway.pool.busy import Busy, Wait
+from gateway.errors import EngineSilent, InvalidRequest, NotReady
 from gateway.pool.client import EngineClient
-from gateway.pool.health import Health
-from gateway.pool.hedging import Hedges
-from gateway.pool.pace import Pace
-from gateway.pool.weights import weight
+from gateway.pool.placement import weight
+from gateway.presets.preset import Fitted, Task, names_a_task
 from gateway.text.bounds import Facts
 from gateway.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from gateway.pool.adapter_model import AdapterModel
+    from gateway.pool.adapters import AdapterModel
 
 MAX_EJECTED_SHARE = 0.5
 """Largest share of a model's ready replicas that is taken out of use. If more fail, the cause is probably elsewhere, so the
 replicas whose ejection ends soonest stay in use."""
+LONGEST_EJECTION = 60.0
+"""Longest nominal ejection in seconds, before jitter."""
 AFFINITY_BOUND = 1.25
 """A replica may have this multiple of the mean load plus the request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 SLOW_LOAD = 4
 """A replica that was ejected because it is slow still gets a request if the chosen one would have this multiple of its load."""
+ENDPOINTS: dict[str, str] = {"score": "/v1/score", "generate": "/v1/chat/completions", "length_guidance": "/v1/length"}
+"""The main endpoint of each capability, for error messages."""
+BY_PRESET: dict[Task, str] = {"rerank": "/v1/rerank", "classify": "/v1/classify", "embed": "/v1/embeddings"}
+"""Endpoints that need a preset."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
+
+
+@dataclass(slots=True)
+class Health:
+    """Circuit breaker of one replica: repeated failures eject it for a while, then one trial request decides. The replica is in
+    use, ejected (until :attr:`returns`), or half open (from then until a trial request ends)."""
+
+    tolerance: int = 3
+    """Consecutive failures that eject a replica."""
+    seconds: float = 5.0
+    """Length of the first ejection, in seconds; each failed trial doubles it."""
+    failures: int = 0
+    """Consecutive failures."""
+    slow: bool = False
+    """Whether each of these was a race that the replica lost (:mod:`gateway.pool.hedging`)."""
+    ejections: int = 0
+    """Consecutive ejections."""
+    returns: float | None = None
+    """Time at which the next trial may begin, on the monotonic clock; None while the replica is in use."""
+
+    @property
+    def ejected(self) -> bool:
+        """Whether the replica is ejected now."""
+        return self.returns is not None and monotonic() < self.returns
+
+    @property
+    def half_open(self) -> bool:
+        """Whether a trial is due or running."""
+        return self.returns is not None and monotonic() >= self.returns
+
+    def succeeded(self) -> None:
+        """Record an answer in time."""
+        self.failures = self.ejections = 0
+        self.slow = False
+        self.returns = None
+
+    def failed(self, *, slow: bool = False) -> bool:
+        """Record a failure that is the replica's fault, or a lost race (``slow``). Returns whether it ejected the replica."""
+        self.slow = slow and (self.slow or not self.failures)
+        self.failures += 1
+        if self.ejected or (self.failures < self.tolerance and not self.half_open):
+            return False
+        wait = min(self.seconds * 2**self.ejections, LONGEST_EJECTION)
+        self.returns = monotonic() + wait * random.uniform(0.8, 1.2)
+        self.ejections += 1
+        return True
+
+
+class Wait:
+    """Context manager around a task's wait for a pod. After :meth:`end` the block raises :class:`EngineSilent`.
+
+    A stream enters it for every message: it takes 1 µs, and :func:`asyncio.timeout` takes 8 µs.
+    """
+
+    __slots__ = ("_cancelling", "_ended", "_task", "_waits")
+
+    def __init__(self, waits: set[Wait]) -> None:
+        """``waits`` contains this object while a task is in the block."""
+        self._waits = waits
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._ended = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        self._waits.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._waits.discard(self)
+        task, self._task = self._task, None
+        if not self._ended:
+            return
+        assert task is not None
+        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:  # no other caller cancelled the task
+            message = "The engine stopped answering; try again."
+            raise EngineSilent(message, retry_after=1, retryable=True) from None
+
+    def end(self) -> None:
+        """Cancel the task's wait, if it is in the block."""
+        if self._task is not None and not self._ended:
+            self._ended = True
+            self._task.cancel()
+
+
+class Busy:
+    """Context manager around a request to a replica. It is no generator, because every request enters it."""
+
+    __slots__ = ("_replica", "_tokens")
+
+    def __init__(self, replica: Replica, tokens: int) -> None:
+        self._replica = replica
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._replica.in_flight += 1
+        self._replica.tokens += self._tokens
+
+    def __exit__(self, *_: object) -> None:
+        self._replica.in_flight -= 1
+        self._replica.tokens -= self._tokens
 
 
 @dataclass(eq=False)
@@ -45,7 +151,6 @@ class Replica:
     source: str = ""
     """Entry of the setting ``engines`` that led to this replica."""
     health: Health = field(default_factory=Health)
-    pace: Pace = field(default_factory=Pace)
     ready: bool = False
     """Whether the last probe reported ready."""
     draining: bool = False
@@ -61,7 +166,7 @@ class Replica:
     tokens: int = 0
     """Tokens of the requests in progress on an engine."""
     unanswered_since: float | None = None
-    """Time of the first unanswered probe, on :class:`gateway.pool.silence.AwakeClock`; None if all probes were answered."""
+    """Time of the first unanswered probe, on :class:`gateway.pool.pool.AwakeClock`; None if all probes were answered."""
     expected: str | None = None
     """Name of the model that the pod reports to load or serve; known before the model is loaded."""
     adapters: dict[str, wire.Adapter] = field(default_factory=dict)
@@ -72,6 +177,10 @@ class Replica:
     """Whether the pod is asked for its adapters; False for one that has answered that it takes none."""
     adapters_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the pod's adapters are asked for, so that an older answer never replaces a newer one."""
+    stats: wire.Stats | None = None
+    """Counters that the pod reported last."""
+    spoilt_answers: int = 0
+    """Answers in succession that had no number in any row."""
     _waits: set[Wait] = field(default_factory=set)
 
     @property
@@ -101,10 +210,6 @@ class Replica:
         for wait in list(self._waits):
             wait.end()
 
-    def leave(self) -> None:
-        """Note that discovery no longer lists the pod."""
-        self.draining = self.gone = True
-
     def busy(self, tokens: int) -> Busy:
         """Count one request of ``tokens`` while the block runs."""
         return Busy(self, tokens)
@@ -127,10 +232,9 @@ class ServedModel:
     replicas: list[Replica] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     """Entries of the setting ``engines`` that last led to this model; it is remembered while its replicas are away."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=lambda: int(time()))
     waiting: int = 0
     """Requests that wait for a replica to be ready."""
-    hedges: Hedges = field(default_factory=Hedges)
     adapters: dict[tuple[str, str], AdapterModel] = field(default_factory=dict)
     """Adapters of this model that replicas have, by name and digest."""
     preset_is_fallback: bool = False
@@ -151,6 +255,11 @@ class ServedModel:
     def adapter_digest(self) -> str:
         """Digest of the adapter, for messages to engines; empty for a model without one."""
         return ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the model is an adapter that is unloaded."""
+        return False
 
     def with_adapter(self, digest: str) -> ServedModel | None:
         """Return this model with the adapter of ``digest``, or without one if it is empty; None if no replica has it."""
@@ -222,38 +331,33 @@ class ServedModel:
         candidates = self.usable
         if tried:
             candidates = [replica for replica in candidates if replica not in tried]
-        if not candidates:
-            candidates = [replica for replica in self.ready if replica not in tried]
+            candidates = candidates or [replica for replica in self.ready if replica not in tried]
         if not candidates:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
         if preferred in candidates:
             return preferred
-        chosen = self._best(candidates, tokens if saves is None else saves, affinity)
+        if len(candidates) == 1:
+            chosen = candidates[0]
+        elif affinity is not None:
+            mean = sum([replica.tokens for replica in candidates]) / len(candidates)
+            bound = AFFINITY_BOUND * mean + (tokens if saves is None else saves)
+            digest = int.from_bytes(hashlib.blake2b(affinity, digest_size=8).digest(), "little")
+            chosen = max([each for each in candidates if each.tokens <= bound], key=lambda each: weight(digest, each.seed))
+        else:
+            least = min([replica.tokens for replica in candidates])
+            chosen = random.choice([replica for replica in candidates if replica.tokens == least])
         if len(candidates) + len(tried) < len(self.replicas):
-            return self._relieved(chosen, tokens, {*candidates, *tried})
+            slow = [each for each in self.ready if each.health.slow and each not in candidates and each not in tried]
+            relief = min(slow, key=lambda each: each.tokens, default=chosen)
+            if (relief.tokens + tokens) * SLOW_LOAD <= chosen.tokens + tokens:
+                return relief
         return chosen
 
-    def _relieved(self, chosen: Replica, tokens: int, others: set[Replica]) -> Replica:
-        """Return an ejected slow replica outside ``others`` if ``chosen`` has :data:`SLOW_LOAD` times its load, else ``chosen``."""
-        slow = [replica for replica in self.ready if replica.health.slow and replica not in others]
-        least = min(slow, key=lambda replica: replica.tokens, default=chosen)
-        return least if (least.tokens + tokens) * SLOW_LOAD <= chosen.tokens + tokens else chosen
-
-    def _best(self, candidates: list[Replica], saves: int, affinity: bytes | None) -> Replica:
-        if len(candidates) == 1:
-            return candidates[0]
-        if affinity is not None:
-            bound = AFFINITY_BOUND * sum([replica.tokens for replica in candidates]) / len(candidates) + saves
-            digest = int.from_bytes(hashlib.blake2b(affinity, digest_size=8).digest(), "little")
-            return max([r for r in candidates if r.tokens <= bound], key=lambda replica: weight(digest, replica.seed))
-        least = min([replica.tokens for replica in candidates])
-        return random.choice([replica for replica in candidates if replica.tokens == least])
-
     def refused(self) -> None:
-        """Note that a replica had no room for a request: for a while there are no hedges, and slow replicas are in use."""
-        self.hedges.refused = asyncio.get_running_loop().time()
+        """Note that a replica had no room for a request: slow replicas are in use again."""
         for replica in self.replicas:
-            replica.health.forgive()
+            if replica.health.slow:
+                replica.health.succeeded()
 
     def announce(self) -> None:
         """Wake the requests that wait for a replica, with or without an adapter."""
@@ -263,18 +367,37 @@ class ServedModel:
             adapter.announce()
 
     async def wait_ready(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for a ready replica; return whether there is one."""
-        self.waiting += 1
+        """Wait up to ``seconds`` for a ready replica, or until the adapter is unloaded; return whether there is one."""
+        self.base.waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                while not self.has_ready:
+                while not self.has_ready and not self.gone:
                     await self._news.wait()
         except TimeoutError:
             return False
         finally:
-            self.waiting -= 1
-        return True
+            self.base.waiting -= 1
+        return self.has_ready
 
     def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
         """Raise :class:`~gateway.errors.ContextExceeded` unless ``length`` prompt tokens and ``room`` more fit in the context."""
         self.facts.check_prompt(length, param, room=room)
+
+
+def paths_of(model: ServedModel) -> str:
+    """Return the paths that ``model`` serves, separated by commas."""
+    fitted = model.tokenizer.table.fitted
+    by_preset = [path for task, path in BY_PRESET.items() if fitted is not None and fitted.serves(task)]
+    able = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
+    return ", ".join([*by_preset, *able])
+
+
+def check_fallback(fitted: Fitted, model: ServedModel, task: Task) -> None:
+    """Raise :class:`InvalidRequest` if ``fitted``, the preset of ``model``, is a fallback for a reranker, guard or reward model, or
+    for an adapter that is one or changes one, because the prompt of its training is unknown."""
+    if model.preset_is_fallback and task != "embed" and (names_a_task(model.name) or names_a_task(model.base.name)):
+        raise InvalidRequest(
+            f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
+            f"one with the setting `presets`; {model.name}={fitted.preset.name} keeps the fallback.",
+            param="model",
+        )

@@ -10,8 +10,7 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.adapters.calls import Outcome
-from gateway.adapters.manager import AdapterManager
+from gateway.adapters.manager import AdapterManager, Outcome
 from gateway.admission.quotas import Quotas
 from gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
 from gateway.handling.body import Body, post_json

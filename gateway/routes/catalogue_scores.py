@@ -21,8 +21,8 @@ from gateway.handling.reader import Reading
 from gateway.handling.scoring import fitted_of, per_event
 from gateway.handling.streams import DONE, sse
 from gateway.ids import new_id
+from gateway.pool.placement import cut
 from gateway.pool.replica import ServedModel
-from gateway.pool.split import cut
 from gateway.presets.preset import Fitted, Preset
 from gateway.process.time_slices import TimeSlice
 from gateway.routes.score_forms import LARGE_SCORES, LabelForm, ScoreAnswer, check_score

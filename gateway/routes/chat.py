@@ -10,14 +10,14 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from gateway.errors import InvalidRequest
+from gateway.generation.generation import prompt_ids
+from gateway.generation.length import gamma_of_values, guidance_of, require_lenvm, thinking_limit, with_section
 from gateway.generation.plan import check, plan
-from gateway.generation.prompt_output import prompt_ids
 from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.chat_answer import ChatAnswer
 from gateway.handling.generator import Generator
 from gateway.handling.reader import Reader
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, thinking_limit, with_section
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.schemas.chat import (

@@ -12,9 +12,9 @@ from litestar.params import JSONBody
 
 from engine import wire
 from gateway.errors import InvalidRequest
-from gateway.generation.generation import Generation
+from gateway.generation.generation import TOKEN_IDS, Generation, PromptOutput, prompt_ids
+from gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
 from gateway.generation.plan import check, plan
-from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
 from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.answer import Answer
@@ -22,8 +22,6 @@ from gateway.handling.body import Body, post_json
 from gateway.handling.generator import Generator, system_fingerprint
 from gateway.handling.reader import Reader
 from gateway.ids import new_id
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_sections
-from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.process.time_slices import TimeSlice

@@ -10,14 +10,13 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
+from gateway.generation.length import require_lenvm, value_and_remaining
 from gateway.handling.access import priority_of, requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.large import with_rows
 from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, headers_of
 from gateway.ids import new_id
-from gateway.lenvm.length_guidance import require_lenvm
-from gateway.lenvm.remaining import value_and_remaining
 from gateway.pool.pool import Pool
 from gateway.schemas.length import LengthRequest, LengthResponse, Remaining
 from gateway.schemas.usage import PromptTokensDetails, Usage

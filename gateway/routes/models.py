@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from gateway.errors import ModelNotFound
 from gateway.handling.access import visible_models
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
-from gateway.pool.adapter_model import AdapterModel
+from gateway.pool.adapters import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.preset import Fitted
@@ -41,7 +41,7 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
 def _described(name: str, model: ServedModel) -> Model:
     return Model(
         id=name,
-        root=model.qualified if isinstance(model, AdapterModel) else model.name,
+        root=str(model.reference) if isinstance(model, AdapterModel) else model.name,
         parent=model.base.name if isinstance(model, AdapterModel) else None,
         digest=model.adapter_digest or None,
         created=model.created,

@@ -13,6 +13,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
+from gateway.generation.length import gamma_of_values, guidance_of, with_section
 from gateway.generation.plan import check, plan
 from gateway.handling.access import caller_of, priority_of, requested_model
 from gateway.handling.body import Body, post_json
@@ -21,7 +22,6 @@ from gateway.handling.generator import system_fingerprint
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.handling.reader import Reader
 from gateway.handling.responder import Responder, ResponseRun
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, with_section
 from gateway.pool.pool import Pool
 from gateway.responses.draft import Draft
 from gateway.responses.items import as_chat, renamed

@@ -15,8 +15,7 @@ from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.handling.scoring import errors_of
-from gateway.pool.paths import paths_of
-from gateway.pool.replica import ServedModel
+from gateway.pool.replica import ServedModel, paths_of
 from gateway.presets.preset import Fitted, softmax
 from gateway.process.time_slices import TimeSlice
 from gateway.schemas.activation import NAMES_OF_VLLM

@@ -23,9 +23,8 @@ from gateway.handling.large import listed
 from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of
-from gateway.pool.paths import paths_of
 from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
+from gateway.pool.replica import ServedModel, paths_of
 from gateway.presets.preset import Fitted, Task, sigmoid, softmax
 from gateway.process.time_slices import TimeSlice
 from gateway.reading.tei import TaskRequest, request_of_task

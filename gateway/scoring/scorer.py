@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from engine import wire
 from gateway.cache.base import ResultCache, Row
-from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError, NotReady
 from gateway.limits.base import Lease
-from gateway.pool.fanout import FanOut
-from gateway.pool.prompts import Prompts
+from gateway.ops.metrics import Telemetry
+from gateway.ops.tracing import stage
+from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.placement import cut
 from gateway.pool.replica import ServedModel
-from gateway.pool.split import cut
-from gateway.process.time_slices import pause_if, slices
-from gateway.scoring.keys import result_keys
-from gateway.text.prepared import Ids
+from gateway.process.time_slices import TimeSlice
+from gateway.text.prepared import PlacedIds, content_of
 
+HASHED_AT_ONCE = 256
+"""Branches whose keys are computed between two looks at the clock."""
 LOOKUP_KEYS = 1000
 LOOKUP_NUMBERS = 1 << 15
 """Most keys, and about the most numbers of their rows, that are looked up or stored in one call; the event loop can serve other
 requests between two calls."""
+
+Arrived = Callable[[list[tuple[int, Row]]], None]
+"""Receives results as they become known: the index of a branch, and its row."""
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -49,59 +55,17 @@ class Scores(msgspec.Struct, frozen=True):
         return sum(self.reused)
 
 
-Arrived = Callable[[list[tuple[int, Row]]], None]
-"""Receives results as they become known: the index of a branch, and its row."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """State of one request in progress."""
-
-    model: ServedModel
-    prompts: Prompts
-    policy: CachePolicy
-    lease: Lease | None
-    arrived: Arrived | None = None
-    partial: bool = False
-    results: dict[bytes, Row] = field(default_factory=dict)
-    errors: dict[bytes, GatewayError] = field(default_factory=dict)
-    places: dict[bytes, list[int]] = field(default_factory=dict)
-    """Indices of the branches of each key; empty unless results are passed on as they arrive."""
-    cached_tokens: int = 0
-    queue_seconds: float = 0.0
-
-    lookup_keys: int = field(init=False)
-    """Most keys that are looked up or stored in one call."""
-
-    def __post_init__(self) -> None:
-        longest = max(self.prompts.branches, key=len, default=())
-        numbers = wire.row_length(self.prompts.readout, longest, self.model.info)
-        self.lookup_keys = max(1, min(LOOKUP_KEYS, LOOKUP_NUMBERS // max(1, numbers)))
-
-    def take(self, keys: list[bytes], scored: wire.Scored) -> None:
-        """Add an engine's results for ``keys``."""
-        self.add(dict(zip(keys, map(tuple, scored.rows), strict=True)))
-        self.cached_tokens += scored.cached_tokens
-        self.queue_seconds = max(self.queue_seconds, scored.queue_seconds)
-
-    def fail(self, keys: list[bytes], error: GatewayError) -> None:
-        """Note that ``keys`` could not be computed."""
-        self.errors |= dict.fromkeys(keys, error)
-
-    def add(self, results: dict[bytes, Row]) -> None:
-        """Add results and pass them on."""
-        self.results |= results
-        if self.arrived is not None and results:
-            self.arrived([(place, row) for key, row in results.items() for place in self.places[key]])
-
-
 class Scorer:
     """Computes rows with ``cache`` and the engines, and shares results between concurrent requests of this process."""
 
-    def __init__(self, cache: ResultCache, fan_out: FanOut) -> None:
+    def __init__(self, cache: ResultCache, fan_out: FanOut, telemetry: Telemetry) -> None:
         self._cache = cache
         self._fan_out = fan_out
-        self._flights = Flights()
+        self._telemetry = telemetry
+        self._flights: dict[bytes, asyncio.Future[Mapping[bytes, Row]]] = {}
+        """Single flight: the result of a key that some request computes. One future serves all keys that a request computes,
+        because creating ten thousand futures takes 10 ms. Keys that failed are missing in its result; who waited for them computes
+        them."""
 
     async def score(
         self,
@@ -118,78 +82,149 @@ class Scorer:
         Raises :class:`GatewayError` if an engine fails; the results computed before that are kept in the cache. With ``partial``,
         it is raised only if no branch has a result.
         """
-        job = _Job(model, prompts, policy, lease, arrived, partial)
-        salt = prompts.caller.cache_salt
         keys: list[bytes] = []
-        for begin, end in slices(prompts.branches):
-            branches = prompts.branches[begin:end]
-            keys += result_keys(model.info.fingerprint, prompts.readout, prompts.prefix, branches, prompts.suffix, salt=salt)
-            await pause_if(end > LOOKUP_KEYS or end < len(prompts.branches))  # also between slices of few long branches
+        time_slice, fingerprint, salt = TimeSlice(), model.info.fingerprint, prompts.caller.cache_salt
+        for begin in range(0, len(prompts.branches), HASHED_AT_ONCE):
+            few = prompts.branches[begin : begin + HASHED_AT_ONCE]
+            keys += result_keys(fingerprint, prompts.readout, prompts.prefix, few, prompts.suffix, salt=salt)
+            if time_slice.over:
+                await time_slice.yield_to_loop()
         branch_of = dict(zip(keys, prompts.branches, strict=True))
-        if arrived is not None:
-            for place, key in enumerate(keys):
-                job.places.setdefault(key, []).append(place)
-        results = job.results
-        hits = await self._look_up(job, list(branch_of))
-        while missing := [key for key in branch_of if key not in results and key not in job.errors]:
-            flights = self._flights.find(missing) if policy.read else {}
+        places: dict[bytes, list[int]] = {}
+        for place, key in enumerate(keys) if arrived is not None else ():
+            places.setdefault(key, []).append(place)
+        results: dict[bytes, Row] = {}
+        errors: dict[bytes, GatewayError] = {}
+        hits: set[bytes] = set()
+        cached_tokens, queue_seconds = 0, 0.0
+        numbers = wire.row_length(prompts.readout, max(prompts.branches, key=len, default=()), model.info)
+        at_once = max(1, min(LOOKUP_KEYS, LOOKUP_NUMBERS // max(1, numbers)))
+
+        def add(found: Mapping[bytes, Row]) -> None:
+            results.update(found)
+            if arrived is not None and found:
+                arrived([(place, row) for key, row in found.items() for place in places[key]])
+
+        async def look_up(keys: list[bytes]) -> None:
+            for few in cut(keys, at_once) if policy.read else ():
+                found = await self._look_up(few, model.name)
+                add(found)
+                hits.update(found)
+                if len(few) < len(keys):
+                    await asyncio.sleep(0)
+
+        async def compute(keys: list[bytes]) -> None:
+            def take(indices: list[int], scored: wire.Scored) -> None:
+                nonlocal cached_tokens, queue_seconds
+                add(dict(zip([keys[index] for index in indices], map(tuple, scored.rows), strict=True)))
+                cached_tokens += scored.cached_tokens
+                queue_seconds = max(queue_seconds, scored.queue_seconds)
+
+            def fail(indices: list[int], error: GatewayError) -> None:
+                errors.update({keys[index]: error for index in indices})
+
+            branches = [branch_of[key] for key in keys]
+            await self._fan_out.run(model, prompts, branches, take, lease, on_error=fail if partial else None)
+
+        await look_up(list(branch_of))
+        while missing := [key for key in branch_of if key not in results and key not in errors]:
+            # no await until begin(), or two requests may compute the same key
+            flights = {key: self._flights[key] for key in missing if key in self._flights} if policy.read else {}
+            own = [key for key in missing if key not in flights]
+            flight = self._begin(own) if policy.read else None
             try:
-                await self._compute(job, {key: branch_of[key] for key in missing if key not in flights})
+                if own:
+                    await compute(own)
             except NotReady:  # the cache may have been late before, and others may have stored results meanwhile
-                hits |= await self._look_up(job, [key for key in missing if key not in results])
+                await look_up([key for key in missing if key not in results])
                 if all(key in results for key in missing):
                     break
                 raise
-            job.add(theirs := await self._flights.wait(flights))
-            hits |= set(theirs)
-        if job.errors and not results:
-            raise next(iter(job.errors.values()))
-        await pause_if(len(keys) > LOOKUP_KEYS)
+            finally:
+                if flight is not None:
+                    for key in own:
+                        del self._flights[key]
+                    flight.set_result(results)
+                if policy.write:
+                    for few in cut([key for key in own if key in results], at_once):
+                        await self._cache.put_many({key: results[key] for key in few})
+                        if len(few) < len(own):
+                            await asyncio.sleep(0)
+            if flights:
+                with stage("gateway.shared"):
+                    await asyncio.wait(set(flights.values()))
+                theirs = {key: row for key, each in flights.items() if (row := each.result().get(key)) is not None}
+                add(theirs)
+                hits.update(theirs)
+        if errors and not results:
+            raise next(iter(errors.values()))
         reused = [key in hits for key in keys]
-        cached_tokens = job.cached_tokens + sum(length for hit, length in zip(reused, prompts.lengths, strict=True) if hit)
-        repeated = set() if len(branch_of) == len(keys) else _repeated(keys)
-        await pause_if(len(keys) > LOOKUP_KEYS)
-        errors = {place: job.errors[key] for place, key in enumerate(keys) if key in job.errors} if job.errors else {}
-        return Scores([results.get(key, ()) for key in keys], reused, cached_tokens, job.queue_seconds, repeated, errors)
+        cached_tokens += sum(length for hit, length in zip(reused, prompts.lengths, strict=True) if hit)
+        return Scores(
+            [results.get(key, ()) for key in keys],
+            reused,
+            cached_tokens,
+            queue_seconds,
+            set() if len(branch_of) == len(keys) else _repeated(keys),
+            {place: errors[key] for place, key in enumerate(keys) if key in errors} if errors else {},
+        )
 
-    async def _look_up(self, job: _Job, keys: list[bytes]) -> set[bytes]:
-        """Add the results of ``keys`` that the cache has, and return their keys."""
-        hits: set[bytes] = set()
-        for asked in cut(keys, job.lookup_keys) if job.policy.read else ():
-            found = await self._cache.get_many(asked, job.model.name)
-            job.add(results := {key: result for key, result in zip(asked, found, strict=True) if result is not None})
-            hits |= results.keys()
-            await pause_if(len(keys) > job.lookup_keys)
-        return hits
+    def _begin(self, keys: Iterable[bytes]) -> asyncio.Future[Mapping[bytes, Row]]:
+        """Announce that ``keys`` are being computed."""
+        flight: asyncio.Future[Mapping[bytes, Row]] = asyncio.get_running_loop().create_future()
+        self._flights |= dict.fromkeys(keys, flight)
+        return flight
 
-    async def _compute(self, job: _Job, branch_of: dict[bytes, Ids]) -> None:
-        """Compute ``branch_of`` on engines, add the results to ``job``, and publish them to waiting requests and the cache."""
-        if not branch_of:
-            return
-        keys = list(branch_of)
-
-        def take(indices: list[int], scored: wire.Scored) -> None:
-            job.take([keys[index] for index in indices], scored)
-
-        def fail(indices: list[int], error: GatewayError) -> None:
-            job.fail([keys[index] for index in indices], error)
-
-        if job.policy.read:
-            self._flights.begin(branch_of)  # no await between find() and begin(), or two requests may compute the same key
-        try:
-            await pause_if(len(branch_of) > LOOKUP_KEYS)
-            branches = list(branch_of.values())
-            await self._fan_out.run(job.model, job.prompts, branches, take, job.lease, on_error=fail if job.partial else None)
-        finally:
-            if job.policy.read:
-                self._flights.end(branch_of, job.results)
-            if job.policy.write:
-                for kept in cut([key for key in branch_of if key in job.results], job.lookup_keys):
-                    await self._cache.put_many({key: job.results[key] for key in kept})
-                    await pause_if(len(branch_of) > job.lookup_keys)
+    async def _look_up(self, keys: list[bytes], model: str) -> dict[bytes, Row]:
+        """Return the results of ``keys`` that the cache has."""
+        began = time.perf_counter()
+        with stage("gateway.cache") as lookup:
+            rows = await self._cache.get_many(keys)
+            found = {key: row for key, row in zip(keys, rows, strict=True) if row is not None}
+            misses = len(keys) - len(found)
+            if lookup is not None:
+                lookup.attributes |= {"yardstick.cache.hits": len(found), "yardstick.cache.misses": misses}
+        self._telemetry.looked_up(model, len(found), misses, time.perf_counter() - began)
+        return found
 
 
 def _repeated(keys: list[bytes]) -> set[int]:
     """Places of the keys that are equal to one before them."""
     first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
     return {place for place, key in enumerate(keys) if first[key] != place}
+
+
+def result_keys(
+    fingerprint: str,
+    readout: wire.ScoreReadout,
+    prefix: Sequence[int],
+    branches: Sequence[Sequence[int]],
+    suffix: Sequence[int] = (),
+    *,
+    salt: str,
+) -> list[bytes]:
+    """Return the cache key of each ``prefix + branch + suffix``, a digest of 16 bytes. Likelihoods go without a suffix.
+
+    Within one salt, equal prompts, readouts and fingerprints have equal keys, wherever a prompt is divided into prefix, branch and
+    suffix. Likelihoods are an exception, because the division says which tokens they are of, and so are registered items, whose
+    digests are hashed in place of their tokens: they share no results with prompts that are given whole.
+
+    Token ids are in [0, 2**32); an image counts as its digest. ``salt`` is hexadecimal; only requests with equal salts share
+    results. An empty salt gives the keys of a server whose API keys share all results.
+    """
+    registered = bool(branches) and isinstance(branches[0], PlacedIds)
+    common = hashlib.blake2b(digest_size=16, person=b"registered" if registered else b"")
+    # The encoding is unambiguous: no part contains a separator, a salt ends with a colon, and JSON begins with a brace.
+    tokens = readout.tokens if isinstance(readout, wire.Labels) and not readout.raw else None
+    asked = msgspec.json.encode(readout).decode() if tokens is None else ",".join(map(str, tokens))
+    divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
+    common.update(f"{fingerprint}\0{salt and salt + ':'}{asked}\0{divided}".encode())
+    common.update(content_of(prefix))
+    end = content_of(suffix)
+    keys = []
+    for branch in branches:
+        digest = common.copy()
+        digest.update(content_of(branch))
+        digest.update(end)
+        keys.append(digest.digest())
+    return keys

@@ -19,11 +19,10 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
-from gateway.pool.discovery.access import Access, find_access
-from gateway.pool.discovery.base import Endpoint
-from gateway.pool.discovery.kubernetes import EndpointSlices
+from gateway.pool.discovery import Endpoint, Source
+from gateway.pool.kubernetes import Access, endpoint_slices, find_access
 from gateway.settings import ServiceAddress
-from tests.gateway.pool.discovery.test_discovery import following
+from tests.gateway.pool.test_discovery import following
 from tests.processes import until
 
 pytestmark = [
@@ -70,8 +69,8 @@ def slice_of(name: str, *addresses: str, service: str = "engines", terminating: 
     }
 
 
-def source(api: Api, access: Callable[[], Access] = lambda: find_access(os.environ), watch_seconds: int = 60) -> EndpointSlices:
-    return EndpointSlices(ServiceAddress("engines", "http", api.namespace), access=access, watch_seconds=watch_seconds)
+def source(api: Api, access: Callable[[], Access] = lambda: find_access(os.environ), watch_seconds: int = 60) -> Source:
+    return endpoint_slices(ServiceAddress("engines", "http", api.namespace), access=access, watch_seconds=watch_seconds)
 
 
 def at(*addresses: str, draining: bool = False) -> list[Endpoint]:
@@ -123,7 +122,7 @@ async def test_an_account_that_may_read_slices_and_nothing_else(api: Api) -> Non
     api.add(slice_of("a", "10.0.0.1"))
     async with following(source(api, gateway)) as seen:
         await until(lambda: seen == [at("10.0.0.1")])
-    elsewhere = EndpointSlices(ServiceAddress("engines", "http", "kube-system"), access=gateway)
+    elsewhere = endpoint_slices(ServiceAddress("engines", "http", "kube-system"), access=gateway)
     async with following(elsewhere) as seen:
         await asyncio.sleep(1)
         assert seen == [], "403 in another namespace"

@@ -15,12 +15,11 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.adapters import restoring
+from gateway.adapters import manager
 from gateway.adapters.manager import MOST_OPERATIONS
-from gateway.adapters.shared import RedisLoaded
-from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded
+from gateway.adapters.store import Full, Loaded, RedisLoaded
 from gateway.ops.metrics import Telemetry
-from gateway.pool.split import cut
+from gateway.pool.placement import cut
 from gateway.settings import Settings
 from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine, Running, adapter, stop
@@ -34,8 +33,8 @@ FILES = {"red": RED, "blue": BLUE, "green": GREEN}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "REREAD_SECONDS", 0.1)
-    monkeypatch.setattr(restoring, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(manager, "REREAD_SECONDS", 0.1)
+    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.1)
 
 
 def able(model: str = "one", *adapters: wire.Adapter) -> FakeEngine:
@@ -335,7 +334,7 @@ def test_an_unload_through_another_gateway_is_a_404_at_once(
     wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
     load(client, "red").raise_for_status()
     assert score(client, "red").status_code == 200
-    monkeypatch.setattr(restoring, "REREAD_SECONDS", 600.0)
+    monkeypatch.setattr(manager, "REREAD_SECONDS", 600.0)
     other = start(wait=False, engines=(one.url,), redis_url=redis.url)
     knows(other, "red")
     unload(other, "red").raise_for_status()
@@ -369,12 +368,3 @@ async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
     finally:
         for link in links:
             await link.stop()
-
-
-async def test_remembered_adapters_are_bounded() -> None:
-    store = MemoryLoaded()
-    for place in range(MOST_KEPT):
-        await store.put(Loaded("one", f"a{place}", "p", "d"))
-    await store.put(Loaded("one", "a0", "q", "d"))
-    with pytest.raises(Full):
-        await store.put(Loaded("one", "more", "p", "d"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import httpx
@@ -167,21 +166,6 @@ def test_a_generation_goes_on_only_with_the_same_weights(start: Start) -> None:
     assert len(digests) == 1
 
 
-def test_adapters_are_placed_apart_from_their_base(start: Start) -> None:
-    """Items and prefixes of a base and its adapter share no keys and values, so each has places of its own."""
-    engines = [engine("one", RED) for _ in range(4)]
-    client = start(*engines, split_tokens=1)
-    knows(client, "red")
-    items = [[10 + place] * 20 for place in range(64)]
-    places = []
-    for name in ("one", "red", "one:red"):
-        for each in engines:
-            each.item_scores.clear()
-        score(client, name, items=items, item_first=True, label_token_ids=[5 if name == "one:red" else 6]).raise_for_status()
-        places.append([sorted(bytes(item.items) for item in each.item_scores) for each in engines])
-    assert places[0] != places[1] == places[2]
-
-
 def test_catalogues_are_shared_and_their_scores_are_not(start: Start) -> None:
     one, two = engine("one", RED), engine("two", BLUE)
     client = start(one, two)
@@ -201,48 +185,6 @@ def test_catalogues_are_shared_and_their_scores_are_not(start: Start) -> None:
     assert client.post("/v1/score", json={**asked, "catalogue": "d"}).json()["scores"] == expected(RED.digest, [prompt], labels)
     whole = client.post("/v1/score", json={"catalogue": "d", "query": " good", "model": "one", "top_n": 1})
     assert whole.json()["scores"] == expected("", [prompt], labels), whole.text
-
-
-def test_no_request_of_many_gets_scores_of_other_weights(start: Start) -> None:
-    """The adapter changes while requests run: each answer is that of one version or an error that says to try again."""
-    engines = [engine("one", RED), engine("one", RED)]
-    client = start(*engines)
-    knows(client, "red")
-    end, wrong, statuses = threading.Event(), [], set()
-
-    def ask(thread: int) -> None:
-        place = 0
-        while not end.is_set():
-            place += 1
-            query = [thread, place % 50]
-            answer = score(client, "red", query=query, items=[[4]], label_token_ids=[7])
-            statuses.add(answer.status_code)
-            valid = [expected(version.digest, [[*query, 4]], [7]) for version in (RED, GREEN)]
-            if answer.status_code == 200 and answer.json()["scores"] not in valid:
-                wrong.append(answer.json())
-
-    threads = [threading.Thread(target=ask, args=[each]) for each in range(4)]
-    for thread in threads:
-        thread.start()
-    for version in (GREEN, None, RED, GREEN, None, RED) * 2:
-        for each in engines:
-            each.adapters = {} if version is None else {"red": version}
-            end.wait(0.05)
-    end.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert statuses <= {200, 404, 503}
-    wait_until(lambda: models(client).get("red", {}).get("digest") == RED.digest)
-    assert score(client, "red").json()["scores"] == expected(RED.digest)
-
-
-def test_engines_without_adapters_are_not_asked_again(start: Start) -> None:
-    one = engine("one", max_adapters=0)
-    client = start(one)
-    asked = one.asked_for_adapters
-    wait_until(lambda: score(client, "one:red").status_code == 404)
-    assert one.asked_for_adapters == asked == 1
 
 
 def test_an_adapter_of_a_model_that_starts_is_awaited(start: Start) -> None:

@@ -17,12 +17,10 @@ from gateway.cache.base import ResultCache
 from gateway.cache.policy import CachePolicy
 from gateway.handling.access import salt_of
 from gateway.keys import PRIORITY_RANGE
-from gateway.pool.fanout import FanOut
+from gateway.pool.dispatch import WaitingRoom
+from gateway.pool.fanout import FanOut, Prompts
 from gateway.pool.placement import affinity_of
-from gateway.pool.prompts import Prompts
-from gateway.pool.waiting import WaitingRoom
-from gateway.scoring.keys import result_keys
-from gateway.scoring.scorer import Scorer
+from gateway.scoring.scorer import Scorer, result_keys
 from gateway.store.memory import MemoryStore
 from tests.fakes import FakeEngine, served
 from tests.gateway.admission.test_key_limits import by, entry, write
@@ -114,7 +112,7 @@ async def test_the_longest_wait_in_a_queue_is_told() -> None:
         async with pool_of(source) as (pool, dispatcher, telemetry):
             source.say(one, two)
             await until(lambda: engines_ready(telemetry) == 2)
-            scorer = Scorer(ResultCache(MemoryStore(100, 10**6), telemetry), FanOut(dispatcher, telemetry, split_tokens=1))
+            scorer = Scorer(ResultCache(MemoryStore(100, 10**6)), FanOut(dispatcher, telemetry, split_tokens=1), telemetry)
             prompts = Prompts([1], [[place] for place in range(2, 10)], wire.Labels([3]))
             scores = await scorer.score(pool.model(None), prompts, CachePolicy())
             assert [len(engine.scores) for engine in engines] == [1, 1], "one request in two parts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Sequence
 
@@ -10,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.cache.flights import Flights
 from gateway.catalogues.record import packed, row_of
-from gateway.scoring.keys import result_keys
+from gateway.scoring.scorer import result_keys
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 
@@ -54,16 +52,3 @@ def test_a_registered_item_is_known_by_its_digest() -> None:
         *result_keys("f", wire.Labels([1]), [], [[4, 5]], [8], salt=""),
     ]
     assert len(set(different)) == len(different)
-
-
-async def test_flights_land_or_bring_nothing() -> None:
-    flights = Flights()
-    flights.begin([b"a", b"b"])
-    waiting = asyncio.create_task(flights.wait(flights.find([b"a", b"b", b"c"])))
-    leaving = asyncio.create_task(flights.wait(flights.find([b"a"])))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.sleep(0)
-    flights.end([b"a", b"b"], {b"a": (1.0,)})
-    assert await waiting == {b"a": (1.0,)}
-    assert len(flights) == 0

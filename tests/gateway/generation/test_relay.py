@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import wire
-from gateway.generation.merge import merged
+from gateway.generation.relay import merged
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 
@@ -65,16 +65,6 @@ def test_what_nobody_reads_before_the_end_comes_in_few_pieces(start: Start, chan
     client = start(engine)
     client.post("/v1/completions", json=UNREAD | changes).raise_for_status()
     assert [request.tokens_per_delta for request in engine.generates] == [size]
-
-
-def test_an_answer_in_few_pieces_goes_on_after_the_last_of_them(start: Start) -> None:
-    engines, client = pair(start)
-    whole = answered(engines, client, BODY)
-    engines[0].generates.clear()
-    engines[0].faults.break_after = 2
-    while not engines[0].generates:
-        assert choices(client.post("/v1/completions", json=UNREAD)) == whole
-    assert [request.resume_offset for request in engines[1].generates if request.resume_offset] == [32]
 
 
 def test_an_echoed_prompt_is_told_once(start: Start) -> None:

@@ -6,12 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.errors import EngineLost
 from gateway.generation.sequence import Piece, Sequence, TextOptions
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes import ids, library
@@ -73,19 +71,6 @@ def test_cuts_do_not_matter(text: str, stops: list[str], cuts: list[int], logpro
         assert [token.id for token in told.tokens] == ids(text)
     for token in told.tokens:
         assert token.offset < max(1, len(told.text)) or not found
-
-
-@pytest.mark.parametrize("offset", [0, 2])
-def test_gaps_and_repeats_are_found(offset: int) -> None:
-    sequence = Sequence(0, TOKENIZER, [], TextOptions())
-    sequence.push(wire.Delta("x", 0, [40]))
-    with pytest.raises(EngineLost, match="skipped or repeated"):
-        sequence.push(wire.Delta("x", offset, [41]))
-
-
-def test_an_abort_is_no_end() -> None:
-    with pytest.raises(EngineLost):
-        Sequence(0, TOKENIZER, [], TextOptions()).push(wire.Delta("x", 0, [], finish="abort"))
 
 
 def test_an_unfinished_character_is_told_at_the_end() -> None:

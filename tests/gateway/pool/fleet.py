@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from engine import wire
 from gateway.ops.metrics import Telemetry
-from gateway.pool import pace
-from gateway.pool.client import Connections, EngineClient
+from gateway.ops.tracing import Stage
+from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.health import Health
-from gateway.pool.hedging import Hedge
-from gateway.pool.pace import size_class
-from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.hedging import MIN_ANSWERS, Hedge, _Model, _SizeClass, size_class
+from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import FakeEngine, Faults, Running, logprobs_after, stop
 from tests.processes import until
 
@@ -34,14 +32,19 @@ class Fleet:
     dispatcher: Dispatcher
 
     @property
+    def hedges(self) -> _Model:
+        assert self.dispatcher._hedger is not None
+        return self.dispatcher._hedger._models[self.model]
+
+    @property
     def replicas(self) -> list[Replica]:
         return self.model.replicas
 
     async def score(self) -> wire.Scored:
         """Score :data:`MESSAGE`, first on the first replica."""
 
-        async def ask(client: EngineClient) -> wire.Scored:
-            return await client.score(MESSAGE)
+        async def ask(replica: Replica, _: Stage | None) -> wire.Scored:
+            return await replica.client.score(MESSAGE)
 
         return await self.dispatcher.call(self.model, ask, tokens=TOKENS, preferred=self.replicas[0], hedge=Hedge(SIZE, ask))
 
@@ -58,10 +61,17 @@ class Fleet:
         lines = b"".join(self.telemetry.exposition()).decode().splitlines()
         return {line.split('"')[-2]: float(line.split()[-1]) for line in lines if line.startswith("yardstick_hedges")}
 
+    def answered(self, size: int, seconds: float) -> None:
+        """Let all replicas be known to answer requests of a size in ``seconds``."""
+        known = self.hedges.sizes[size] = _SizeClass()
+        assert self.dispatcher._hedger is not None
+        for replica in self.replicas * MIN_ANSWERS:
+            self.dispatcher._hedger._record(replica, known, seconds)
+
     def is_idle(self) -> bool:
         """Whether no request is counted or computed anywhere."""
         counted = any(replica.in_flight or replica.tokens or replica._waits for replica in self.replicas)
-        return not counted and not self.model.hedges.running and not any(engine.running for engine in self.engines)
+        return not counted and not self.hedges.running and not any(engine.running for engine in self.engines)
 
 
 SERVERS: list[tuple[FakeEngine, Running]] = []
@@ -81,21 +91,21 @@ def served_fleet() -> Iterator[None]:
 @asynccontextmanager
 async def fleet(count: int = 2, *, budget: float = 10_000, seconds: float = 0.01) -> AsyncIterator[Fleet]:
     """Replicas that are known to answer in ``seconds``."""
-    engines, telemetry, connections = [engine for engine, _ in SERVERS[:count]], Telemetry(), Connections()
-    clients = [EngineClient(server.url, connections, connect_seconds=2, engine_seconds=20) for _, server in SERVERS[:count]]
+    engines, telemetry = [engine for engine, _ in SERVERS[:count]], Telemetry()
+    clients = [EngineClient(server.url, connect_seconds=2, engine_seconds=20) for _, server in SERVERS[:count]]
     replicas = [Replica(client, ready=True, health=Health(seconds=60)) for client in clients]
-    for replica in replicas:
-        for _ in range(pace.MIN_ANSWERS):
-            replica.pace.add(SIZE, seconds)
     model = ServedModel(engines[0].info(), None, "", replicas)
-    model.hedges.tokens = budget
-    dispatcher = Dispatcher(telemetry, wait_seconds=0, max_waiting=0, hedge_budget=0.02)
+    hedged = Fleet(engines, model, telemetry, Dispatcher(telemetry, wait_seconds=0, max_waiting=0, hedge_budget=0.02))
+    assert hedged.dispatcher._hedger is not None
+    hedged.dispatcher._hedger._models[model] = _Model(tokens=budget)
+    hedged.answered(SIZE, seconds)
     try:
-        yield Fleet(engines, model, telemetry, dispatcher)
+        yield hedged
     finally:
         for engine in engines:
             engine.faults.hold = engine.silent = False
-        await connections.close()
+        for client in clients:
+            client.close()
         await until(lambda: not any(engine.running for engine in engines))
         for engine in engines:
             vars(engine).update(vars(FakeEngine()))

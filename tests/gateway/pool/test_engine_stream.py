@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -15,8 +14,7 @@ from yarl import URL
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
 from gateway.generation.plan import WHOLE_TOKENS
-from gateway.pool.stream import MAX_MESSAGE, MAX_UNREAD, EngineStream
-from gateway.pool.streams import EngineStreams, Target
+from gateway.pool.connection import MAX_MESSAGE, MAX_UNREAD, Connections, EngineStream
 from gateway.schemas.generation import MAX_LOGPROBS
 from tests.processes import until
 
@@ -65,21 +63,34 @@ async def serving(serve: Serve) -> AsyncIterator[tuple[Server, URL]]:
         await until(lambda: server.closed == server.connections)
 
 
+class Streams:
+    """Connections to one server at a time."""
+
+    def __init__(self) -> None:
+        self.connections: Connections | None = None
+
+    @property
+    def idle(self) -> list[EngineStream]:
+        return [] if self.connections is None else self.connections.idle
+
+
 @pytest.fixture
-async def streams() -> AsyncIterator[EngineStreams]:
-    streams = EngineStreams(0.3)
+async def streams() -> AsyncIterator[Streams]:
+    streams = Streams()
     yield streams
-    streams.close()
+    if streams.connections is not None:
+        streams.connections.close()
 
 
-def post(
-    streams: EngineStreams, url: URL, seconds: float = 5, *, framed: bool = True
-) -> contextlib.AbstractAsyncContextManager[EngineStream]:
-    headers = {"authorization": "Bearer t"}
-    return streams.post(target(url), headers, b"body", connect_seconds=1, silence_seconds=seconds, framed=framed)
-
-
-target = functools.cache(Target)
+@asynccontextmanager
+async def post(streams: Streams, url: URL, seconds: float = 5, *, framed: bool = True) -> AsyncIterator[EngineStream]:
+    connections = streams.connections = streams.connections or Connections(url, connect_seconds=1, keepalive_seconds=0.3)
+    stream = await connections.take()
+    try:
+        stream.send(b"POST /generate HTTP/1.1\r\ncontent-length: 4\r\n\r\nbody", seconds, framed=framed)
+        yield stream
+    finally:
+        connections.give_back(stream)
 
 
 async def read_all(stream: EngineStream, take: Callable[[wire.Delta], bool] | None = None) -> list[wire.Reply]:
@@ -101,7 +112,7 @@ def answers(*parts: bytes) -> Serve:
     return serve
 
 
-async def test_an_answer_that_nobody_read_is_not_the_answer_to_the_next_request(streams: EngineStreams) -> None:
+async def test_an_answer_that_nobody_read_is_not_the_answer_to_the_next_request(streams: Streams) -> None:
     """A reader may leave when the whole answer has arrived: its connection is used again."""
 
     async def serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +128,7 @@ async def test_an_answer_that_nobody_read_is_not_the_answer_to_the_next_request(
         assert server.connections == 1
 
 
-async def test_one_connection_serves_requests_one_after_another(streams: EngineStreams) -> None:
+async def test_one_connection_serves_requests_one_after_another(streams: Streams) -> None:
     frames = wire.pack_frame(delta(0)) + wire.pack_frame(delta(1, 1000))
     parts = [chunk(frames[begin : begin + 99]) for begin in range(0, len(frames), 99)]
     async with serving(answers(HEAD, *parts, END)) as (server, url):
@@ -125,25 +136,14 @@ async def test_one_connection_serves_requests_one_after_another(streams: EngineS
             async with post(streams, url) as stream:
                 assert await read_all(stream) == [delta(0), delta(1, 1000)]
         assert (server.connections, len(server.requests)) == (1, 3)
-        assert server.requests[0] == (
-            b"POST /generate HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer t\r\ncontent-length: 4\r\n\r\nbody"
-            % url.host_port_subcomponent.encode()
-        )
         await until(lambda: server.closed == 1)
-        assert not streams._idle, "an idle connection is closed and forgotten"
+        assert not streams.idle, "an idle connection is closed and forgotten"
         async with post(streams, url) as stream:
             assert len(await read_all(stream)) == 2
         assert server.connections == 2
 
 
-async def test_requests_at_the_same_time_have_their_own_connections(streams: EngineStreams) -> None:
-    async with serving(answers(HEAD, chunk(wire.pack_frame(delta(0))), END)) as (server, url):
-        async with post(streams, url) as one, post(streams, url) as other:
-            assert await read_all(one) == await read_all(other) == [delta(0)]
-        assert server.connections == 2
-
-
-async def test_leaving_closes_the_connection(streams: EngineStreams) -> None:
+async def test_leaving_closes_the_connection(streams: Streams) -> None:
     async def serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(wire.pack_frame(delta(0))))
         assert await reader.read() == b""
@@ -155,7 +155,7 @@ async def test_leaving_closes_the_connection(streams: EngineStreams) -> None:
 
 
 @pytest.mark.slow
-async def test_a_reader_that_is_slow_stops_the_engine(streams: EngineStreams) -> None:
+async def test_a_reader_that_is_slow_stops_the_engine(streams: Streams) -> None:
     frame = chunk(wire.pack_frame(delta(0, 10_000)))
     count = 4000  # 40 MB, more than the kernel's buffers hold
 
@@ -175,7 +175,7 @@ async def test_a_reader_that_is_slow_stops_the_engine(streams: EngineStreams) ->
 
 
 @pytest.mark.parametrize("begun", [b"", HEAD, HEAD + chunk(wire.pack_frame(delta(0))) + b"3\r\nab"])
-async def test_silence_ends_the_request(streams: EngineStreams, begun: bytes) -> None:
+async def test_silence_ends_the_request(streams: Streams, begun: bytes) -> None:
     async def serve(_: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(begun)
         await reader.read()
@@ -200,7 +200,7 @@ async def test_silence_ends_the_request(streams: EngineStreams, begun: bytes) ->
         (b"SSH-2.0-OpenSSH\r\n", 0, False),
     ],
 )
-async def test_a_broken_answer(streams: EngineStreams, answer: bytes, replies: int, retryable: bool) -> None:
+async def test_a_broken_answer(streams: Streams, answer: bytes, replies: int, retryable: bool) -> None:
     async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         await writer.drain()
@@ -213,11 +213,11 @@ async def test_a_broken_answer(streams: EngineStreams, answer: bytes, replies: i
             with pytest.raises(EngineLost) as error:
                 await stream.read()
         assert error.value.retryable == retryable
-        assert not streams._idle
+        assert not streams.idle
 
 
 @pytest.mark.parametrize("length", [b"content-length: 4\r\n", b""], ids=["with a length", "until the connection ends"])
-async def test_a_refusal(streams: EngineStreams, length: bytes) -> None:
+async def test_a_refusal(streams: Streams, length: bytes) -> None:
     async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 429 No\r\n" + length + b"\r\nwhy?")
         await writer.drain()
@@ -228,7 +228,7 @@ async def test_a_refusal(streams: EngineStreams, length: bytes) -> None:
         assert (stream.status, stream.refusal) == (429, b"why?")
 
 
-async def test_an_idle_connection_that_was_closed_or_spoke_is_not_used_again(streams: EngineStreams) -> None:
+async def test_an_idle_connection_that_was_closed_or_spoke_is_not_used_again(streams: Streams) -> None:
     for spoken in (b"", b"HTTP/1.1 408 Too late\r\n\r\n"):
 
         async def serve(server: Server, _: asyncio.StreamReader, writer: asyncio.StreamWriter, spoken: bytes = spoken) -> None:
@@ -239,6 +239,7 @@ async def test_an_idle_connection_that_was_closed_or_spoke_is_not_used_again(str
             if not spoken:
                 raise ConnectionError
 
+        streams.connections = None
         async with serving(serve) as (server, url):
             for _ in range(2):
                 async with post(streams, url) as stream:
@@ -247,7 +248,7 @@ async def test_an_idle_connection_that_was_closed_or_spoke_is_not_used_again(str
             assert server.connections == 2
 
 
-async def test_no_connection(streams: EngineStreams, unused_tcp_port: int) -> None:
+async def test_no_connection(streams: Streams, unused_tcp_port: int) -> None:
     with pytest.raises(NotReady) as error:
         async with post(streams, URL(f"http://127.0.0.1:{unused_tcp_port}/generate")):
             pass
@@ -267,7 +268,7 @@ def taking(taken: list[wire.Delta], refused: set[int]) -> Callable[[wire.Delta],
     return take
 
 
-async def test_a_delta_that_arrives_alone_may_be_taken_without_the_reader(streams: EngineStreams) -> None:
+async def test_a_delta_that_arrives_alone_may_be_taken_without_the_reader(streams: Streams) -> None:
     frames = [wire.pack_frame(delta(place)) for place in range(8)]
     pair = chunk(frames[4] + frames[5])
     cut = chunk(frames[6])
@@ -280,7 +281,7 @@ async def test_a_delta_that_arrives_alone_may_be_taken_without_the_reader(stream
     assert {1, 4, 5, 7} <= {each.offset for each in read}, "refused, two at a time, and with the end"  # type: ignore[union-attr]
 
 
-async def test_what_fails_while_a_delta_is_taken_fails_the_reader(streams: EngineStreams) -> None:
+async def test_what_fails_while_a_delta_is_taken_fails_the_reader(streams: Streams) -> None:
     def take(_: wire.Delta) -> bool:
         raise ValueError("of the taker")
 
@@ -290,7 +291,7 @@ async def test_what_fails_while_a_delta_is_taken_fails_the_reader(streams: Engin
             await read_all(stream, take)
 
 
-async def test_an_answer_that_is_one_message(streams: EngineStreams) -> None:
+async def test_an_answer_that_is_one_message(streams: Streams) -> None:
     body = bytes(range(256)) * 1000
     pieces = [body[begin : begin + 60_000] for begin in range(0, len(body), 60_000)]
     async with serving(answers(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body), *pieces)) as (server, url):
@@ -302,32 +303,6 @@ async def test_an_answer_that_is_one_message(streams: EngineStreams) -> None:
         async with post(streams, url) as stream:
             with pytest.raises(EngineLost):
                 await read_all(stream)
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
-async def test_half_a_message_is_an_error(streams: EngineStreams, answer: bytes) -> None:
-    async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-        await writer.drain()
-        raise ConnectionError
-
-    async with serving(serve) as (_, url), post(streams, url, framed=False) as stream:
-        with pytest.raises(EngineLost) as raised:
-            await stream.read_whole()
-        assert raised.value.retryable
-
-
-async def test_a_refusal_that_is_one_message(streams: EngineStreams) -> None:
-    answer = answers(b"HTTP/1.1 429 No\r\ncontent-length: 4\r\n\r\nwhy?")
-    async with serving(answer) as (_, url), post(streams, url, framed=False) as stream:
-        assert (await stream.read_whole(), stream.status) == (b"why?", 429)
-
-
-async def test_a_silent_engine_fails_a_message(streams: EngineStreams) -> None:
-    answer = answers(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
-    async with serving(answer) as (_, url), post(streams, url, 0.1, framed=False) as stream:
-        with pytest.raises(EngineSilent):
-            await stream.read_whole()
 
 
 def test_the_largest_message_of_an_engine_is_within_the_bound() -> None:

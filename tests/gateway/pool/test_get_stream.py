@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from gateway.errors import EngineLost, EngineSilent, GatewayError
-from gateway.pool.client import UNANSWERED, Connections, EngineClient, EngineToken, Readiness
-from gateway.pool.get_stream import MAX_OVERHEAD
+from gateway.errors import EngineLost
+from gateway.pool.client import EngineClient, EngineToken, Readiness
+from gateway.pool.connection import MAX_OVERHEAD
 from tests.processes import until
 
 STATS = wire.Stats(0, 0, 10, 10, 0, 1, 1, 1)
@@ -51,10 +51,10 @@ async def serving(serve: Serve) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def client_of(serve: Serve, token: EngineToken | None = None, path: str = "") -> AsyncIterator[tuple[EngineClient, Server]]:
-    connections = Connections()
     async with serving(serve) as server:
-        yield EngineClient(f"{server.url}{path}", connections, connect_seconds=1, engine_seconds=0.3, token=token), server
-        await connections.close()
+        client = EngineClient(f"{server.url}{path}", connect_seconds=1, engine_seconds=0.3, token=token)
+        yield client, server
+        client.close()
 
 
 def answer(content: bytes = b"", status: str = "200 OK", *headers: str) -> bytes:
@@ -85,16 +85,6 @@ async def test_a_probe_reads_the_headers(size: int) -> None:
         assert server.requests == [f"GET /readyz HTTP/1.1\r\nhost: {server.url[7:]}\r\n\r\n".encode()]
 
 
-async def test_headers_of_an_answer_are_not_those_of_the_next() -> None:
-    async def serve(server: Server, writer: asyncio.StreamWriter) -> None:
-        writer.write(READY if len(server.requests) == 1 else answer(b"no", "503 Not Ready"))
-
-    async with client_of(serve) as (client, server):
-        assert (await client.ready()).adapters == "a-1"
-        assert await client.ready() == Readiness(ready=False, model=None, adapters=None)
-        assert server.connections == 1
-
-
 async def test_all_paths_of_an_engine_share_a_connection(tmp_path: Path) -> None:
     async def serve(server: Server, writer: asyncio.StreamWriter) -> None:
         writer.write(answer(wire.encode(STATS)) if b"/stats" in server.requests[-1] else READY)
@@ -119,43 +109,6 @@ async def test_a_request_on_a_connection_that_was_just_closed_is_sent_again() ->
         assert (await client.ready()).ready
         assert (await client.ready()).ready
         assert (len(server.requests), server.connections) == (3, 2)
-
-
-async def test_a_request_on_a_new_connection_is_sent_once() -> None:
-    async with client_of(answers(close=True)) as (client, server):
-        assert await client.ready() is UNANSWERED
-        assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"SSH-2.0-OpenSSH\r\n",
-        b"",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc",
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    ],
-)
-async def test_answers_that_are_not_http(reply: bytes) -> None:
-    async with client_of(answers(reply, close=True)) as (client, server):
-        assert await client.ready() is UNANSWERED
-        with pytest.raises(EngineLost):
-            await client.stats()
-        assert len(server.requests) == 2
-
-
-async def test_a_redirect_is_not_followed() -> None:
-    async with client_of(answers(answer(b"", "302 Found", "location: /stats"))) as (client, server):
-        assert not (await client.ready()).ready
-        with pytest.raises(GatewayError):
-            await client.stats()
-        assert len(server.requests) == 2
-
-
-async def test_an_engine_that_stays_silent() -> None:
-    async with client_of(answers(b"HTTP/1.1 200 OK\r\n")) as (client, _):
-        with pytest.raises(EngineSilent):
-            await client.tokenizer()
 
 
 ENDLESS = {

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine import wire
 from gateway.errors import Overloaded
-from gateway.pool import hedging, pace
-from gateway.pool.fanout import FanOut
-from gateway.pool.health import Health
-from gateway.pool.pace import Quantile, size_class
-from gateway.pool.prompts import Prompts
+from gateway.pool import hedging
+from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.hedging import Quantile
+from gateway.pool.replica import Health
 from tests.gateway.conftest import Clock
 from tests.gateway.pool.fleet import MESSAGE, TOKENS, Fleet, fleet, rows, served_fleet
 from tests.processes import until
@@ -44,23 +39,11 @@ def busy(hedged: Fleet) -> None:
     hedged.replicas[1].tokens = TOKENS + 1
 
 
-def queueing(hedged: Fleet) -> None:
-    hedged.replicas[1].pace.queue_seconds = 1.0
-
-
-def waiting(hedged: Fleet) -> None:
-    hedged.model.waiting = 1
-
-
-def refused(hedged: Fleet) -> None:
-    hedged.dispatcher._record_failure(Overloaded("full"), hedged.replicas[1], hedged.model)
-
-
 def poor(hedged: Fleet) -> None:
-    hedged.model.hedges.tokens = TOKENS - 1
+    hedged.hedges.tokens = TOKENS - 1
 
 
-@pytest.mark.parametrize("state", [only, draining, on_trial, busy, queueing, waiting, refused, poor])
+@pytest.mark.parametrize("state", [only, draining, on_trial, busy, poor])
 async def test_without_room_there_is_no_hedge(state: object) -> None:
     async with fleet() as hedged:
         hedged.engines[0].faults.delay = 0.2
@@ -69,15 +52,6 @@ async def test_without_room_there_is_no_hedge(state: object) -> None:
         assert hedged.engines[1].scores == []
         denied = {} if state in (only, draining) else {"budget" if state is poor else "saturation": 1}
         assert hedged.counts() == denied
-
-
-async def test_a_full_slow_replica_does_not_end_hedges() -> None:
-    async with fleet() as hedged:
-        hedged.replicas[0].health.races_lost = 1
-        hedged.dispatcher._record_failure(Overloaded("full"), hedged.replicas[0], hedged.model)
-        hedged.engines[0].faults.hold = True
-        await asyncio.wait_for(hedged.score(), 10)
-        assert hedged.counts() == {"won": 1}
 
 
 @pytest.mark.parametrize("budget", [TOKENS * 10, TOKENS * 1000])
@@ -110,35 +84,28 @@ async def test_a_replica_that_loses_races_is_ejected() -> None:
 
 def test_health_of_a_slow_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("gateway.pool.health.time", clock)
+    monkeypatch.setattr("gateway.pool.replica.monotonic", clock.monotonic)
     health = Health(tolerance=2, seconds=10)
-    assert not health.beaten()
-    assert health.beaten()
-    assert health.ejected
-    health.succeeded(late=True)
-    assert health.ejected, "an answer that is late is no reason to return"
+    assert not health.failed(slow=True)
+    assert health.failed(slow=True)
+    assert (health.ejected, health.slow) == (True, True)
     clock.now += 13
     assert health.half_open
-    assert health.beaten(), "a lost trial ejects at once"
+    assert health.failed(slow=True), "a lost trial ejects at once"
     clock.now += 13
     assert health.ejected, "and for longer"
-    health.forgive()
-    assert health.returns is None
-    health.beaten()
-    health.beaten()
     health.succeeded()
-    assert (health.returns, health.races_lost, health.ejections) == (None, 0, 0)
-    for _ in range(2):
-        health.failed()
-    health.forgive()
-    assert health.ejected, "failures are not forgiven"
+    assert (health.returns, health.failures, health.slow, health.ejections) == (None, 0, False, 0)
+    health.failed()
+    health.failed(slow=True)
+    assert (health.ejected, health.slow) == (True, False)
 
 
 async def test_a_slow_replica_helps_under_load() -> None:
     async with fleet(3) as hedged:
         slow, *others = hedged.replicas
         for _ in range(3):
-            slow.health.beaten()
+            slow.health.failed(slow=True)
         assert all(hedged.model.choose(TOKENS) in others for _ in range(20))
         for other in others:
             other.tokens = 3 * TOKENS
@@ -162,29 +129,12 @@ async def test_what_can_wait_has_no_hedge(change: dict[str, object]) -> None:
         assert hedged.counts() == {}
 
 
-@given(st.lists(st.floats(0.0006, 900), min_size=pace.MIN_ANSWERS, max_size=pace.WINDOW - 1))
-def test_the_quantile_is_at_most_a_bucket_too_long(seconds: list[float]) -> None:
-    quantile = Quantile()
-    for each in seconds:
-        quantile.add(each)
-    exact = sorted(seconds)[-1 - int(0.05 * len(seconds) + 1e-9)]
-    assert exact * 0.999 <= quantile.value <= exact * 2 ** (1 / pace.STEPS) * 1.001
-
-
 def test_the_quantile_follows_the_last_answers() -> None:
     quantile = Quantile()
-    for seconds, count in ((5.0, 19), (1.0, 2000), (0.01, 3 * pace.WINDOW)):
+    for seconds, count in ((5.0, 19), (1.0, 2000), (0.01, 3 * hedging.WINDOW)):
         for _ in range(count):
             quantile.add(seconds)
-        if count < pace.MIN_ANSWERS:
+        if count < hedging.MIN_ANSWERS:
             assert quantile.value is None, "too few"
         else:
             assert seconds <= quantile.value <= 1.2 * seconds
-
-
-def test_classes_of_size_are_few() -> None:
-    items = wire.ScoreItems("", b"", b"", [1], wire.Labels([1]))
-    values = wire.Score("", [], [], wire.LengthValue())
-    classes = {size_class(message, 1 << power) for message in (MESSAGE, items, values) for power in range(200)}
-    assert len(classes) < 100
-    assert all(later >= earlier for earlier, later in pairwise(size_class(MESSAGE, tokens) for tokens in range(5000)))

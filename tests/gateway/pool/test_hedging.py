@@ -12,11 +12,11 @@ import pytest
 from engine import wire
 from gateway.errors import EngineLost
 from gateway.limits.base import Lease, Limits
-from gateway.pool import hedging, pace
-from gateway.pool.client import EngineClient
-from gateway.pool.fanout import FanOut
+from gateway.ops.tracing import Stage
+from gateway.pool import hedging
+from gateway.pool.fanout import FanOut, Prompts
 from gateway.pool.hedging import Hedge
-from gateway.pool.prompts import Prompts
+from gateway.pool.replica import Replica
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.fleet import MESSAGE, SIZE, TOKENS, fleet, let_fail, row, rows, served_fleet
@@ -43,8 +43,8 @@ async def test_the_second_replica_answers_for_a_stuck_one(fault: str) -> None:
         if fault == "hold":
             await until(lambda: len(stuck.left) == 1)  # its connection was closed
         await until(hedged.is_idle)
-        assert hedged.replicas[0].health.races_lost == 1
-        assert hedged.model.hedges.tokens == 10_000 - TOKENS
+        assert hedged.replicas[0].health.failures == 1
+        assert hedged.hedges.tokens == 10_000 - TOKENS
 
 
 async def test_the_first_replica_may_win_and_the_hedge_is_aborted() -> None:
@@ -56,14 +56,14 @@ async def test_the_first_replica_may_win_and_the_hedge_is_aborted() -> None:
         await until(lambda: len(other.left) == 1)
         await until(hedged.is_idle)
         assert hedged.counts() == {"lost": 1}
-        assert [replica.health.races_lost for replica in hedged.replicas] == [0, 0]
+        assert [replica.health.failures for replica in hedged.replicas] == [0, 0]
 
 
 async def test_an_answer_in_time_has_no_hedge() -> None:
     async with fleet(seconds=5) as hedged:
         await hedged.score()
         assert (hedged.engines[1].scores, hedged.counts()) == ([], {})
-        assert hedged.model.hedges.tokens == pytest.approx(10_000 + 0.02 * TOKENS), "it has earned a part of its tokens"
+        assert hedged.hedges.tokens == pytest.approx(10_000 + 0.02 * TOKENS), "it has earned a part of its tokens"
 
 
 async def test_the_error_of_a_hedge_fails_nothing() -> None:
@@ -113,7 +113,7 @@ async def test_both_may_fail(count: int, order: list[int]) -> None:
             assert (await asking).rows == rows(hedged.engines[2])
         assert [len(engine.scores) for engine in hedged.engines] == [1] * count
         assert hedged.counts() == {"failed": 1}
-        assert hedged.model.hedges.running == 0
+        assert hedged.hedges.running == 0
 
 
 async def test_a_caller_that_leaves_ends_both() -> None:
@@ -139,14 +139,14 @@ async def test_a_caller_that_leaves_when_the_hedge_wins(turns: int) -> None:
             else:
                 asking.cancel()
 
-        async def ask(client: EngineClient) -> wire.Scored:
-            answer = await client.score(MESSAGE)
+        async def ask(replica: Replica, _: Stage | None) -> wire.Scored:
+            answer = await replica.client.score(MESSAGE)
             leave(turns)
             return answer
 
         first = hedged.replicas[0]
         calling = hedged.dispatcher.call(
-            hedged.model, lambda client: client.score(MESSAGE), tokens=TOKENS, preferred=first, hedge=Hedge(SIZE, ask)
+            hedged.model, lambda replica, _: replica.client.score(MESSAGE), tokens=TOKENS, preferred=first, hedge=Hedge(SIZE, ask)
         )
         asking = asyncio.create_task(calling)
         with pytest.raises(asyncio.CancelledError):
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_the_gateway_ends_both(start: Start, monkeypa
     engines = [FakeEngine(), FakeEngine()]
     client = start(*engines)
     body = {"query": [1], "label_token_ids": [1]}
-    for place in range(3 * pace.MIN_ANSWERS):
+    for place in range(6 * hedging.MIN_ANSWERS):
         assert client.post("/v1/score", json={**body, "items": [[place + 5] * 200]}).status_code == 200
     for engine in engines:
         engine.faults.hold = True
@@ -197,10 +197,8 @@ async def test_items_are_kept_where_they_belong_only() -> None:
             engine.prefixes = PrefixCache()
         fan_out = FanOut(hedged.dispatcher, hedged.telemetry, split_tokens=4096)
         prompts = Prompts([], [[7, place] * 10 for place in range(12)], wire.Labels([4, 5]), suffix=[9, 9], pin_seconds=60)
-        for replica in hedged.replicas:
-            for _ in range(pace.MIN_ANSWERS):
-                for tokens in (22, 32, 64, 128, 256):
-                    replica.pace.add(1 << 5 | tokens.bit_length(), 0.01)
+        for tokens in (22, 32, 64, 128, 256):
+            hedged.answered(1 << 5 | tokens.bit_length(), 0.2)
         hedged.engines[0].faults.hold = True
         found: dict[int, list[float]] = {}
 

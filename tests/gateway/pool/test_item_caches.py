@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import httpx
 import pytest
 
 from engine import wire
-from gateway.pool.item_caches import ItemCaches
-from gateway.pool.probe_times import SLOTS
-from tests.fakes import FakeEngine, ids, served
+from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
-from tests.gateway.pool.test_pool import Told, engines_ready, pool_of
 from tests.prefixes import PrefixCache
-from tests.processes import until, wait_until
+from tests.processes import wait_until
 
 STATS = wire.Stats(
     running=0,
@@ -40,7 +35,7 @@ def told(client: httpx.Client, name: str, engine: FakeEngine) -> float:
 
 def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that tells nothing, such as an older one, has none; one that is away keeps its last ones."""
-    monkeypatch.setattr("gateway.composition.fleet.ItemCaches", partial(ItemCaches, interval=0.05))
+    monkeypatch.setattr("gateway.pool.pool.STATS_SECONDS", 0.05)
     one, old = FakeEngine(stats=STATS), FakeEngine()
     client = start(one, old)
     wait_until(lambda: "yardstick_item_cache_tokens{" in client.get("/metrics").text)
@@ -52,20 +47,6 @@ def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatc
     one.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert told(client, "tokens", one) == 500
-
-
-async def test_engines_are_not_asked_all_at_once() -> None:
-    source, engines = Told(), [FakeEngine(stats=STATS), FakeEngine(stats=STATS)]
-    with served(engines[0]) as one, served(engines[1]) as two:
-        async with pool_of(source) as (pool, _, telemetry):
-            caches = ItemCaches(pool, telemetry)
-            source.say(one, two)
-            await until(lambda: engines_ready(telemetry) == 2)
-            for _ in range(3):  # in one of the rounds, the machine is quick enough
-                await caches.look(2.0)
-            apart = [abs(first - second) for first, second in zip(*(engine.asked_for_stats for engine in engines), strict=True)]
-            assert len(apart) == 3
-            assert any(seconds > 0.5 * 2.0 / SLOTS for seconds in apart)
 
 
 def test_saved_tokens_are_those_of_both_caches(start: Start) -> None:

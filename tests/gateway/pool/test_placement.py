@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def replicas(count: int) -> list[Replica]:
 
 
 def owners(pods: list[Replica], digests: list[int], tokens: int = 1) -> list[str]:
-    groups = assign(pods, digests, [tokens] * len(digests))
+    groups = asyncio.run(assign(pods, digests, [tokens] * len(digests)))
     owner = {place: pod.client.url for pod, group in zip(pods, groups, strict=True) for place in group}
     return [owner[place] for place in range(len(digests))]
 
@@ -83,7 +84,7 @@ def test_one_request_is_divided_within_the_bound() -> None:
     """Even if all items prefer one replica."""
     pods = replicas(2)
     digests = [digest for digest in item_digests([[number] for number in range(1000)], "") if owners(pods, [digest])[0][14] == "0"]
-    counts = [len(group) for group in assign(pods, digests, [1000] * len(digests))]
+    counts = [len(group) for group in asyncio.run(assign(pods, digests, [1000] * len(digests)))]
     assert min(counts) > 0.2 * sum(counts)
 
 

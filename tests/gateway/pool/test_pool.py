@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from engine import wire
 from gateway.errors import ModelNotFound, NotReady
 from gateway.ops.metrics import Telemetry
-from gateway.pool.client import Connections, EngineClient
-from gateway.pool.discovery.base import Endpoint
+from gateway.pool.client import EngineClient
+from gateway.pool.discovery import Endpoint, Source
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica, ServedModel
@@ -31,7 +31,7 @@ class Told:
     def say(self, *urls: str, draining: Sequence[str] = ()) -> None:
         self._news.put_nowait([Endpoint(url, url in draining) for url in urls])
 
-    async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
+    async def follow(self) -> Source:
         while True:
             yield await self._news.get()
 
@@ -43,14 +43,14 @@ async def pool_of(
     silence_seconds: float = 5,
     startup_seconds: float = 60,
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
-    connections, telemetry = Connections(), Telemetry()
+    telemetry = Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
 
     def connect(url: str, entry: str) -> Replica:
-        return Replica(EngineClient(url, connections, connect_seconds=1, engine_seconds=5), entry)
+        return Replica(EngineClient(url, connect_seconds=1, engine_seconds=5), entry)
 
     pool = Pool(
-        {str(place): source for place, source in enumerate(sources)},
+        {str(place): source.follow() for place, source in enumerate(sources)},
         connect,
         telemetry,
         workers,
@@ -65,7 +65,6 @@ async def pool_of(
     finally:
         await pool.stop()
         await workers.stop()
-        await connections.close()
 
 
 def engines_ready(telemetry: Telemetry) -> int:
@@ -78,7 +77,7 @@ async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> 
 
 async def score_with(model: ServedModel, dispatcher: Dispatcher) -> wire.Scored:
     request = wire.Score(uuid.uuid4().hex, [1], [[2]], wire.Labels([3]))
-    return await dispatcher.call(model, lambda client: client.score(request), tokens=2)
+    return await dispatcher.call(model, lambda replica, _: replica.client.score(request), tokens=2)
 
 
 async def test_replicas_come_and_go() -> None:
@@ -164,20 +163,3 @@ async def test_a_model_is_remembered_while_its_engines_are_away() -> None:
             await until(lambda: [model.name for model in pool.models] == ["other"])
             with pytest.raises(ModelNotFound):
                 pool.model("fake")
-
-
-async def test_several_pools() -> None:
-    small, large = Told(), Told()
-    engines = [FakeEngine(), FakeEngine(), FakeEngine(model="large", fingerprint="2")]
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(engine)) for engine in engines]
-        async with pool_of(small, large) as (pool, dispatcher, telemetry):
-            small.say(urls[0])
-            await until(lambda: engines_ready(telemetry) == 1)
-            with pytest.raises(NotReady):
-                pool.model("large")  # it may yet be found
-            large.say(urls[1], urls[2])
-            await until(lambda: engines_ready(telemetry) == 3)
-            assert [(model.name, len(model.replicas)) for model in pool.models] == [("fake", 2), ("large", 1)]
-            await score(pool, dispatcher, "large")
-            assert len(engines[2].scores) == 1

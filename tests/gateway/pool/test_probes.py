@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from contextlib import ExitStack
 
-import pytest
-
 from engine import wire
-from gateway.pool.pool import Pool
-from gateway.pool.probe_times import SHORTEST_PAUSE, SLOTS, ProbeTimes
+from gateway.pool.pool import PHASES, Pool
 from tests.fakes import FakeEngine, adapter, served
 from tests.gateway.pool.test_pool import Told, engines_ready, pool_of
 from tests.processes import until
@@ -48,29 +44,6 @@ async def test_adapters_are_asked_for_when_their_revision_changes() -> None:
             await until(lambda: known(pool) == {"blue": BLUE.digest})
             await probed(engine)
             assert engine.asked_for_adapters == 3
-
-
-async def test_a_new_process_is_asked_again() -> None:
-    """It restarts between two probes and has equally many adapters."""
-    source, engine = Told(), with_adapters(RED)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: known(pool) == {"red": RED.digest})
-            engine.process_name = "another"
-            await until(lambda: engine.asked_for_adapters == 2)
-            await probed(engine)
-            assert engine.asked_for_adapters == 2
-
-
-async def test_an_older_engine_is_asked_with_each_probe() -> None:
-    source, engine = Told(), with_adapters(RED, names_revisions=False)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: engine.asked_for_adapters > 5)
-            engine.adapters["blue"] = BLUE
-            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
 
 
 async def test_an_engine_whose_list_could_not_be_read_is_asked_again() -> None:
@@ -117,7 +90,7 @@ async def test_changes_at_any_time_are_noticed() -> None:
 
 
 async def test_engines_are_probed_at_different_times() -> None:
-    source, engines = Told(), [FakeEngine() for _ in range(SLOTS // 2 + 1)]
+    source, engines = Told(), [FakeEngine() for _ in range(PHASES // 2 + 1)]
     with ExitStack() as stack:
         urls = [stack.enter_context(served(engine)) for engine in engines]
         async with pool_of(source, probe_seconds=0.4) as (_, _, telemetry):
@@ -126,22 +99,3 @@ async def test_engines_are_probed_at_different_times() -> None:
             one, two = engines[0].probes, engines[-1].probes  # half an interval apart
             # in the first of the rounds that the machine does not disturb
             await until(lambda: any(min(abs(first - second) for first in one) > 0.1 for second in two[1:-1]))
-
-
-@pytest.mark.parametrize("seconds", [0.02, 1.0, 30.0])
-def test_times_of_probes(seconds: float) -> None:
-    times = ProbeTimes(seconds)
-    phases = [times.phase() for _ in range(100)]
-    assert set(Counter(phases).values()) == {100 // SLOTS}, "equally many engines at a time"
-    for start in (12_345.678, 12_345.678 + 7.3 * seconds):  # the second one after the event loop was blocked
-        due = []
-        for phase in phases:
-            now = start
-            pauses = []
-            for _ in range(4):
-                pauses.append(times.pause(phase, now))
-                now += pauses[-1] - 0.0009 * seconds  # a timer that ends early
-            due.append((now / seconds - phase) % 1)
-            assert SHORTEST_PAUSE * seconds < pauses[0] <= (1 + SHORTEST_PAUSE) * seconds
-            assert pauses[1:] == pytest.approx([seconds] * 3, rel=0.01)
-        assert all(part > 0.99 or part < 0.01 for part in due), "each engine keeps its phase"

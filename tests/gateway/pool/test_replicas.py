@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from engine import wire
 from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
-from gateway.pool.client import REFUSED, Connections, EngineClient
+from gateway.pool.client import REFUSED, EngineClient
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.processes import free_port, wait_until
@@ -19,15 +17,8 @@ SCORE = wire.Score("x", [1], [[2]], wire.Labels([3]))
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 
 
-@pytest.fixture
-async def connections() -> AsyncIterator[Connections]:
-    connections = Connections()
-    yield connections
-    await connections.close()
-
-
-def engine_at(port: int, connections: Connections) -> EngineClient:
-    return EngineClient(f"http://127.0.0.1:{port}", connections, connect_seconds=1, engine_seconds=0.3)
+def engine_at(port: int) -> EngineClient:
+    return EngineClient(f"http://127.0.0.1:{port}", connect_seconds=1, engine_seconds=0.3)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +34,7 @@ def engine_at(port: int, connections: Connections) -> EngineClient:
         (None, DeadlineExceeded),
     ],
 )
-async def test_what_is_no_engine(connections: Connections, reply: bytes | None, error: type[GatewayError]) -> None:
+async def test_what_is_no_engine(reply: bytes | None, error: type[GatewayError]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         if reply is None:
@@ -52,29 +43,18 @@ async def test_what_is_no_engine(connections: Connections, reply: bytes | None, 
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        client = engine_at(server.sockets[0].getsockname()[1], connections)
+        client = engine_at(server.sockets[0].getsockname()[1])
         with pytest.raises(error):
             await client.score(SCORE)
         with pytest.raises(GatewayError):
             await anext(client.generate(wire.Generate("x", [1])))
 
 
-async def test_a_refused_connection_is_not_ready(connections: Connections, port: int) -> None:
-    assert await engine_at(port, connections).ready() is REFUSED
+async def test_a_refused_connection_is_not_ready(port: int) -> None:
+    assert await engine_at(port).ready() is REFUSED
     with pytest.raises(NotReady) as error:
-        await engine_at(port, connections).score(SCORE)
+        await engine_at(port).score(SCORE)
     assert error.value.retryable
-
-
-async def test_more_calls_at_once_than_a_client_usually_allows(connections: Connections) -> None:
-    engine = FakeEngine()
-    engine.faults.delay = 0.5
-    with served(engine) as url:
-        client = EngineClient(url, connections, connect_seconds=5, engine_seconds=20)
-        scores = [client.score(wire.Score(str(place), [1], [[place]], wire.Labels([3]))) for place in range(150)]
-        answers = asyncio.gather(*scores)
-        await asyncio.to_thread(wait_until, lambda: len(engine.scores) == 150)
-        assert len(await answers) == 150
 
 
 @pytest.fixture
@@ -99,18 +79,6 @@ def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int
         assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
         assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]
-
-
-def test_work_goes_to_the_replica_with_the_least(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    for engine in engines:
-        engine.faults.delay = 0.05
-    body = {"prompt": "x", "stream": True, "max_tokens": 2000, "ignore_eos": True}
-    with httpx.Client(base_url=client.base_url, timeout=20) as other, other.stream("POST", "/v1/completions", json=body):
-        for place in range(5):
-            assert client.post("/v1/score", json={**IDS, "items": [[place]]}).status_code == 200
-    assert sorted((len(engine.generates), len(engine.scores)) for engine in engines) == [(0, 5), (1, 0)]
 
 
 def test_replicas_that_differ_are_not_mixed(start: Start) -> None:

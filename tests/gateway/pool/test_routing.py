@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.errors import NotReady
-from gateway.pool.client import Connections, EngineClient, EngineToken
-from gateway.pool.health import Health
-from gateway.pool.replica import Replica, ServedModel
-from gateway.pool.split import SplitTokens, split
+from gateway.pool.client import EngineClient
+from gateway.pool.placement import parts_of, split
+from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
 from tests.gateway.conftest import Clock, Start, metric
 from tests.processes import wait_until
@@ -27,23 +25,12 @@ INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
 
 
 def replica(name: int, tokens: int = 0) -> Replica:
-    client = EngineClient(f"http://engine-{name}", Connections(), connect_seconds=1, engine_seconds=1)
+    client = EngineClient(f"http://engine-{name}", connect_seconds=1, engine_seconds=1)
     return Replica(client, ready=True, tokens=tokens, health=Health(tolerance=1, seconds=60))
 
 
 def model(*replicas: Replica) -> ServedModel:
     return ServedModel(INFO, None, None, list(replicas))
-
-
-def test_the_fewest_tokens_in_flight_win() -> None:
-    replicas = [replica(0, 10), replica(1, 5), replica(2, 7)]
-    assert model(*replicas).choose(1) is replicas[1]
-    assert model(*replicas).choose(1, tried=[replicas[1]]) is replicas[2]
-
-
-def test_equals_take_turns() -> None:
-    pool = model(*map(replica, range(4)))
-    assert len({pool.choose(1) for _ in range(100)}) == 4
 
 
 def test_a_prefix_stays_where_it_is() -> None:
@@ -87,7 +74,7 @@ def test_no_more_than_half_are_ejected() -> None:
 def health_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which replicas are ejected."""
     clock = Clock()
-    monkeypatch.setattr("gateway.pool.health.time", clock)
+    monkeypatch.setattr("gateway.pool.replica.monotonic", clock.monotonic)
     return clock
 
 
@@ -111,13 +98,6 @@ def test_one_trial_at_a_time(health_clock: Clock) -> None:
     assert sick.state == "ready"
 
 
-def test_none_is_ready() -> None:
-    away, leaving = replica(0), replica(1)
-    away.ready, leaving.draining = False, True
-    with pytest.raises(NotReady):
-        model(away, leaving).choose(1)
-
-
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=200),
     prefix=st.integers(0, 3000),
@@ -131,7 +111,7 @@ def test_splits(
     lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int, idle: int, idle_split_tokens: int
 ) -> None:
     idle, idle_split_tokens = min(idle, replicas), min(idle_split_tokens, split_tokens)
-    count = SplitTokens(split_tokens, idle_split_tokens).parts(prefix, sum(lengths), replicas=replicas, idle=idle)
+    count = parts_of(prefix, sum(lengths), usual=split_tokens, idle=idle_split_tokens, replicas=replicas, idle_replicas=idle)
     parts = split(prefix, lengths, count, max_branches=most)
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and 0 < len(part) <= most for part in parts)
@@ -143,21 +123,21 @@ def test_splits(
         assert len(parts) == 1 or sum(lengths) >= len(parts) * max(least, prefix)
 
 
-def parts_of(prefix: int, items: int, idle_replicas: int = 4, **tokens: int) -> int:
+def parts(prefix: int, items: int, idle_replicas: int = 4, idle: int = 4096) -> int:
     """Parts of a request with items of 180 tokens for four replicas."""
-    return SplitTokens(**({"usual": 4096, "idle": 4096} | tokens)).parts(prefix, 180 * items, replicas=4, idle=idle_replicas)
+    return parts_of(prefix, 180 * items, usual=4096, idle=idle, replicas=4, idle_replicas=idle_replicas)
 
 
 def test_the_standard_request_is_not_split() -> None:
-    assert parts_of(120, 10) == 1
-    assert parts_of(120, 500) == 4
-    assert parts_of(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
+    assert parts(120, 10) == 1
+    assert parts(120, 500) == 4
+    assert parts(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
 
 
 def test_idle_replicas_get_smaller_parts() -> None:
-    assert [parts_of(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
-    assert parts_of(1000, 10, idle=512) == 1, "the prefix is more than a half"
-    assert parts_of(120, 500, 1, idle=512) == 4
+    assert [parts(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
+    assert parts(1000, 10, idle=512) == 1, "the prefix is more than a half"
+    assert parts(120, 500, 1, idle=512) == 4
 
 
 def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
@@ -185,14 +165,6 @@ def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
                 engine.faults.hold = False
     assert all(each.result() is None for each in asked)
     assert sorted(len(score.branches) for engine in engines for score in engine.scores) == [5, 5, 5, 5, 10]
-
-
-def test_small_requests_are_whole_unless_a_setting_divides_them(start: Start) -> None:
-    engines = [FakeEngine() for _ in range(2)]
-    client = start(*engines)
-    body = {"query": [7] * 20, "items": [[place % 250] * 30 for place in range(10)], "label_token_ids": [1]}
-    assert client.post("/v1/score", json=body).status_code == 200
-    assert sorted(len(engine.scores) for engine in engines) == [0, 1]
 
 
 def test_queries_keep_to_a_replica(start: Start) -> None:
@@ -327,20 +299,6 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
     assert metric(client, "yardstick_requests_waiting") == 0
 
 
-def test_requests_that_do_not_wait_are_counted_as_without_engine(start: Start) -> None:
-    """Autoscalers start a pod for them, so the series exists before the first one."""
-    engine = FakeEngine()
-    client = start(engine, wait_seconds=0)
-    name = 'yardstick_model_requests_without_engine_total{model="fake"}'
-    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
-    assert client.post("/v1/score", json=body).status_code == 200
-    assert metric(client, name) == 0
-    engine.ready = False
-    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
-    assert client.post("/v1/score", json=body | {"query": [2]}).status_code == 503
-    assert metric(client, name) == 1
-
-
 @pytest.mark.slow
 def test_waiting_is_bounded(start: Start) -> None:
     engine = FakeEngine()
@@ -379,28 +337,3 @@ def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     (tmp_path / "new").rename(file)
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert client.post("/v1/score", json={**body, "items": [[4]]}).status_code == 200
-
-
-def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("first")
-    token = EngineToken(file)
-    file.unlink()
-    assert token.headers == {"authorization": "Bearer first"}
-    file.write_text("\n")
-    assert token.headers == {"authorization": "Bearer first"}
-    with pytest.raises(ValueError, match="no token"):
-        EngineToken(file)
-
-
-def test_an_engine_that_falls_silent_is_given_up(start: Start) -> None:
-    """It keeps its connections open and answers neither a probe nor a request; other engines do."""
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines, silence_seconds=0.1)
-    engines[0].silent = True
-    body = {"query": [1], "label_token_ids": [1]}
-    for place in range(10):
-        began = time.perf_counter()
-        assert client.post("/v1/score", json={**body, "items": [[place]]}).status_code == 200
-        assert time.perf_counter() - began < 9
-    assert len(engines[1].scores) == 10

@@ -8,9 +8,9 @@ import time
 import httpx
 import pytest
 
-from gateway.errors import EngineSilent, ModelNotFound, NotReady
+from gateway.errors import ModelNotFound, NotReady
 from gateway.pool import pool as pool_module
-from gateway.pool.silence import AwakeClock
+from gateway.pool.pool import AwakeClock
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.test_pool import Told, engines_ready, pool_of, score
@@ -86,17 +86,6 @@ async def test_an_engine_whose_process_has_ended_is_not_silent() -> None:
 
 
 @pytest.mark.slow
-def test_slow_probes_are_no_silence(start: Start) -> None:
-    engine = FakeEngine()
-    engine.faults.probe_delay = 0.4
-    client = start(engine, silence_seconds=0.8)
-    for place in range(20):
-        assert client.post("/v1/score", json=SCORE | {"items": [[place]]}).status_code == 200
-        time.sleep(0.1)
-    assert metric(client, 'yardstick_engine_silences_total{model="fake"}') == 0
-
-
-@pytest.mark.slow
 def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
     async def scenario() -> None:
         source, engine = Told(), FakeEngine()
@@ -114,25 +103,6 @@ def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
                 assert 'yardstick_engine_silences_total{model="fake"} 0.0' in b"".join(telemetry.exposition()).decode()
 
     asyncio.run(scenario())
-
-
-@pytest.mark.slow
-async def test_an_engine_that_is_gone_from_discovery_may_fall_silent_too() -> None:
-    source, engine = Told(), FakeEngine()
-    with served(engine) as url:
-        async with pool_of(source, silence_seconds=0.3) as (pool, dispatcher, telemetry):
-            source.say(url)
-            await until(lambda: engines_ready(telemetry) == 1)
-            engine.faults.delay = 60
-            running = asyncio.create_task(score(pool, dispatcher))
-            await until(lambda: bool(engine.scores))
-            source.say()
-            await until(lambda: engines_ready(telemetry) == 0)
-            engine.silent = True
-            with pytest.raises((EngineSilent, NotReady)):
-                await asyncio.wait_for(running, 8)
-            engine.silent = False
-            await until(lambda: not pool._watchers)
 
 
 async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,24 +123,6 @@ async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.M
             hanging.faults.tokenizer_hangs = False
             await until(lambda: engines_ready(telemetry) == 3)
             assert [len(model.replicas) for model in pool.models] == [2, 1]
-
-
-@pytest.mark.slow
-async def test_a_model_that_nobody_knows_is_not_found_while_an_engine_is_down() -> None:
-    up, down, engine = Told(), Told(), FakeEngine()
-    with served(engine) as url:
-        async with pool_of(up, down, startup_seconds=5) as (pool, _, telemetry):
-            with pytest.raises(NotReady):
-                pool.model("typo")
-            up.say(url)
-            down.say("http://127.0.0.1:9")
-            await until(lambda: engines_ready(telemetry) == 1)
-            with pytest.raises(NotReady):
-                pool.model("typo")  # it may be the one of the engine that has said nothing yet
-            await asyncio.sleep(5.1)
-            with pytest.raises(ModelNotFound):
-                pool.model("typo")
-    assert pool.model("fake").name == "fake", "a model that was known is remembered"
 
 
 async def test_an_entry_that_has_led_to_a_model_has_said_enough() -> None:

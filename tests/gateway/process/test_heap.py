@@ -9,71 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from gateway.ops.metrics import Telemetry
-from gateway.process.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
+from gateway.process.heap import GarbageCollection
 from gateway.store.base import Space
 from gateway.store.memory import MemoryStore
 from gateway.text.tokenizer import GPT2, Pieces
-
-
-class Heap:
-    """Python's collector as the class sees it, with a clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        self.middle_collections = 0
-        self.collections = 0
-        self.telemetry = Telemetry()
-        monkeypatch.setattr("gateway.process.heap.gc.get_count", lambda: (0, 0, self.middle_collections))
-        self.garbage = GarbageCollection(self.telemetry, collect=self._collect, clock=lambda: self.now)
-
-    def _collect(self) -> None:
-        self.collections += 1
-        self.middle_collections = 0
-
-    def collects(self) -> bool:
-        before = self.collections
-        self.garbage.tick()
-        return self.collections > before
-
-    def counted(self, reason: str) -> bool:
-        return f'yardstick_garbage_collections_total{{reason="{reason}"}} 1.0'.encode() in b"".join(self.telemetry.exposition())
-
-
-@pytest.fixture
-def heap(monkeypatch: pytest.MonkeyPatch) -> Heap:
-    return Heap(monkeypatch)
-
-
-def test_a_pause_between_requests_is_used(heap: Heap) -> None:
-    heap.middle_collections = 1
-    assert heap.collects()
-    assert heap.counted("idle")
-    assert not heap.collects(), "nothing became old since"
-
-
-def test_requests_in_progress_put_a_collection_off(heap: Heap) -> None:
-    heap.middle_collections = MOST_PUT_OFF - 1
-    heap.telemetry.in_flight = 1
-    heap.now += OVERDUE_SECONDS - 1
-    assert not heap.collects()
-    heap.telemetry.in_flight = 0
-    assert heap.collects()
-
-
-def test_many_old_objects_make_it_overdue(heap: Heap) -> None:
-    heap.telemetry.in_flight = 1
-    heap.middle_collections = MOST_PUT_OFF
-    assert heap.collects()
-    assert heap.counted("overdue")
-
-
-def test_time_makes_it_overdue(heap: Heap) -> None:
-    heap.telemetry.in_flight = 1
-    heap.middle_collections = 1
-    heap.now += OVERDUE_SECONDS
-    assert heap.collects()
-    heap.middle_collections = 1
-    assert not heap.collects(), "the time counts from the last collection"
 
 
 @pytest.fixture

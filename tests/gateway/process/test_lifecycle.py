@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.settings import Settings, SettingsError
 from tests.fakes import FakeEngine, ids, served
 from tests.processes import Program, wait_until
 from tests.tuned import environment
@@ -85,16 +84,6 @@ def test_a_stream_is_finished(engine: FakeEngine, start: Callable[..., Program])
 
 
 @pytest.mark.slow
-def test_a_stream_that_takes_too_long_is_cut_off(engine: FakeEngine, start: Callable[..., Program]):
-    gateway = start(drain_seconds="0.1", grace_seconds="1")
-    engine.faults.delay = 60
-    reading(gateway, [])
-    wait_until(lambda: len(engine.generates) > 0)
-    gateway.process.send_signal(signal.SIGTERM)
-    gateway.process.wait(30)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("keepalive", [15, 0.2])
 def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngine, start: Callable[..., Program], keepalive: float):
     """A stream that has begun gets a last event; what has not begun gets a 503. With comments, a stream that waits has begun."""
@@ -130,8 +119,3 @@ def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngin
         errors.append(json.loads(answer.text.splitlines()[-2].removeprefix("data: ")) if streamed else answer.json())
     assert [error["error"]["code"] for error in errors] == ["server_shutting_down"] * 3
     wait_until(lambda: len(engine.left) == 3)
-
-
-def test_a_drain_must_fit_into_the_grace():
-    with pytest.raises(SettingsError, match="YARDSTICK_DRAIN_SECONDS: 30 s are not less than the 30 s"):
-        Settings(engines=("http://127.0.0.1:1",), drain_seconds=30, grace_seconds=30)

@@ -43,28 +43,6 @@ async def test_a_callback_that_runs_too_long_is_measured(seconds: float, work: f
     assert seconds - 2 * error < longest(telemetry) < seconds + 2 * error
 
 
-async def test_the_interval_follows_the_load() -> None:
-    telemetry = Telemetry()
-    now, used = 0.0, 0.0
-    watchdog = Watchdog(telemetry, wall=lambda: now, cpu=lambda: used)
-
-    def interval() -> float:
-        watchdog.tick()
-        watchdog.stop()
-        return watchdog._due - now
-
-    assert interval() == pytest.approx(IDLE_SECONDS)
-    telemetry.in_flight += 1
-    now, used = 1.0, 0.1
-    assert interval() == pytest.approx(CALM_SECONDS)
-    now, used = 1.025, 0.11
-    assert interval() == pytest.approx(CALM_SECONDS)
-    now, used = 1.05, 0.125
-    assert interval() == pytest.approx(BUSY_SECONDS)
-    now, used = 1.055, 0.1255
-    assert interval() == pytest.approx(CALM_SECONDS)
-
-
 async def test_time_in_which_others_had_the_processor_does_not_count() -> None:
     telemetry = Telemetry()
     watchdog = Watchdog(telemetry)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.lenvm.remaining import remaining_tokens, value_and_remaining
+from gateway.generation.length import remaining_tokens, value_and_remaining
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
 from tests.gateway.conftest import Start, metric
 from tests.gateway.test_error_table import told

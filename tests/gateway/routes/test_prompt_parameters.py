@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.generation import prompt_output
 from tests.fakes import FakeEngine, ids, library, logprobs_after
 
 PROMPT = "The quick fox"
@@ -74,7 +73,7 @@ def test_log_probabilities_of_prompts_have_bounds(shared: httpx.Client, monkeypa
     for path in (complete, chat):
         for body in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
             assert path(shared, 400, **body)["error"]["param"] == "prompt_logprobs"
-    monkeypatch.setattr(prompt_output, "MAX_ENTRIES", 2 * len(ids(PROMPT)))
+    monkeypatch.setattr("gateway.generation.generation.MAX_ENTRIES", 2 * len(ids(PROMPT)))
     complete(shared, prompt_logprobs=1)
     assert complete(shared, 400, prompt_logprobs=2)["error"]["param"] == "prompt_logprobs"
 

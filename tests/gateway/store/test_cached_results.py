@@ -158,7 +158,7 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
     store = RedisStore(link, telemetry, prefix=f"full{length}", cache_seconds=60)
-    cache, room = ResultCache(store, telemetry), min(QUEUE_VALUES, QUEUE_BYTES // (4 * length))
+    cache, room = ResultCache(store), min(QUEUE_VALUES, QUEUE_BYTES // (4 * length))
 
     def written(result: str) -> float:
         lines = b"".join(telemetry.exposition()).decode().splitlines()

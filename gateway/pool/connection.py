@@ -1,35 +1,43 @@
-"""The gateway's own HTTP/1.1 connection to an engine: for ``POST /generate``, which streams, and for calls with one answer.
+"""The gateway's own HTTP/1.1 connections to an engine.
 
 A general HTTP client spends more on a message of a few bytes than the rest of the gateway: timers, chunk lists and several calls
-for each. This one decodes messages where they arrive, and wakes the reader once.
+for each. :class:`EngineStream` decodes messages where they arrive, and wakes the reader once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
+from functools import cache
 
 import httptools
 import msgspec
+from yarl import URL
 
 from engine import wire
-from gateway.errors import EngineLost
-from gateway.pool.faults import lost, silent, unreadable
+from gateway.errors import EngineLost, EngineSilent, NotReady
 
 MAX_UNREAD = 128 * 1024
 """Bytes that arrive before reading pauses, while a decoded message waits to be read."""
-SLICE = 8 * 1024
-"""Bytes that are parsed per event loop iteration. In the densest messages, log-probabilities of a prompt without alternatives, they
-describe 750 tokens."""
 MAX_MESSAGE = 512 * 1024
 """Most bytes of a message of a stream. It is decoded at once; a message of this size takes 4 ms. An engine's largest message, the
 log-probabilities of 256 tokens of a prompt with twenty for each, has 71 KB and takes 0.2 ms."""
 MAX_REFUSAL = 64 * 1024
 """Bytes that are kept of the body of a refusal."""
+MAX_OVERHEAD = 128 * 1024
+"""Bytes of an answer that is one message, without its content and the content's frames: its head, and the body of a refusal."""
+KEEPALIVE_SECONDS = 2.0
+"""Idle connections close before the engine's server closes them (5 s in uvicorn), so that no request uses a closed connection."""
 
 OnDelta = Callable[[wire.Delta], bool]
 """Processes one delta at once, from the event of the connection that brought it. Returns False, and changes nothing, if the reader
 should get it."""
+
+
+def unreadable() -> EngineLost:
+    """Create the error for an answer that is not valid."""
+    return EngineLost("The engine's answer cannot be read; its version may not match the gateway's.")
 
 
 class EngineStream(asyncio.Protocol):
@@ -43,8 +51,6 @@ class EngineStream(asyncio.Protocol):
         self._replies: list[wire.Reply] = []
         self._whole: bytearray | None = None
         """The body of an answer that is one message; None for an answer in frames."""
-        self._backlog = memoryview(b"")
-        """Bytes that are not parsed yet. Reading pauses meanwhile, so these are at most the bytes of one read."""
         self._unread = 0
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
@@ -57,14 +63,17 @@ class EngineStream(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self.status = 0
         """Status of the answer; 0 until its head has arrived."""
+        self.headers: dict[bytes, bytes] = {}
+        """Headers of the answer, by name in lower case."""
         self.refusal = b""
         """The body of an answer whose status is not 200."""
+        self._received = 0
 
     @property
     def reusable(self) -> bool:
         """Whether another request may be sent."""
         open = self._transport is not None and not self._transport.is_closing()
-        return open and self._complete and self._error is None and not self._backlog and not self._paused
+        return open and self._complete and self._error is None and not self._paused
 
     def send(self, request: bytes, silence_seconds: float, *, framed: bool = True) -> None:
         """Send a request. It fails with :class:`EngineSilent` after ``silence_seconds`` in which nothing arrives. ``framed``: the
@@ -73,6 +82,7 @@ class EngineStream(asyncio.Protocol):
         self._replies, self._unread = [], 0  # the reader of the request before may have left some
         self._whole = None if framed else bytearray()
         self._reader, self._complete, self.status, self.refusal = wire.FrameReader(MAX_MESSAGE), False, 0, b""
+        self.headers, self._received = {}, 0
         self._silence_seconds, self._heard = silence_seconds, self._loop.time()
         self._transport.write(request)
         self._look()
@@ -124,12 +134,8 @@ class EngineStream(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Decode the messages in ``data``; if it is long, over several iterations of the event loop."""
+        """Decode the messages in ``data``."""
         self._heard = self._loop.time()
-        if len(data) > SLICE and self._whole is None:
-            self._backlog = memoryview(data)
-            self._feed_slice()
-            return
         if self._transport is None:
             return
         if self._complete:  # bytes without a request
@@ -142,7 +148,7 @@ class EngineStream(asyncio.Protocol):
             return
         if self._on_delta is not None and len(replies := self._replies) == 1:
             delta = replies[0]
-            if isinstance(delta, wire.Delta) and not (self._complete or self._paused or self._backlog or self._error):
+            if isinstance(delta, wire.Delta) and not (self._complete or self._paused or self._error):
                 try:  # without waking the reader, which would cost more than the rest of the work
                     if self._on_delta(delta):
                         replies.clear()
@@ -151,8 +157,13 @@ class EngineStream(asyncio.Protocol):
                     replies.clear()
                     self._fail(error)
                     return
+        if self._whole is not None and not self._complete:
+            self._received += len(data)
+            if self._received > MAX_OVERHEAD + 2 * len(self._whole):
+                self._fail(unreadable())
+                return
         self._unread += len(data)
-        if self._paused or self._backlog or self._unread > MAX_UNREAD:
+        if self._paused or self._unread > MAX_UNREAD:
             self._regulate()
         if self._replies or self._complete:
             self._wake()
@@ -163,10 +174,15 @@ class EngineStream(asyncio.Protocol):
         if self.status not in (0, 200):  # the end of the connection may be the end of the body
             self._complete = True
         if not self._complete:
-            self._fail(lost())
+            self._fail(EngineLost("The connection to the engine broke; try again.", retryable=True))
         self._wake()
 
     # --- events of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Trailers, which follow the content, are ignored."""
+        if self.status == 0:
+            self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Note the status."""
@@ -192,17 +208,9 @@ class EngineStream(asyncio.Protocol):
         elif not self._parser.should_keep_alive():
             self.close()
 
-    def _feed_slice(self) -> None:
-        part, self._backlog = self._backlog[:SLICE], self._backlog[SLICE:]
-        self.data_received(part)
-        if self._transport is None:
-            self._backlog = memoryview(b"")
-        elif self._backlog:
-            self._loop.call_soon(self._feed_slice)
-
     def _regulate(self) -> None:
         """Pause or resume reading."""
-        full = bool(self._backlog) or (bool(self._replies) and self._unread > MAX_UNREAD)
+        full = bool(self._replies) and self._unread > MAX_UNREAD
         if full == self._paused or self._transport is None:
             return
         self._paused, self._heard = full, self._loop.time()
@@ -228,7 +236,7 @@ class EngineStream(asyncio.Protocol):
         if self._complete:
             return
         if due <= now:
-            self._fail(silent())
+            self._fail(EngineSilent("The engine was silent for too long; try again, or ask for less at once."))
         else:
             self._timer = self._loop.call_at(due, self._look)
 
@@ -236,3 +244,52 @@ class EngineStream(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """The authorities that sign certificates of engines. All clients share them, because reading them takes 30 ms."""
+    return ssl.create_default_context()
+
+
+class Connections:
+    """The connections to one engine, of which idle ones are used again. Admission bounds the number of requests, and so of
+    these."""
+
+    def __init__(self, url: URL, *, connect_seconds: float, keepalive_seconds: float = KEEPALIVE_SECONDS) -> None:
+        self._url = url
+        self._connect_seconds = connect_seconds
+        self._keepalive_seconds = keepalive_seconds
+        self.idle: list[EngineStream] = []
+
+    async def take(self) -> EngineStream:
+        """Return the idle connection that was used last, or a new one. Raises :class:`NotReady`."""
+        while self.idle:
+            if (stream := self.idle.pop()).reusable:
+                return stream
+            stream.close()
+        host, port = self._url.host or "", self._url.port or 0
+        tls = _tls() if self._url.scheme == "https" else None
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                _, stream = await asyncio.get_running_loop().create_connection(EngineStream, host, port, ssl=tls)
+        except (OSError, TimeoutError):
+            raise NotReady("The model's engine cannot be reached; try again soon.", retry_after=1, retryable=True) from None
+        return stream
+
+    def give_back(self, stream: EngineStream) -> None:
+        """Keep a connection for the next request. It is closed, which aborts the request, if the answer is incomplete."""
+        if stream.reusable:
+            self.idle.append(stream)
+            stream.retire_after(self._keepalive_seconds, lambda: self._retire(stream))
+        else:
+            stream.close()
+
+    def _retire(self, stream: EngineStream) -> None:
+        self.idle.remove(stream)
+        stream.close()
+
+    def close(self) -> None:
+        """Close idle connections."""
+        while self.idle:
+            self.idle.pop().close()

@@ -7,7 +7,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import InvalidRequest
-from gateway.lenvm.length_guidance import default_min_p, thinking_limit, with_section
+from gateway.generation.length import default_min_p, thinking_limit, with_section
 from gateway.output.answer import AnswerFormat, Thinking
 
 

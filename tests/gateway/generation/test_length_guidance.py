@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.lenvm.remaining import remaining_tokens
+from gateway.generation.length import remaining_tokens
 from tests.fakes import FakeEngine, guided, ids, library
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_completions_api import chat, complete
@@ -284,23 +284,3 @@ def test_guided_prompts_are_counted(start: Start) -> None:
     complete(client)
     assert metric(client, 'yardstick_length_guided_prompts_total{mode="centered_exp",model="fake"}') == 2
     assert metric(client, 'yardstick_length_guided_prompts_total{mode="eq",model="fake"}') == 1
-
-
-def test_a_guided_stream_goes_on_at_another_replica(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    guide = {"scale": 5.0, "return_values": True}
-    body = {"prompt": "x", "seed": 3, "max_tokens": 12, "logprobs": 3, "ignore_eos": True, "length_guidance": guide}
-    expected = complete(client, **body)["choices"][0]["logprobs"]
-    for engine in engines:
-        engine.generates.clear()
-    engines[0].faults.break_after = 4
-    resumed: list[wire.Generate] = []
-    for _ in range(20):  # which replica is asked first is drawn
-        pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
-        assert [value for piece in pieces for value in piece["top_values"]] == expected["top_values"]
-        resumed = [request for engine in engines for request in engine.generates if request.resume_offset]
-        if resumed:
-            break
-    assert resumed
-    assert all(request.length_guidance == wire.LengthGuidance(**guide) for request in resumed)

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.pool.discovery.base import Backoff, Discovery, Endpoint
-from gateway.pool.discovery.dns import Dns
+from gateway.pool.discovery import Endpoint, Source, resolved
 from tests.processes import until
-
-
-def test_waits_grow_to_a_limit() -> None:
-    backoff = Backoff(1, 8)
-    waits = [backoff.wait() for _ in range(20)]
-    assert all(nominal / 2 <= wait <= nominal * 1.5 for nominal, wait in zip([1, 2, 4, *[8] * 17], waits, strict=True))
-    backoff.reset()
-    assert backoff.wait() <= 1.5
 
 
 async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +24,7 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
-    async with following(Dns("engines", 8100, resolve_seconds=0.01)) as seen:
+    async with following(resolved("engines", 8100, resolve_seconds=0.01)) as seen:
         await until(lambda: len(seen) == 3)
     assert [[endpoint.url for endpoint in found] for found in seen] == [
         ["http://10.0.0.1:8100", "http://10.0.0.2:8100", "http://[fd00::1]:8100"],
@@ -42,19 +33,13 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-async def test_a_real_name() -> None:
-    async with following(Dns("localhost", 8100, resolve_seconds=1)) as seen:
-        await until(lambda: bool(seen))
-    assert Endpoint("http://127.0.0.1:8100") in seen[0]
-
-
 @asynccontextmanager
-async def following(source: Discovery) -> AsyncIterator[list[Sequence[Endpoint]]]:
+async def following(source: Source) -> AsyncIterator[list[Sequence[Endpoint]]]:
     """Collect the endpoints that ``source`` yields, in a list that grows."""
     seen: list[Sequence[Endpoint]] = []
 
     async def follow() -> None:
-        async with aclosing(source.follow()) as answers:
+        async with aclosing(source) as answers:
             async for found in answers:
                 seen.append(found)
 

@@ -19,15 +19,14 @@ import pytest
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.config import incluster_config
 
-from gateway.pool.discovery import access, kubernetes
-from gateway.pool.discovery.access import Access, AccessError, find_access
-from gateway.pool.discovery.base import Endpoint
-from gateway.pool.discovery.kubernetes import EndpointSlices, endpoints_of
+from gateway.pool import kubernetes
+from gateway.pool.discovery import Endpoint
+from gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoints_of, find_access
 from gateway.settings import ServiceAddress
 from tests.fakes import served
-from tests.gateway.pool.discovery.test_discovery import following
+from tests.gateway.pool.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator
-from tests.processes import free_port, until
+from tests.processes import until
 from tests.redis import Certificates
 
 
@@ -164,7 +163,7 @@ async def watching(api: FakeApi, watch_seconds: int = 30, silence_seconds: float
         return Access(client_of(url, f"Bearer {reads}"), "models")
 
     with served(api) as url:
-        source = EndpointSlices(
+        source = endpoint_slices(
             ServiceAddress("engines", "http"), access=fresh, watch_seconds=watch_seconds, silence_seconds=silence_seconds
         )
         async with following(source) as seen:
@@ -235,15 +234,6 @@ async def test_what_is_forgotten_is_listed_anew(api: FakeApi, how: str) -> None:
     assert api.lists == 2
 
 
-async def test_what_went_unseen_is_gone_after_a_list(api: FakeApi) -> None:
-    async with watching(api) as brought:
-        api.change("ADDED", "b", "10.0.0.2")
-        await until(lambda: brought[-1] == {"10.0.0.1", "10.0.0.2"})
-        del api.slices["a"]
-        api.error(410)
-        await until(lambda: brought[-1] == {"10.0.0.2"})
-
-
 @pytest.mark.slow
 async def test_a_watch_that_hangs_is_found_out(api: FakeApi) -> None:
     api.hang = True
@@ -276,28 +266,6 @@ async def test_garbage_is_listed_anew(api: FakeApi) -> None:
         await until(lambda: brought[-1] == {"10.0.0.1", "10.0.0.2"})
 
 
-async def test_an_api_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    source = EndpointSlices(ServiceAddress("engines", "http"), access=lambda: Access(client_of(url, "Bearer 1"), "models"))
-    async with following(source) as seen:
-        await until(lambda: caplog.text.count("the last known ones stay in use") >= 3)
-        api = FakeApi()
-        api.change("ADDED", "a", "10.0.0.1")
-        with served(api, port):
-            await until(lambda: bool(seen))
-            api.generation += 1
-
-
-async def test_credentials_that_are_missing_for_now(caplog: pytest.LogCaptureFixture) -> None:
-    def access() -> Access:
-        raise AccessError("nothing there yet")
-
-    async with following(EndpointSlices(ServiceAddress("engines", "http"), access=access)) as seen:
-        await until(lambda: "nothing there yet" in caplog.text)
-    assert seen == []
-
-
 async def test_the_thread_ends_with_its_follower(api: FakeApi) -> None:
     """At once, although the watch has nothing to say."""
     async with watching(api) as brought:
@@ -325,7 +293,7 @@ def secure(api: FakeApi, folder: Path) -> Iterator[tuple[str, Certificates]]:
 
 async def endpoints(environment: dict[str, str], api: FakeApi, watches: int = 1) -> set[str]:
     """Return the endpoints that a gateway with this environment finds, after this number of watches."""
-    source = EndpointSlices(ServiceAddress("engines", "http"), access=lambda: find_access(environment), watch_seconds=1)
+    source = endpoint_slices(ServiceAddress("engines", "http"), access=lambda: find_access(environment), watch_seconds=1)
     async with following(source) as seen:
         await until(lambda: bool(seen) and len(api.watches) >= watches)
         return {endpoint.url for endpoint in seen[-1]}
@@ -335,7 +303,7 @@ async def test_the_account_of_a_pod(api: FakeApi, tmp_path: Path, monkeypatch: p
     files = {name: tmp_path / name for name in ("token", "ca.crt", "namespace")}
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(files["token"]))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(files["ca.crt"]))
-    monkeypatch.setattr(access, "NAMESPACE_FILE", files["namespace"])
+    monkeypatch.setattr(kubernetes, "NAMESPACE_FILE", files["namespace"])
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     with secure(api, tmp_path) as (url, certificates):
         parts = urlsplit(url)
@@ -383,25 +351,6 @@ async def test_a_credential_plugin_of_a_kubeconfig(api: FakeApi, tmp_path: Path)
     assert found == {"http://10.0.0.1:8100"}
     assert all(token.startswith("Bearer token-") for token in api.tokens)
     assert len(set(api.tokens)) >= 3, "a token that has expired is asked for again"
-
-
-async def test_a_kubeconfig_with_a_token_in_a_file(api: FakeApi, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret")
-    with secure(api, tmp_path) as (url, certificates):
-        found = await endpoints(kubeconfig(tmp_path, url, certificates.ca, {"tokenFile": "token"}), api)
-    assert (found, set(api.tokens)) == ({"http://10.0.0.1:8100"}, {"Bearer secret"})
-
-
-async def test_a_certificate_of_another_authority_is_refused(
-    api: FakeApi, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "other").mkdir()
-    with secure(api, tmp_path) as (url, _):
-        environment = kubeconfig(tmp_path, url, Certificates(tmp_path / "other").ca, {"token": "secret"})
-        source = EndpointSlices(ServiceAddress("engines", "http"), access=lambda: find_access(environment))
-        async with following(source) as seen:
-            await until(lambda: "certificate verify failed" in caplog.text.lower())
-    assert (seen, api.tokens) == ([], [])
 
 
 def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""Converts ``length_guidance`` or ``custom_params`` of a request to the engine's :class:`~engine.wire.LengthGuidance`."""
+"""The length model in the API: ``length_guidance`` or ``custom_params`` of a request become the engine's
+:class:`~engine.wire.LengthGuidance`, and length values become tokens."""
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -15,11 +18,11 @@ CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
 """Default ``min_p`` of requests with a constraint. A constraint considers lengths only and may choose implausible candidates of the
 right length; with the demo models the text became meaningless without this bound."""
-
-
 THINKING_MIN_P = 0.1
 """Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length
 (docs/thinking.md)."""
+LARGEST = 1 - wire.SMALLEST_VALUE
+"""Largest single-precision value that is converted exactly; larger ones only mean "long"."""
 _SECTION = "length_guidance.applies_to"
 
 
@@ -178,3 +181,22 @@ def gamma_of_values(model: ServedModel, guidance: wire.LengthGuidance | None) ->
     if guidance is None or not guidance.return_values:
         return None
     return guidance.gamma or model.info.lenvm_gamma
+
+
+def remaining_tokens(value: float, gamma: float) -> float:
+    """Return the tokens that follow, for a rounded length ``value`` v in [0, 1]: v = 1 − γ^(remaining tokens). The bound
+    :data:`LARGEST` limits the result to at most ln 1e-9 / ln γ.
+
+    It is a proxy. v is a mean over all continuations of the text, and the inverse of a mean lies below the mean of the inverses
+    (ln is concave); the difference grows with the uncertainty of the length. "Length Value Model", arXiv 2604.27039.
+    """
+    return math.log1p(-min(value, LARGEST)) / math.log(gamma)
+
+
+def value_and_remaining(logit: float, gamma: float) -> tuple[float, float]:
+    """Return v = σ(z) and the proxy of :func:`remaining_tokens`, accurate in double precision even if v rounds to 1: ln(1 − v) =
+    −softplus(z)."""
+    small = math.exp(-abs(logit))
+    value = 1 / (1 + small) if logit >= 0 else small / (1 + small)
+    softplus = max(logit, 0.0) + math.log1p(small)
+    return value, -softplus / math.log(gamma)

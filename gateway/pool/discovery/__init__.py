@@ -1,1 +1,0 @@
-"""Discovery of engines. Each source follows one entry of the setting ``engines`` and retries for ever."""

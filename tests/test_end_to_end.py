@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
+import openai
+import pydantic
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,38 +111,22 @@ def test_likelihoods_of_items(gateway: Program, reference):
     assert again.json()["data"] == answer["data"]
 
 
-@pytest.mark.parametrize("over", ["messages", "HTTP"])
-def test_an_urgent_request_overtakes_a_running_one_of_its_key(pod: Pod, gateway: Program, over: str):
+def test_an_urgent_request_overtakes_a_running_one_of_its_key(pod: Pod, gateway: Program):
     """The large request is one message, whose steps take seconds; the urgent one is computed in its next step."""
 
-    def ask(name: str, items: list[list[int]], priority: int) -> object:
-        if over == "HTTP":
-            return post(gateway, "/v1/score", query=[1, 2], items=items, label_token_ids=[5], priority=priority)["scores"]
-        status, reply = pod.ask("/score", wire.Score(name, [1, 2], items, wire.Labels([5]), priority=priority))
-        assert status == 200
-        return reply
+    def ask(items: list[list[int]], priority: int) -> object:
+        return post(gateway, "/v1/score", query=[1, 2], items=items, label_token_ids=[5], priority=priority)["scores"]
 
     def running() -> bool:
         return "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text
 
-    shift = 0 if over == "HTTP" else 7  # no result is in a cache
-    large = [[3 + (shift + 11 * item + 17 * place) % 200 for place in range(60)] for item in range(800)]
+    large = [[3 + (11 * item + 17 * place) % 200 for place in range(60)] for item in range(800)]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, "large", large, 0)
+        answer = pool.submit(ask, large, 0)
         wait_until(running, seconds=60)
-        assert ask("urgent", [[200 + shift]], -10)
+        assert ask([[200]], -10)
         assert running(), "the large one goes on"
         assert answer.result(timeout=120)
-
-
-@pytest.mark.slow
-def test_ten_thousand_items(gateway: Program, reference):
-    items = [f"item {number}" for number in range(10_000)]
-    answer = post(gateway, "/v1/score", query="the query ", items=items, labels=["Yes"])
-    assert len(answer["scores"]) == len(items)
-    for number in (0, 4_321, 9_999):
-        expected = float(probabilities(reference, f"the query item {number}")[reference[1]("Yes").input_ids[0]])
-        assert answer["scores"][number] == pytest.approx([expected], abs=1e-5)
 
 
 @torch.inference_mode()
@@ -243,17 +230,89 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod:
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
 
 
-@pytest.mark.slow
-def test_a_lost_engine_is_a_503_with_retry_after(model: Path):
-    pod = Pod(model).wait_ready()
-    gateway = Program("gateway", "--engine", pod.url).wait_ready()
-    try:
-        pod.close()
-        wait_until(lambda: "yardstick_engines_ready 0.0" in gateway.client.get("/metrics").text)
-        response = gateway.client.post("/v1/completions", json={"model": pod.process.args[4], "prompt": "the"})
-        assert response.status_code in (404, 503), response.text
-        response = gateway.client.post("/v1/score", json={"query": "a", "items": ["b"], "labels": ["Yes"]})
-        assert (response.status_code, int(response.headers["retry-after"]) > 0) == (503, True)
-        assert gateway.client.get("/livez").status_code == 200
-    finally:
-        gateway.close()
+MESSAGES: Any = [{"role": "user", "content": "the red shoes"}]
+BIAS = {"4": 5.0, "63": 5.0, "95": 5.0}
+"""For ``"``, ``]`` and ``}``, so that a model with random weights ends strings, arrays and objects."""
+
+
+class Shoe(pydantic.BaseModel):
+    """The fields that the model fills in."""
+
+    name: str = pydantic.Field(max_length=12)
+    size: int = pydantic.Field(ge=30, le=50)
+    colour: Literal["red", "größer", "<|im_end|>"]
+    tags: list[Literal["a", "b c"]] = pydantic.Field(max_length=2)
+    box: Shoe | None
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Program) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_parse_gives_pydantic_objects(client: openai.OpenAI) -> None:
+    def shoes(seed: int) -> list[Shoe]:
+        completion = client.chat.completions.parse(
+            model="tiny", messages=MESSAGES, response_format=Shoe, n=2, seed=seed, logit_bias=BIAS, max_tokens=1500
+        )
+        assert [choice.finish_reason for choice in completion.choices] == ["stop"] * 2
+        return [choice.message.parsed for choice in completion.choices if choice.message.parsed is not None]
+
+    first = shoes(1)
+    assert len(first) == 2
+    assert first == shoes(1)
+    assert first != shoes(2)
+
+
+def test_streamed_as_whole(client: openai.OpenAI) -> None:
+    """With log-probabilities, several choices and a stop string; a stream is the whole answer in pieces."""
+    fields: Any = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+        "max_tokens": 300,
+        "logit_bias": BIAS,
+    }
+    extra = {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4}}}
+    whole = client.chat.completions.create(**fields, extra_body=extra)
+    texts, tokens = {0: "", 1: ""}, {0: "", 1: ""}
+    for chunk in client.chat.completions.create(**fields, extra_body=extra, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += "".join(each.token for each in (choice.logprobs.content if choice.logprobs else []))
+    for choice in whole.choices:
+        assert choice.message.content == texts[choice.index] == tokens[choice.index]
+        assert len(json.loads(texts[choice.index])) == 4
+    stopped = client.chat.completions.create(**fields, extra_body=extra, stop=",")
+    assert [choice.message.content for choice in stopped.choices] == [texts[index].split(",")[0] for index in (0, 1)]
+
+
+def test_json_objects_and_choices_on_completions(client: openai.OpenAI) -> None:
+    extra = {"response_format": {"type": "json_object"}}
+    answer = client.completions.create(
+        model="tiny", prompt=["a", "b"], seed=3, max_tokens=400, logit_bias=BIAS, extra_body=extra, logprobs=1
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+    assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)
+    chosen = client.completions.create(model="tiny", prompt="a", extra_body={"guided_choice": ["Yes", "No"]}, n=8)
+    assert {choice.text for choice in chosen.choices} <= {"Yes", "No"}
+
+
+def test_words_that_must_not_occur(client: openai.OpenAI) -> None:
+    free: Any = {"model": "tiny", "prompt": "the", "seed": 2, "max_tokens": 60, "extra_body": {"allowed_token_ids": [67, 68]}}
+    before = client.completions.create(**free).choices[0].text
+    assert set(before) == {"a", "b"}
+    free["extra_body"] |= {"bad_words": ["ab"]}
+    assert "ab" in before
+    assert "ab" not in client.completions.create(**free).choices[0].text
+
+
+def test_an_invalid_schema_is_a_400_that_names_the_place(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
+    assert raised.value.param == "response_format.json_schema.schema.properties.a"

@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import openai
-import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -131,13 +130,6 @@ def test_a_strict_tool_that_is_called_freely_gets_valid_arguments(client: openai
     check(choice.message.tool_calls, ["get_weather"])
 
 
-class Place(pydantic.BaseModel):
-    """The type that a response is parsed into."""
-
-    city: Literal["Zürich", "Köln"]
-    days: int
-
-
 def test_responses_call_tools(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function"} | WEATHER["function"] | {"strict": True}
     asked: dict[str, Any] = {
@@ -163,14 +155,6 @@ def test_responses_call_tools(client: openai.OpenAI) -> None:
     assert all(item.type != "function_call" for item in following.output)
 
 
-def test_a_parsed_response(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": "hermes", "input": "Where?", "reasoning": {"effort": "none"}, "max_output_tokens": 200}
-    told = client.responses.parse(text_format=Place, **fields)
-    assert isinstance(told.output_parsed, Place)
-    with client.responses.stream(text_format=Place, **fields) as stream:
-        assert isinstance(stream.get_final_response().output_parsed, Place)
-
-
 LARK = 'start: line ("\\n" line)?\nline: WORD "(" TEXT ")"\nWORD: "add" | "say"\nTEXT: "\\"" /[a-z\\\\]{1,3}/ "\\""'
 
 
@@ -190,16 +174,3 @@ def test_a_custom_tool_with_a_grammar(client: openai.OpenAI) -> None:
         model="hermes", input="Run.", tools=[flat], tool_choice={"type": "custom", "name": "run"}, reasoning={"effort": "none"}
     )
     assert re.match(r'(add|say)\("', told.output[0].input)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_limit_of_thinking(client: openai.OpenAI, stream: bool) -> None:
-    (open_tag,) = client.post("/tokenize", body={"model": "hermes", "prompt": "<think>"}, cast_to=dict)["tokens"]
-    asked: Any = {"model": "hermes", "messages": [USER], "max_tokens": 40, "seed": 1, "temperature": 1.5, "stream": stream}
-    asked |= {"logit_bias": {str(open_tag): 100}, "extra_body": {"thinking_token_budget": 5, "return_token_ids": True}}
-    answer: Any = client.chat.completions.create(**asked)
-    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else [answer.choices[0]]
-    drawn = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
-    (close_tag,) = client.post("/tokenize", body={"model": "hermes", "prompt": "</think>"}, cast_to=dict)["tokens"]
-    assert drawn[0] == open_tag
-    assert drawn.index(close_tag) == 6

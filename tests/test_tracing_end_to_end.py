@@ -83,19 +83,6 @@ def test_a_stream_has_prefill_and_decode(gateway: Program, collector: Collector)
     assert named(spans, "POST /v1/completions").attributes["gen_ai.usage.output_tokens"] == 60
 
 
-def test_engines_follow_the_gateway(gateway: Program, pods: list[Pod], collector: Collector):
-    """A request that the gateway does not trace is traced by no engine, and no trace begins in an engine."""
-    before = len(collector.spans)
-    body = {"model": "tiny", "query": "not traced", "items": ["a"], "labels": ["Yes"]}
-    gateway.client.post("/v1/score", json=body).raise_for_status()
-    trace_id, headers = sampled()
-    gateway.client.post("/v1/score", json=body | {"query": "traced"}, headers=headers).raise_for_status()
-    collector.trace(trace_id, 9)
-    assert {span.trace_id for span in collector.spans[before:]} == {trace_id}
-    for pod in pods:
-        assert "yardstick_engine_spans_dropped_total 0.0" in pod.client.get("/metrics").text
-
-
 @pytest.mark.slow
 def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of the tests that share the engines."""

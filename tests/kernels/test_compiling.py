@@ -193,7 +193,7 @@ def sampling() -> dict[str, Launch]:
         "draws": Launch(lambda: seeded_draw_triton(logits, numbers, rows, None), (LOADS,)),
         "draws within thresholds": Launch(lambda: seeded_draw_triton(logits, numbers, rows, numbers), (LOADS,)),
         "choices": Launch(lambda: seeded_choice_triton(torch.empty(4, 8), longs(4, 8), rows)),
-        "exclusion": Launch(lambda: exclude_triton_(logits, rows, torch.empty((4, 4748), dtype=torch.int32)), (LOADS,)),
+        "exclusion": Launch(lambda: exclude_triton_(logits, rows, torch.empty((4, 4748), dtype=torch.int32))),
         "length guidance": Launch(tilted, ("f64",)),
     }
 

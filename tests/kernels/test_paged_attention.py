@@ -166,22 +166,6 @@ def test_foreign_slots_are_not_read(device: torch.device) -> None:
     assert paged_attention_triton(q, keys, values, shifted).isfinite().all()
 
 
-def test_rows_of_zeros_do_nothing(device: torch.device) -> None:
-    shapes = [(1, 900), (30, 40), (2, 2)]
-    q, keys, values = tensors(shapes, device)
-    layout = layout_of(shapes, q, keys)
-    items, merges = layout.items, layout.merges
-    assert len(merges)
-    padding = items.new_zeros(2, 6)
-    padded = replace(
-        layout,
-        items=torch.cat([padding, items, padding]),
-        merges=torch.cat([merges, merges.new_zeros(2, 4)]),
-        narrow=layout.narrow + 2,
-    )
-    assert torch.equal(paged_attention_triton(q, keys, values, padded), paged_attention_triton(q, keys, values, layout))
-
-
 def test_tables_of_fixed_size_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For as many queries and for more; padding has no item, and the padding slot for its own."""
     monkeypatch.setattr(attention_layout, "PROGRAMS", 16)

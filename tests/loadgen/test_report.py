@@ -34,13 +34,13 @@ def failed(scheduled: float, failure: Any = "timeout", **more: Any) -> Record:
     return Record("score", scheduled, scheduled, scheduled + 5, failure=failure, items=10, **more)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])
 @pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 99.9, 100])
-def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(count: int, percent: float) -> None:
-    values = sorted(Random(count).random() for _ in range(count))
-    share = Fraction(str(percent)) / 100
-    expected = next(value for value in values if Fraction(sum(other <= value for other in values), count) >= share)
-    assert percentile(values, percent) == expected
+def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(percent: float) -> None:
+    for count in (1, 2, 3, 99, 100, 101):
+        values = sorted(Random(count).random() for _ in range(count))
+        share = Fraction(str(percent)) / 100
+        expected = next(value for value in values if Fraction(sum(other <= value for other in values), count) >= share)
+        assert percentile(values, percent) == expected
 
 
 def test_sums_and_rates() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
-import pytest
 
 from engine.ints import Ints
-from engine.kvcache.eviction import path_key
 from engine.kvcache.prefix_cache import Node, PrefixCache, SlotPool
 
 HEAD, TAIL = 30, 150
@@ -90,20 +86,3 @@ def test_a_scan_leaves_hot_items_with_a_common_beginning() -> None:
     for item in cold:
         found.use(item)
     assert [found.has(item) for item in hot] == [True] * 5
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_key_depends_on_salt_and_tokens_alone(seed: int) -> None:
-    rng, items = random.Random(seed), similar(12, seed)
-    keys: dict[tuple[str, bytes], int] = {}
-    found = Cache(1 << 14)
-    for _ in range(100):
-        item, salt = rng.choice(items), rng.choice(["", "theirs"])
-        item = item[: rng.randrange(1, len(item) + 1)]
-        node = found.use(item, *sorted(rng.sample(range(1, HEAD + TAIL), 3)), salt=salt)
-        assert keys.setdefault((salt, item.tobytes()), node.key) == node.key
-        if rng.random() < 0.2:
-            found.cache.evict(rng.randrange(2000))
-    assert len(set(keys.values())) == len(keys)
-    for node in found.cache.nodes():
-        assert node.key == path_key(node), "also after it was divided"

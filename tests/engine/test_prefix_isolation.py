@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from engine import wire
@@ -131,7 +129,7 @@ def test_a_private_request_leaves_nothing_however_it_ends(end: str):
         contents.adopt()
     assert nodes(scheduler) > 0
     if end == "preempted":
-        scheduler._allocator.preempt(request)
+        scheduler.allocator.preempt(request)
         assert nodes(scheduler) == 0
         check(scheduler)
         drain(scheduler, contents=contents)
@@ -143,16 +141,3 @@ def test_a_private_request_leaves_nothing_however_it_ends(end: str):
     check(scheduler)
     assert nodes(scheduler) == 0
     assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
-
-
-def test_matching_changes_nothing():
-    scheduler, contents = make(), SlotContents()
-    cost(scheduler, score("s", PROMPT, [1], caller=ALICE), contents)
-    cache, lengths = scheduler.cache, [len(node.tokens) for node in scheduler.cache.nodes()]
-    tails = itertools.product(range(6), ([], [99]))
-    for length, tail in tails:
-        tokens = score("q", PROMPT[:length] + tail, [1]).prefix
-        assert cache.matched_length("alice", tokens) == length
-        assert cache.matched_length("bob", tokens) == cache.matched_length(None, tokens) == 0
-    assert [len(node.tokens) for node in cache.nodes()] == lengths
-    check(scheduler)

@@ -52,10 +52,6 @@ def plain(checkpoints: tuple[Path, Path]) -> Plain:
     return Plain(*checkpoints)
 
 
-FORMS = ("compact", "padded", "overlapped")
-"""Forms of the length model's pass."""
-
-
 @pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
     """Builds the form that computes candidates ahead, unless a test names others. All forms draw the same tokens."""
@@ -197,7 +193,7 @@ def test_values_of_several_tokens_at_a_time(build: Build):
     assert together[0].tokens == tokens_of(singly)
 
 
-@pytest.mark.parametrize("build", FORMS, indirect=True)
+@in_both_layouts
 def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain: Plain):
     """Beside drawn and unguided rows; draws that are left alone take the most probable candidate."""
     rng = random.Random(14)

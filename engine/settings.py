@@ -32,10 +32,6 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
 RUNNING_REQUESTS, MAX_RUNNING_REQUESTS = 256, 1024
 """The default of :attr:`EngineSettings.max_running_requests`, and its largest value on a GPU."""
-CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
-"""Defaults of :attr:`EngineSettings.max_batched_patches`."""
-CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
-"""Defaults of :attr:`EngineSettings.prompt_lookup_rows`. Measured for CPUs (docs/prompt-lookup.md), not for GPUs."""
 
 
 def choices(*values: str, unset: str | None = None) -> Meta:
@@ -113,8 +109,6 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Requests computed at once."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
     """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. They change no token."""
-    prompt_lookup_rows: Annotated[Count | None, unset(f"{CPU_DRAFT_ROWS} on a CPU, {GPU_DRAFT_ROWS} on a GPU")] = None
-    """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token."""
     max_waiting: Count = 4096
     """Requests queued before new ones are refused, or displace requests of the tenant with most in the queue."""
     max_wait_seconds: Seconds = 30.0
@@ -163,12 +157,6 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     max_image_tokens: Count = 4096
     """Tokens of the largest image; gateways reduce larger ones. One token of Qwen2.5-VL is 28 by 28 pixels."""
-    max_batched_patches: Annotated[Count | None, unset(f"{CPU_BATCHED_PATCHES:,} on a CPU, {GPU_BATCHED_PATCHES:,} on a GPU")] = (
-        None
-    )
-    """Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is
-    computed alone.
-    """
     image_cache_mib: Count = 512
     """Embeddings of images that are kept on the device, in MiB, beside those that the step needs."""
 

@@ -36,9 +36,10 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 MODEL_HEADER = "x-yardstick-model"
 """The name of the model, percent-encoded; sent while it is loading as well."""
@@ -210,6 +211,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
     name: str
 
 
+MOST_FLOAT = sys.float_info.max
 MAX_GRAMMAR_BYTES = 1 << 18
 """Most UTF-8 bytes of ``Generate.grammar``."""
 MAX_BAD_TOKENS = 4096
@@ -245,41 +247,49 @@ CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 """Spelling of the added tokens that only a name in a grammar matches, besides those that ``tokenizer.json`` marks as special."""
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parameters of draws. The engine checks them: values outside these ranges are ``Failed(code="invalid")``."""
+Count = Annotated[int, Meta(ge=0)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 30)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Finite = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
+"""Neither infinite nor not-a-number."""
 
-    max_tokens: int = 16
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Parameters of draws. An engine refuses messages with other values when it decodes them."""
+
+    max_tokens: Tokens = 16
     """Output tokens of each sequence, 0 or more; 0 only makes sense with ``prompt_logprobs``."""
-    min_tokens: int = 0
+    min_tokens: Tokens = 0
     """End-of-sequence and stop tokens cannot be drawn before this many output tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """0 is greedy."""
-    top_k: int = 0
+    top_k: Tokens = 0
     """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keep the smallest set of most probable tokens whose probabilities sum to at least this; in (0, 1]."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep tokens at least this fraction as probable as the most probable one; in [0, 1]."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted from the logit of every token already in the output; in [-2, 2]."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit once for each time it is in the output; in [-2, 2]."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output; > 0."""
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, Finite] = {}
     """Added to the logits of these token ids."""
-    seed: int = 0
+    seed: Count = 0
     """Noise depends on (seed, sequence index, output position) alone. The gateway draws one where the client gives none, so that
     a generation can be resumed elsewhere."""
     stop_token_ids: tuple[int, ...] = ()
     """End the sequence like an end-of-sequence token."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence tokens (``stop_token_ids`` still end it)."""
-    n: int = 1
+    n: Annotated[int, Meta(ge=1)] = 1
     """Sequences drawn from the one prompt."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1)] | None = None
     """Only these tokens can be drawn; None: all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[Annotated[tuple[int, ...], Meta(min_length=1)], ...] = ()
     """Sequences of tokens that cannot be drawn: the last token of each is excluded where the output ends with those before it."""
 
 
@@ -311,7 +321,7 @@ class ThinkingLimit(msgspec.Struct, frozen=True):
     """Close the thinking section by force."""
 
     thinking: Thinking
-    tokens: int
+    tokens: Count
     """Tokens of the section, without its tags, behind which ``thinking.close`` is drawn; 0 or more."""
 
 
@@ -327,25 +337,25 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     mode: GuidanceMode = "centered_exp"
-    scale: float = 0.0
+    scale: Finite = 0.0
     """``centered_exp`` and ``value_bias``: below 0 is shorter, above longer. ``mul``, ``length_mul``, ``linear`` and ``exp``:
     below 1 is shorter, above longer."""
-    gamma: float | None = None
+    gamma: Annotated[float, Meta(gt=0, lt=1)] | None = None
     """In (0, 1): v = 1 − gamma^(tokens to come). None: the length model's own."""
     constraint: LengthConstraint | None = None
     """Instead of ``mode``. ``eq``: the candidate whose remaining length is nearest to what is left of the target; ``ge``: the
     longest until the target is reached, then the shortest; ``le``: the shortest; ``eq_soft``: the tilt whose mean is the target."""
-    target_length: int | None = None
+    target_length: Count | None = None
     """Output tokens in all, end-of-sequence not counted, or with ``target_length_mode`` "remaining" from each token on; 0 or more.
     A constraint needs this or ``target_value``."""
     target_length_mode: Literal["total", "remaining"] = "total"
-    target_value: float | None = None
+    target_value: Share | None = None
     """In [0, 1], instead of ``target_length``."""
-    top_k: int = 5
+    top_k: Annotated[int, Meta(ge=1)] = 5
     """Candidates of a draw at most; 1 to ``Limits.max_candidates``."""
-    entropy_threshold: float = 0.0
+    entropy_threshold: Annotated[float, Meta(ge=0, le=MOST_FLOAT)] = 0.0
     """Draws whose candidates, renormalised, have less entropy than this, in nats, are left alone."""
-    value_min: float = 0.0
+    value_min: Share = 0.0
     """Draws whose candidates' mean value is below this are left alone; in [0, 1]."""
     return_values: bool = False
     """Send ``Logprobs.values``; needs ``Generate.logprobs``."""
@@ -392,35 +402,35 @@ FinishReason = Literal["stop", "length", "abort"]
 is reached; ``abort``: the caller asked for it or left."""
 
 
+MAX_DRAFT_TOKENS = 32
+MAX_NGRAM = 8
+
+
 class DraftOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Drafts of the next tokens, from earlier places with the same last tokens. They change no token of the output."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
     """Most tokens of a draft, 0 to :data:`MAX_DRAFT_TOKENS`; 0 for no drafts."""
-    ngram: int = 3
+    ngram: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = 3
     """Tokens that must be the same, 1 to :data:`MAX_NGRAM`."""
-
-
-MAX_DRAFT_TOKENS = 32
-MAX_NGRAM = 8
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """Continue ``prompt``."""
 
     id: str
-    prompt: list[int]
+    prompt: Annotated[list[int], Meta(min_length=1)]
     """At least one token."""
     sampling: Sampling = Sampling()
-    logprobs: int | None = None
+    logprobs: Count | None = None
     """None: none. N: the log-probability of each output token and of the N most probable ones (0 to 20). They are the model's own,
     over the full vocabulary at temperature 1, before penalties, bias and filters."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Count | None = None
     """Log-probabilities of the prompt's tokens, as for ``logprobs``; sent once, in parts, before the first output."""
     length_guidance: LengthGuidance | None = None
     """Only where ``Info.capabilities`` has ``length_guidance``. Then ``logprobs`` are of the distribution each token was drawn
     from: of its candidates, fewer than N where there are fewer."""
-    resume_offset: int = 0
+    resume_offset: Count = 0
     """Number of tokens at the end of ``prompt`` that an earlier attempt has drawn. ``Delta.offset`` and noise go on from there, and
     these tokens count against ``max_tokens``. Only with ``n`` = 1."""
     grammar: str = ""
@@ -430,10 +440,10 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     thinking_limit: ThinkingLimit | None = None
     """At the limit, only ``thinking.close`` can be drawn, whatever ``sampling`` excludes; with a grammar, at the next place where
     the grammar allows it. The length model does not guide this draw."""
-    index: int = 0
+    index: Count = 0
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
-    tokens_per_delta: int = 1
+    tokens_per_delta: Annotated[int, Meta(ge=1)] = 1
     """Tokens in each message of a sequence, except its last one; more if one step draws them. A caller that reads nothing before
     the end saves work on both sides.
     """
@@ -716,7 +726,7 @@ def served_name(model: str) -> str:
 class Labels(msgspec.Struct, tag="labels", frozen=True, omit_defaults=True):
     """Log-probabilities of ``tokens`` as the next token, over the full vocabulary. A row has one number for each."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Meta(min_length=1)]
     raw: bool = False
     """Logits instead of log-probabilities."""
 
@@ -737,7 +747,7 @@ class Classes(msgspec.Struct, tag="classes", frozen=True):
 class Embedding(msgspec.Struct, tag="embedding", frozen=True, omit_defaults=True):
     """The pooled hidden state of the prompt. Only where ``Info.capabilities`` has ``embed``."""
 
-    dimensions: int | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
     """Length of the row: its first numbers are kept (Matryoshka). At most ``Info.embedding_size``; None keeps all."""
     normalize: bool = True
     """Scale to length 1, after numbers are cut off."""
@@ -772,6 +782,10 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 
 
+MOST_PIN_SECONDS = 86_400
+"""Longest time of a pin: pins are renewed, so that what is forgotten ends."""
+
+
 class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=True):
     """Read ``readout`` after each prompt ``item + query``, without decoding.
 
@@ -785,14 +799,14 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     """Token ids of all items, one after another."""
     lengths: bytes
     """Length of each item, in tokens."""
-    query: list[int]
+    query: Annotated[list[int], Meta(min_length=1)]
     readout: ScoreReadout
     priority: int = 0
     """See :class:`Score`."""
     deadline: float | None = None
     """See :class:`Score`."""
     caller: Caller = Caller()
-    pin_seconds: float | None = None
+    pin_seconds: Annotated[float, Meta(ge=0, le=MOST_PIN_SECONDS)] | None = None
     """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
     it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
     to a request that otherwise could not be computed at all, and end with the pod."""

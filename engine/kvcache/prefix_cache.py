@@ -89,12 +89,18 @@ class Pins:
         """Heap of all ends; those of pins that were renewed or removed are stale."""
         self._ties = itertools.count()
 
-    def pin(self, node: Node, tokens: int, until: float) -> bool:
-        """Pin the prefix of ``tokens`` that ends with ``node``, or change the end of its pin. Return whether it is pinned now.
+    def set(self, node: Node | None, tokens: int, seconds: float, now: float) -> bool:
+        """Pin the prefix of ``tokens`` that ends with ``node`` for ``seconds`` from ``now``, in place of an earlier pin; 0 seconds
+        remove its pin. Return whether it is pinned now.
 
-        The caller holds a reference on ``node``, in the tree of a salt.
+        The caller holds a reference on ``node``. A prefix in the tree of one request is never pinned: nothing of it is kept.
         """
-        root = node.root
+        if node is None or node.parent is None or not node.shared:
+            return False
+        if seconds <= 0:
+            self.remove(node)
+            return False
+        root, until = node.root, now + seconds
         if node not in self._until:
             if not self._make_room(root, tokens):
                 return False
@@ -110,18 +116,6 @@ class Pins:
             self._ends = [(end, next(self._ties), other) for other, (end, _) in self._until.items()]
             heapq.heapify(self._ends)
         return True
-
-    def set(self, node: Node | None, tokens: int, seconds: float, now: float) -> bool:
-        """:meth:`pin` the prefix for ``seconds`` from ``now``, or remove its pin for 0 seconds. Return whether it is pinned now.
-
-        A prefix in the tree of one request is never pinned, because nothing of it is kept.
-        """
-        if node is None or node.parent is None or not node.shared:
-            return False
-        if seconds > 0:
-            return self.pin(node, tokens, now + seconds)
-        self.remove(node)
-        return False
 
     def remove(self, node: Node) -> None:
         """Remove the pin of the prefix that ends with ``node``, if there is one."""

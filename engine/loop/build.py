@@ -56,18 +56,19 @@ from engine.runner.runner import Runner, StepAdapters
 from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
-from engine.settings import (
-    CPU_BATCHED_PATCHES,
-    CPU_BATCHED_TOKENS,
-    CPU_DRAFT_ROWS,
-    GPU_BATCHED_PATCHES,
-    GPU_BATCHED_TOKENS,
-    GPU_DRAFT_ROWS,
-    EngineSettings,
-)
+from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
 from kernels.largest import MOST
 from kernels.quantize import FP8
+
+logger = logging.getLogger(__name__)
+
+CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
+"""Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is computed
+alone."""
+CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
+"""Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token. Measured for
+CPUs (docs/prompt-lookup.md), not for GPUs."""
 
 
 def describe(
@@ -131,7 +132,7 @@ def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots
         return Vision(StepImages(), None, None)
     config, weight = towers[False].config, towers[False].embed.weight
     assert config.vision is not None
-    patches = settings.max_batched_patches or (GPU_BATCHED_PATCHES if weight.is_cuda else CPU_BATCHED_PATCHES)
+    patches = GPU_BATCHED_PATCHES if weight.is_cuda else CPU_BATCHED_PATCHES
     token_bytes = {key: each.config.hidden_size * each.embed.weight.element_size() for key, each in towers.items()}
     cache = EmbeddingCache(token_bytes, settings.image_cache_mib << 20, patches)
     vision, side = config.vision, config.vision.patch_size * config.vision.merge_size
@@ -145,8 +146,6 @@ def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots
     )
     return Vision(StepImages(towers, cache), ImageIntake(vision, cache), info)
 
-
-logger = logging.getLogger(__name__)
 
 MODULES: dict[str, tuple[str, ...]] = {"score": (), "lm_head": ("lm_head",), "all": WHOLE}
 """Whole modules by :attr:`~engine.settings.EngineSettings.lora_modules`."""
@@ -321,7 +320,7 @@ def assemble(
         attention = decoder.lead(attention)
     vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
-    rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
+    rows = GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS
     lookup = LookupSettings(rows, wire.DraftOptions(settings.prompt_lookup), config.eos_token_ids)
     lenvm = None
     if paired is not None:

@@ -1,11 +1,10 @@
-"""Checks of a message against the limits of the model that serves it. No torch."""
+"""Checks of a message against the limits of the model that serves it. What holds for every model was checked when the message was
+decoded (:mod:`engine.wire`). No torch."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -46,14 +45,14 @@ def score_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
 def readout_problems(readout: wire.ScoreReadout, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``readout``, as sentences."""
     if isinstance(readout, wire.Labels):
-        if not 1 <= len(readout.tokens) <= info.limits.max_labels:
-            yield f"{len(readout.tokens)} labels, between 1 and {info.limits.max_labels} are allowed."
+        if len(readout.tokens) > info.limits.max_labels:
+            yield f"{len(readout.tokens)} labels, at most {info.limits.max_labels} are allowed."
         if not known(readout.tokens, info):
             yield f"Label ids must be between 0 and {info.vocab_size - 1}."
     elif isinstance(readout, wire.Embedding):
         dimensions = readout.dimensions
-        if dimensions is not None and not 1 <= dimensions <= info.embedding_size:
-            yield f"dimensions is {dimensions}; between 1 and {info.embedding_size} is allowed."
+        if dimensions is not None and dimensions > info.embedding_size:
+            yield f"dimensions is {dimensions}; at most {info.embedding_size} is allowed."
 
 
 def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
@@ -84,10 +83,6 @@ def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
         yield f"The answer would have {numbers} numbers, at most {MAX_NUMBERS} are allowed; send fewer branches."
 
 
-MOST_PIN_SECONDS = 86_400
-"""Largest :attr:`engine.wire.ScoreItems.pin_seconds`: pins are renewed, so that what is forgotten ends."""
-
-
 def item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``message``, as sentences."""
     yield from readout_problems(message.readout, info)
@@ -101,10 +96,8 @@ def item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
         yield "lengths must be those of the items."
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
         yield f"An item has a token id that is not between 0 and {info.vocab_size - 1}."
-    if message.pin_seconds is not None and not 0 <= message.pin_seconds <= MOST_PIN_SECONDS:
-        yield f"pin_seconds is {message.pin_seconds}; between 0 and {MOST_PIN_SECONDS} is allowed."
-    if not message.query or not known(message.query, info):
-        yield f"The query must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if not known(message.query, info):
+        yield f"The query must be token ids between 0 and {info.vocab_size - 1}."
     longest, most = int(lengths.max(initial=0)), min(info.max_context, info.limits.max_slots)
     if longest + len(message.query) > most:
         yield f"An item makes a prompt of {longest + len(message.query)} tokens; {most} fit."
@@ -209,20 +202,6 @@ def _prompt_problems(
             yield f"{name} has {end - begin} tokens of image {place} on end; it has {whole}."
 
 
-_RANGES = (
-    ("max_tokens", 0, 1 << 30),
-    ("min_tokens", 0, 1 << 30),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 1 << 30),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("seed", 0, (1 << 64) - 1),
-)
-
-
 def generation_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``message``, as sentences."""
     yield from _sampling_problems(message, info)
@@ -232,43 +211,26 @@ def generation_problems(message: wire.Generate, info: wire.Info) -> Iterator[str
 
 def _sampling_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     limits, sampling = info.limits, message.sampling
-    if message.tokens_per_delta < 1:
-        yield f"tokens_per_delta is {message.tokens_per_delta}; at least 1 is needed."
-    if not message.prompt or not known(message.prompt, info):
-        yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if not known(message.prompt, info):
+        yield f"The prompt must be token ids between 0 and {info.vocab_size - 1}."
     if not known(sampling.logit_bias, info) or not known(sampling.stop_token_ids, info):
         yield f"Token ids in logit_bias and stop_token_ids must be between 0 and {info.vocab_size - 1}."
     limit = message.thinking_limit
-    if limit is not None and (limit.tokens < 0 or not known(_tags(limit.thinking), info)):
-        yield f"thinking_limit needs 0 or more tokens, and tags between 0 and {info.vocab_size - 1}."
-    lookup = message.prompt_lookup
-    if lookup is not None and not (0 <= lookup.max_tokens <= wire.MAX_DRAFT_TOKENS and 1 <= lookup.ngram <= wire.MAX_NGRAM):
-        yield f"prompt_lookup takes max_tokens of 0 to {wire.MAX_DRAFT_TOKENS} and ngram of 1 to {wire.MAX_NGRAM}."
-    if not 1 <= sampling.n <= limits.max_sequences:
-        yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
-    if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):
+    if limit is not None and not known([limit.thinking.close, limit.thinking.open or 0], info):
+        yield f"thinking_limit needs tags between 0 and {info.vocab_size - 1}."
+    if sampling.n > limits.max_sequences:
+        yield f"n is {sampling.n}; at most {limits.max_sequences} is allowed."
+    if message.resume_offset >= len(message.prompt) or (message.resume_offset and sampling.n != 1):
         yield "resume_offset must be less than the prompt's length, and n must be 1 with it."
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(message, name)
-        if count is not None and not 0 <= count <= limits.max_logprobs:
-            yield f"{name} is {count}; between 0 and {limits.max_logprobs} is allowed."
-    if not 0 <= message.index <= limits.max_sequences - sampling.n:
+        if count is not None and count > limits.max_logprobs:
+            yield f"{name} is {count}; at most {limits.max_logprobs} is allowed."
+    if message.index > limits.max_sequences - sampling.n:
         yield f"index is {message.index}; with n it may reach {limits.max_sequences}."
     total = len(message.prompt) + max(sampling.max_tokens - message.resume_offset, 0)
     if total > min(info.max_context, limits.max_slots):
         yield f"Prompt and max_tokens come to {total} tokens; {min(info.max_context, limits.max_slots)} fit."
-    for name, low, high in _RANGES:
-        value = getattr(sampling, name)
-        if not low <= value <= high:
-            yield f"{name} is {value}; between {low:g} and {high:g} is allowed."
-    if sampling.top_p <= 0 or sampling.repetition_penalty <= 0:
-        yield "top_p and repetition_penalty must be greater than 0."
-    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
-        yield "Values of logit_bias must be finite numbers."
-
-
-def _tags(thinking: wire.Thinking) -> list[int]:
-    return [thinking.close, *([] if thinking.open is None else [thinking.open])]
 
 
 def _constraint_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
@@ -278,12 +240,12 @@ def _constraint_problems(message: wire.Generate, info: wire.Info) -> Iterator[st
         yield f"The grammar has more than {wire.MAX_GRAMMAR_BYTES} bytes."
     if message.grammar and sampling.ignore_eos:
         yield "ignore_eos contradicts a grammar, whose output ends where it is complete."
-    if allowed is not None and not (allowed and known(allowed, info)):
-        yield f"allowed_token_ids must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if allowed is not None and not known(allowed, info):
+        yield f"allowed_token_ids must be token ids between 0 and {info.vocab_size - 1}."
     if len(banned) > wire.MAX_BAD_TOKENS:
         yield f"bad_words have {len(banned)} tokens; at most {wire.MAX_BAD_TOKENS} are allowed."
-    if not known(banned, info) or not all(sampling.bad_words):
-        yield f"Each of bad_words must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if not known(banned, info):
+        yield f"bad_words must be token ids between 0 and {info.vocab_size - 1}."
 
 
 def guidance_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
@@ -291,38 +253,14 @@ def guidance_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     guidance = message.length_guidance
     if guidance is None:
         return
-    if guidance.mode not in get_args(wire.GuidanceMode):
-        yield f"mode is {guidance.mode!r}; it must be one of {', '.join(get_args(wire.GuidanceMode))}."
-    if not math.isfinite(guidance.scale):
-        yield f"scale is {guidance.scale}; it must be a finite number."
-    if guidance.gamma is not None and not 0 < guidance.gamma < 1:
-        yield f"gamma is {guidance.gamma}; it must be greater than 0 and less than 1."
-    if not 1 <= guidance.top_k <= info.limits.max_candidates:
-        yield f"top_k of the guidance is {guidance.top_k}; between 1 and {info.limits.max_candidates} is allowed."
-    if not 0 <= guidance.entropy_threshold < math.inf:
-        yield f"entropy_threshold is {guidance.entropy_threshold}; it must be a finite number of 0 or more."
-    if not 0 <= guidance.value_min <= 1:
-        yield f"value_min is {guidance.value_min}; between 0 and 1 is allowed."
-    if guidance.applies_to not in ("both", "thinking", "answer"):
-        yield f"applies_to is {guidance.applies_to!r}; it must be both, thinking or answer."
+    if guidance.top_k > info.limits.max_candidates:
+        yield f"top_k of the guidance is {guidance.top_k}; at most {info.limits.max_candidates} is allowed."
     if guidance.applies_to != "both" and guidance.thinking is None:
         yield f"applies_to {guidance.applies_to} needs thinking."
     if message.sampling.temperature <= 0 and guidance.needs_draw:
         yield "At temperature 0 nothing is drawn: length_guidance needs constraint eq, ge or le, or a temperature above 0."
     if guidance.return_values and message.logprobs is None:
         yield "return_values needs logprobs."
-    yield from _target_problems(guidance)
-
-
-def _target_problems(guidance: wire.LengthGuidance) -> Iterator[str]:
-    if guidance.constraint not in (None, *get_args(wire.LengthConstraint)):
-        yield f"constraint is {guidance.constraint!r}; it must be one of {', '.join(get_args(wire.LengthConstraint))}."
-    if guidance.target_length_mode not in ("total", "remaining"):
-        yield f"target_length_mode is {guidance.target_length_mode!r}; it must be total or remaining."
-    if guidance.target_length is not None and guidance.target_length < 0:
-        yield f"target_length is {guidance.target_length}; it must be 0 or more."
-    if guidance.target_value is not None and not 0 <= guidance.target_value <= 1:
-        yield f"target_value is {guidance.target_value}; between 0 and 1 is allowed."
     targets = (guidance.target_length is not None) + (guidance.target_value is not None)
     if guidance.constraint is not None and targets != 1:
         yield f"constraint {guidance.constraint} needs target_length or target_value, and not both."

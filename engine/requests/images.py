@@ -229,10 +229,6 @@ class ImageWork:
     key: tuple[int, bool]
     cache: EmbeddingCache
 
-    def forget(self) -> None:
-        """Drop the embedding, because the step failed."""
-        self.cache.forget(self)
-
 
 class ImageBatch(Protocol):
     """The part of a :class:`~engine.requests.batch.Batch` that holds images."""

@@ -273,7 +273,7 @@ class Scheduler:
         for request in failed:
             self.remove(request)
         for work in batch.images:
-            work.forget()
+            work.cache.forget(work)
         for kv_pool in self.kv_pools:
             kv_pool.cache.clear()
         return failed

@@ -265,15 +265,15 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], a
     garbage = GarbageCollection()
     heap = Heap()
     while True:
-        if loop.idle and not inbox.busy:
+        if loop.idle and not inbox.digests.busy:
             garbage.collect_after(COLLECT_WHEN_IDLE)
             while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
                 events.send(wire.encode(channel.StepDone([], loop.stats)))
                 heap.trim()
             inbox.submit(*channel.unstamped(requests.recv_multipart()))
-        while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.busy else 0):
+        while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.digests.busy else 0):
             inbox.submit(*channel.unstamped(requests.recv_multipart()))
-        inbox.settle()
+        inbox.digests.settle()
         replies = loop.step()
         events.send(wire.encode(channel.StepDone(replies, loop.stats)))
         garbage.steps += 1
@@ -289,16 +289,7 @@ class Inbox:
         self._adapters = adapters
         self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)
         self._headers = msgspec.msgpack.Decoder(channel.Header)
-        self._digests = DigestChecks(loop.submit, loop.refuse)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a message is held until its images are read."""
-        return self._digests.busy
-
-    def settle(self) -> None:
-        """Hand the loop the messages whose images have been read."""
-        self._digests.settle()
+        self.digests = DigestChecks(loop.submit, loop.refuse)
 
     def submit(self, body: bytes, received: float | None) -> None:
         """Hand a message to the loop, or a refusal that names what is wrong with the body. ``received``: see
@@ -311,7 +302,7 @@ class Inbox:
             self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
         else:
             if not isinstance(message, channel.AdapterCommand):
-                self._digests.add(message, received)
+                self.digests.add(message, received)
             elif self._adapters is not None:
                 self._adapters.submit(message)
 

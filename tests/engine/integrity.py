@@ -75,8 +75,8 @@ def check(scheduler: Scheduler) -> None:
     items = [part for part in parts_of(scheduler) if part.group is not None]
     others = sum(len(branch.slots) for request in items for branch in request.branches)
     others += sum(len(request.prefix_slots) for request in items if request.salt is None)
-    assert scheduler._allocator.other_item_tokens == others
-    assert scheduler._allocator.items_running == sum(request.group is not None for request in scheduler.running)
+    assert scheduler.allocator.other_item_tokens == others
+    assert scheduler.allocator.items_running == sum(request.group is not None for request in scheduler.running)
     for request in scheduler.requests:
         if isinstance(request, ItemGroup):
             _check_group(request, scheduler)
@@ -116,7 +116,7 @@ def _check_group(group: ItemGroup, scheduler: Scheduler) -> None:
 
 def check_flows(scheduler: Scheduler) -> None:
     """Each request is in the flow of its tenant, once, and what a flow counts is what its requests have."""
-    flows = scheduler._queue.flows
+    flows = scheduler.queue.flows
     assert set(flows) == {request.caller.tenant for request in scheduler.requests}, "idle tenants have no state"
     assert scheduler.waiting == sum(len(flow.waiting) for flow in flows.values())
     for tenant, flow in flows.items():

@@ -111,7 +111,7 @@ def test_a_preempted_request_tells_the_time_to_its_first_step(build):
     loop.submit(wire.Generate("g", TOKENS, wire.Sampling(max_tokens=2, ignore_eos=True)))
     clock.now = 2.0
     loop._scheduler.schedule()
-    loop._scheduler._allocator.preempt(loop._scheduler.get("g"))
+    loop._scheduler.allocator.preempt(loop._scheduler.get("g"))
     clock.now = 9.0
     replies = run(loop)
     assert [reply.queue_seconds for reply in replies] == [2.0, 0]
@@ -152,7 +152,7 @@ def test_metrics_name_reasons_and_no_tenants(build):
     loop = build(max_running_requests=1, max_waiting=1)
     for tenant in ("secret-a", "secret-b"):
         loop.submit(score(tenant, tenant))
-    loop.submit(wire.Score("bad", [5], [], wire.Labels([])))
+    loop.submit(wire.Score("bad", [5], [], wire.Labels([1 << 20])))
     text = metrics.render(loop.stats)
     assert "yardstick_engine_tenants 1.0" in text
     assert 'yardstick_engine_refused_total{reason="queue_full"} 1.0' in text

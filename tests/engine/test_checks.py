@@ -16,10 +16,8 @@ def problem(prefix: list[int], branches: list[list[int]], readout: wire.ScoreRea
     return check(wire.Score("s", prefix, branches, readout), INFO)
 
 
-@pytest.mark.parametrize("dimensions", [0, -1, 65])
-def test_dimensions_out_of_range(dimensions: int) -> None:
-    expected = f"dimensions is {dimensions}; between 1 and 64 is allowed."
-    assert problem([], [[1]], wire.Embedding(dimensions=dimensions)) == expected
+def test_dimensions_out_of_range() -> None:
+    assert problem([], [[1]], wire.Embedding(dimensions=65)) == "dimensions is 65; at most 64 is allowed."
 
 
 @pytest.mark.parametrize("dimensions", [None, 1, 64])

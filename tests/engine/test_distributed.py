@@ -21,7 +21,7 @@ from engine.models.loader import fingerprint
 from engine.runner.distributed.shard import ShardedDecoder, load_part, part_of
 from engine.settings import EngineSettings
 from kernels.int8 import instructions
-from tests.checkpoints import CLASSIFIERS, make_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, wait_until
 
 MODELS = {
@@ -130,23 +130,6 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
-def test_drafts_of_two_processes_change_no_token(model: Path, start):
-    """The prompt repeats itself, and the logits of its tokens are raised, so some drafts are taken and some are not."""
-    words = [7, 30, 41, 55]
-    sampling = wire.Sampling(max_tokens=60, temperature=0.7, seed=5, ignore_eos=True, logit_bias=dict.fromkeys(words, 5.0), n=2)
-    plain = wire.Generate("g", words * 8, sampling, logprobs=2)
-    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
-    loop.submit(plain)
-    expected: list[wire.Reply] = []
-    while not loop.idle:
-        expected += loop.step()
-    found = start(model).stream(msgspec.structs.replace(plain, prompt_lookup=wire.DraftOptions(max_tokens=6, ngram=2)))
-    assert [drawn(found, index) for index in (0, 1)] == [drawn(expected, index) for index in (0, 1)]
-    assert 0 < sum(reply.accepted_draft_tokens for reply in found) < sum(reply.draft_tokens for reply in found)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2_moe", "granitemoe"], indirect=True)
 def test_two_processes_with_whole_experts_give_the_numbers_of_one(model: Path, start):
     alone, pod = answers(model), start(model, "--expert-parallel", "2")
@@ -183,20 +166,6 @@ def test_two_processes_keep_the_keys_and_values_of_one_in_fp8(qwen3: Path, start
     assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
     assert (found - alone).norm() < 0.5 * (alone - plain).norm()
     assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, None, 2, "fp8")
-
-
-@pytest.mark.slow
-def test_two_processes_classify_as_one(tmp_path: Path, start):
-    model = make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3)
-    message = wire.Score("s", list(range(5, 30)), [[7, 8], list(range(60, 130))], wire.Classes())
-    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
-    loop.submit(message)
-    replies: list[wire.Reply] = []
-    while not loop.idle:
-        replies += loop.step()
-    status, found = start(model).ask("/score", message)
-    assert status == 200
-    torch.testing.assert_close(found.rows, replies[0].rows, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -5,10 +5,13 @@ On a CPU a stand-in records the work; tests marked ``gpu`` capture it in CUDA gr
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +23,12 @@ from engine.ints import EMPTY, Ints, as_ints
 from engine.loop import build
 from engine.loop.build import build_loop, make_graphs
 from engine.loop.loop import Loop
+from engine.models.config import load_config
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.files import ModelError
 from engine.models.formats.quantization import format_of
 from engine.models.loader import load_model
+from engine.models.modules import Experts
 from engine.requests.batch import Batch, ExtendSegment
 from engine.requests.core import Request
 from engine.runner.attention.base import AttentionBackend, KVCache
@@ -31,7 +36,8 @@ from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttent
 from engine.runner.attention.reference import ReferenceAttention
 from engine.runner.attention.select import make_attention
 from engine.runner.attention.triton import FixedTritonAttention, TritonAttention
-from engine.runner.graphs import LARGE_BUCKETS, Captured, CudaCapture, StepGraphs
+from engine.runner.distributed.shard import part_of
+from engine.runner.graphs import LARGE_BUCKETS, STREAMS, Captured, CudaCapture, StepGraphs
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Budget
 from engine.server.metrics import render
@@ -39,6 +45,7 @@ from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import no_waiting, skip_without_flashinfer
+from tests.engine.late import LateGpu, LateTensor, computing
 from tests.engine.recording import Recorder
 
 SLOTS = 400
@@ -343,3 +350,96 @@ def test_steps_in_flight_are_launched_without_waiting(
     for values in expected:
         assert answers(captured)["s"] == pytest.approx(values, abs=0.1)
     assert captured.stats.replayed_steps > 20
+
+
+def failing(work: Any) -> Any:
+    """``work`` that fails when it is captured, which is the second time that it runs."""
+    runs = itertools.count()
+
+    def run() -> Tensor:
+        output = work()
+        if next(runs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return output
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("error", ["of Python", "of CUDA"])
+@torch.inference_mode()
+def test_graphs_outlive_failed_captures_on_a_gpu(error: str, device: torch.device) -> None:
+    """Split products, which need the workspace, also after other captures on all streams are gone, and then a new capture."""
+    generator = torch.Generator(device).manual_seed(1)
+    left, right = (torch.randn(size, device=device, generator=generator).bfloat16() for size in ((8, 16384), (16384, 64)))
+    expected = (left @ right).float()
+    capture, before = CudaCapture(device), torch.cuda.current_stream(device)
+    captured = capture(lambda: left @ right)
+
+    def waits() -> Tensor:
+        product = left @ right
+        if torch.cuda.is_current_stream_capturing() and error == "of CUDA":
+            product.sum().item()
+        return product
+
+    with pytest.raises(RuntimeError):
+        capture(failing(waits))
+    assert torch.cuda.current_stream(device) == before
+    for _ in range(STREAMS):
+        CudaCapture(device)(lambda: left @ right)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    memory = [torch.full((1 << 20,), 7.0, device=device) for _ in range(64)]
+    captured.output.fill_(float("nan"))
+    captured.replay()
+    torch.testing.assert_close(captured.output.float(), expected, atol=2.0, rtol=2e-2)
+    assert all(bool((each == 7.0).all()) for each in memory)
+    again = CudaCapture(device)(lambda: left @ right)
+    again.replay()
+    torch.testing.assert_close(again.output.float(), expected, atol=2.0, rtol=2e-2)
+
+
+ROWS = 7
+
+
+def check(mlp: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
+    """A graph of the layer that is captured with one input gives what the layer gives for others."""
+    assert isinstance(mlp, Experts)
+    inputs = torch.randn(3, ROWS, mlp.router.in_features, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = [mlp(x) for x in inputs]
+        routed = {tuple(mlp.router(x).topk(mlp.chosen).indices.flatten().tolist()) for x in inputs}
+        assert len(routed) == len(inputs)
+        gpu = LateGpu(monkeypatch)
+        copied = copy.deepcopy(mlp)
+        with computing(gpu):
+            late = gpu.move(copied)
+            x = LateTensor(torch.zeros(ROWS, mlp.router.in_features))
+            captured = gpu(lambda: late(x))
+            for given, wanted in zip(inputs, expected, strict=True):
+                gpu.run(gpu.queued)
+                x.copy_(given)
+                captured.replay()
+                gpu.run(gpu.queued)
+                assert (captured.output.data_ - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_a_replay_routes_what_it_finds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(load_model(make_checkpoint(tmp_path, family)).layers[0].mlp, monkeypatch, 1e-5)
+
+
+def test_so_it_does_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a shared expert, whose product a late device does not have. The interpreter cuts codes off where others round."""
+    model = make_checkpoint(tmp_path, "mixtral", intermediate_size=32)
+    check(load_model(model, quantize="fp8").layers[0].mlp, monkeypatch, 0.2)
+
+
+def test_so_it_does_with_some_of_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the other experts are not computed, whatever memory holds in their place."""
+    config = load_config(make_checkpoint(tmp_path, "qwen3_moe", decoder_sparse_step=1))
+    torch.manual_seed(0)
+    mlp = Decoder(part_of(config, 1, 2, expert_parallel=2)).layers[0].mlp
+    for parameter in mlp.parameters():
+        parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    check(mlp, monkeypatch, 1e-5)

@@ -125,15 +125,13 @@ def test_more_items_than_running_places(causal: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"query": []}, "The query must be one or more token ids"),
-        ({"query": [1 << 20]}, "The query must be one or more token ids"),
+        ({"query": [1 << 20]}, "The query must be token ids"),
         ({"items": b"\0\0\0"}, "32-bit integers"),
         ({"items": wire.pack_ids([1 << 20])}, "An item has a token id"),
         ({"lengths": wire.pack_ids([2])}, "lengths must be those of the items"),
         ({"lengths": np.array([-1, 2], "<i4").tobytes()}, "lengths must be those of the items"),
         ({"readout": wire.Likelihood(), "lengths": wire.pack_ids([0, 1])}, "An item is empty"),
         ({"items": wire.pack_ids([1] * 999), "lengths": wire.pack_ids([999])}, "makes a prompt of 1000 tokens; 100 fit"),
-        ({"readout": wire.Labels([])}, "0 labels"),
     ],
 )
 def test_faulty_messages(causal: Path, fields: dict[str, object], problem: str) -> None:
@@ -308,7 +306,7 @@ def test_blocks_leave_the_reserve() -> None:
     scheduler.add(items("a", known, [7] * 5))
     batch = scheduler.schedule()
     check(scheduler)
-    held = scheduler.cache.held_item_tokens + scheduler._allocator.other_item_tokens
+    held = scheduler.cache.held_item_tokens + scheduler.allocator.other_item_tokens
     assert len(batch.segments) == 150 // (LENGTH + 5)
     assert held == 150, "a quarter of the slots is left to others"
 

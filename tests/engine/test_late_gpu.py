@@ -315,34 +315,6 @@ def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, t
     assert not any(isinstance(reply, wire.Failed) for reply in replies)
 
 
-@pytest.mark.parametrize(
-    ("pace", "graphs"), [(sometimes(1), "off"), pytest.param(never, "on", marks=pytest.mark.slow)], ids=["off", "on"]
-)
-def test_classification_heads_of_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, tmp_path: Path) -> None:
-    """A head is copied to the device while steps are queued, like the other weights of its adapter."""
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    head: dict[str, Any] = {"classes": 3, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-    adapters = [f"a{seed}={write_adapter(tmp_path / str(seed), whole, ('v_proj',), seed=seed, **head)}" for seed in range(3)]
-    rng = random.Random(7)
-    texts = [some_tokens(rng, 3, 12) for _ in range(6)]
-
-    def use(late: Late) -> list[wire.Reply]:
-        loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=adapters, max_loras_device=1, max_lora_rank=8)
-        digests = [each.digest for each in loop.adapters.description.adapters]
-        replies = run(
-            loop,
-            [
-                wire.Score(f"s{place}", text[:1], [text[1:]], wire.Classes(), adapter=digests[place % 3])
-                for place, text in enumerate(texts)
-            ],
-        )
-        assert loop.stats.adapter_swaps > 3
-        return replies
-
-    replies = compare(pace, f"heads {graphs}", use)
-    assert all(isinstance(reply, wire.Scored) for reply in replies)
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {"num_hidden_layers": 1}

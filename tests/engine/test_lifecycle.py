@@ -14,7 +14,7 @@ import pytest
 from engine import wire
 from engine.server.app import BearerTokenError, BearerTokens
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, free_port, wait_until
+from tests.processes import Pod, alive, free_port, wait_until
 
 LONG = wire.Generate("long", [5, 6], wire.Sampling(max_tokens=400, ignore_eos=True))
 ENDLESS = wire.Generate("endless", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
@@ -133,7 +133,8 @@ def test_when_its_time_is_over_what_runs_gets_its_last_word(start: Callable[...,
 @pytest.mark.slow
 def test_an_idle_pod_leaves_at_once(start: Callable[..., Pod]):
     pod = start()
-    began = time.monotonic()
+    began, loop_pid = time.monotonic(), pod.loop_pid
     pod.process.send_signal(signal.SIGTERM)
     assert pod.process.wait(10) == 0
     assert time.monotonic() - began < 2
+    wait_until(lambda: not alive(loop_pid))

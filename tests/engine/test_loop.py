@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -395,26 +396,56 @@ def test_a_device_that_computes_nothing_more_ends_the_engine(build, monkeypatch,
 
 
 INVALID = {
-    "no labels": wire.Score("x", [1], [[2]], wire.Labels([])),
     "label too large": wire.Score("x", [1], [[2]], wire.Labels([320])),
     "negative label": wire.Score("x", [1], [[2]], wire.Labels([-1])),
     "unknown prefix token": wire.Score("x", [1000], [[2]], wire.Labels([1])),
     "unknown item token": wire.Score("x", [1], [[2], [320]], wire.Labels([1])),
     "empty branch": wire.Score("x", [1], [[2], []], wire.Labels([1])),
     "too long": wire.Score("x", [1] * 100, [[2] * 2000], wire.Labels([1])),
-    "empty prompt": wire.Generate("x", []),
     "prompt and output too long": wire.Generate("x", [1], wire.Sampling(max_tokens=2048)),
-    "nan temperature": wire.Generate("x", [1], wire.Sampling(temperature=float("nan"))),
-    "negative temperature": wire.Generate("x", [1], wire.Sampling(temperature=-1)),
-    "top_p zero": wire.Generate("x", [1], wire.Sampling(top_p=0)),
-    "n zero": wire.Generate("x", [1], wire.Sampling(n=0)),
     "bias of an unknown token": wire.Generate("x", [1], wire.Sampling(logit_bias={320: 1.0})),
-    "infinite bias": wire.Generate("x", [1], wire.Sampling(logit_bias={3: float("inf")})),
     "too many logprobs": wire.Generate("x", [1], logprobs=21),
     "index too high": wire.Generate("x", [1], index=10_000),
-    "no tokens at a time": wire.Generate("x", [1], tokens_per_delta=0),
     "resume beyond the prompt": wire.Generate("x", [1], resume_offset=1),
 }
+INVALID_FOR_ALL = {
+    "readout.tokens": wire.Score("x", [1], [[2]], wire.Labels([])),
+    "prompt": wire.Generate("x", []),
+    "tokens_per_delta": wire.Generate("x", [1], tokens_per_delta=0),
+    "prompt_lookup.max_tokens": wire.Generate("x", [5], prompt_lookup=wire.DraftOptions(33)),
+    "prompt_lookup.ngram": wire.Generate("x", [5], prompt_lookup=wire.DraftOptions(4, 0)),
+    "thinking_limit.tokens": wire.Generate("x", [5], thinking_limit=wire.ThinkingLimit(wire.Thinking(3), -1)),
+    "pin_seconds": wire.ScoreItems("x", b"", b"", [7], wire.Labels([1]), pin_seconds=float("nan")),
+    "query": wire.ScoreItems("x", b"", b"", [], wire.Labels([1])),
+    **{
+        f"sampling.{name}": wire.Generate("x", [1], wire.Sampling(**{name: value}))
+        for name, value in (
+            ("temperature", float("nan")),
+            ("top_p", 0),
+            ("min_p", 1.1),
+            ("presence_penalty", 3),
+            ("n", 0),
+            ("logit_bias", {3: float("inf")}),
+            ("bad_words", ((),)),
+            ("allowed_token_ids", ()),
+        )
+    },
+    **{
+        f"length_guidance.{name}": wire.Generate("x", [1], length_guidance=wire.LengthGuidance(**{name: value}))
+        for name, value in {
+            "top_k": 0,
+            "gamma": 1.0,
+            "scale": float("nan"),
+            "target_length": -1,
+            "target_value": 1.5,
+            "value_min": -0.1,
+            "entropy_threshold": float("inf"),
+            "mode": "other",
+            "constraint": "about",
+        }.items()
+    },
+}
+"""By the field that is wrong whatever the model is."""
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -422,6 +453,12 @@ def test_invalid_messages_are_refused(build, name):
     replies = run(build(), INVALID[name])
     assert [(reply.id, reply.code) for reply in replies] == [("x", "invalid")]
     assert replies[0].message.endswith(".")
+
+
+@pytest.mark.parametrize("name", INVALID_FOR_ALL)
+def test_messages_that_no_model_takes_are_refused_when_they_are_decoded(name):
+    with pytest.raises(msgspec.ValidationError, match=re.escape(f"$.{name}")):
+        msgspec.msgpack.decode(wire.encode(INVALID_FOR_ALL[name]), type=wire.Request)
 
 
 @pytest.mark.parametrize("size", [4, 100])

@@ -22,11 +22,9 @@ from gateway.output.constraint import of_regex
 from kernels.quantize import quantize_rows_reference
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter
-from tests.engine.depth import seeds
 from tests.engine.lenvm.plain import GAMMA, Plain
 from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
-from tests.engine.requests.test_prompt_lookup import DRAFTS, assert_equal, outputs, random_message
 from tests.engine.test_loop import run
 
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -209,38 +207,6 @@ def test_a_grammar_restricts_an_adapter(tmp_path: Path, overlap: bool) -> None:
         assert texts[-1] == expected
     assert len(set(map(tuple, texts))) == 3
     loop.close()
-
-
-SCHEDULES: tuple[dict[str, Any], ...] = (
-    {},
-    {"max_loras_device": 1, "max_total_tokens": 400, "max_batched_tokens": 40},
-    {"max_batched_tokens": 9, "max_loras_device": 2},
-)
-
-
-@pytest.mark.parametrize("seed", seeds(quick=1, slow=3, deep=18))
-def test_drafts_change_no_token_of_an_adapter(tmp_path: Path, seed: int) -> None:
-    """Drafts of sequences with adapters, one of which has a head of its own, and without one share steps. Outputs are those of
-    plain decoding, and tokens of drafts are accepted with each adapter. Seeds take the schedules in turn."""
-    schedule = SCHEDULES[seed % len(SCHEDULES)]
-    model = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=2)
-    kinds: list[dict[str, Any]] = [{}, {"targets": ("q_proj", "down_proj"), "rank": 7}, {"whole": ("lm_head",)}]
-    adapters = [write_adapter(tmp_path / f"a{place}", load(model), seed=place, **kind) for place, kind in enumerate(kinds)]
-    settings: dict[str, Any] = {"lora_modules": "lm_head", "max_wait_seconds": 3600.0, "threads": 1}
-    plain = build(model, *adapters, overlap=False, **settings)
-    rng, given = random.Random(seed), digests(plain)
-    periodic = wire.Sampling(max_tokens=24, temperature=0, allowed_token_ids=(5, 7), ignore_eos=True)
-    asked = [wire.Generate("periodic", [5, 7, 7, 5, 5, 7], periodic), *(random_message(rng, f"g{place}") for place in range(2))]
-    messages = [msgspec.structs.replace(each, id=f"{each.id} {digest}", adapter=digest) for each in asked for digest in given]
-    expected = outputs(plain, messages)
-    loop = build(model, *adapters, overlap=True, **settings | schedule)
-    found = outputs(loop, [msgspec.structs.replace(each, prompt_lookup=DRAFTS) for each in messages], rng)
-    assert_equal(found, expected)
-    if seed == 0:
-        accepted = dict.fromkeys(given, 0)
-        for (name, _), output in found.items():
-            accepted[name.partition(" ")[2]] += output.accepted
-        assert min(accepted.values()) > 0, accepted
 
 
 @torch.inference_mode()

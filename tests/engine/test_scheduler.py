@@ -343,7 +343,7 @@ class Played:
         while len(self._scheduler.requests) < 12 and self._random.random() < 0.5:
             self._scheduler.add(self._request())
         batch = self._scheduler.schedule()
-        flows = self._scheduler._queue.flows.values()
+        flows = self._scheduler.queue.flows.values()
         told = describe(batch), [(flow.tenant, flow.virtual, list(flow.held), flow.room) for flow in flows]
         launched = [each.branch for each in (*batch.segments, *self._valued(batch)) if each.branch is not None and each.completes]
         for branch in launched:
@@ -547,7 +547,7 @@ def test_lower_priorities_are_not_in_the_way() -> None:
     for waiting in scheduler.requests:
         scheduler.remove(waiting)
     assert scheduler.wait_estimator.seconds(priority=5) == 0
-    assert not scheduler._wait_estimator._tokens, "priorities are callers' own, and forgotten with the last request"
+    assert not scheduler.wait_estimator._tokens, "priorities are callers' own, and forgotten with the last request"
 
 
 def test_where_slots_are_what_lacks_it_takes_as_long_as_it_takes() -> None:

@@ -145,21 +145,6 @@ def assert_rows(build: Build, asked: Asked, settings: dict[str, int]) -> None:
     assert loop.stats.slots_free == loop.stats.slots_total
 
 
-def test_tokens_are_counted_once(build: Build, model: tuple[str, str]) -> None:
-    prefix, branches = list(range(10, 30)), [[40, 41, 42], [43], [44, 45]]
-    for readout in readouts_of(model[1]):
-        loop = build()
-        (cold,) = run(loop, wire.Score("cold", prefix, branches, readout))
-        (warm,) = run(loop, wire.Score("warm", prefix, branches, readout))
-        own = 6
-        if isinstance(readout, wire.Embedding) and model[1].endswith("mean"):
-            shared, own = 0, 3 * 20 + 6  # each branch has the whole prompt
-        else:
-            shared = 19 if isinstance(readout, wire.Likelihood) else 20
-        assert (cold.cached_tokens, cold.computed_tokens) == (0, shared + own)
-        assert (warm.cached_tokens, warm.computed_tokens) == (shared, own)
-
-
 def test_what_the_model_can_do_is_described(build: Build, model: tuple[str, str]) -> None:
     info = build().info
     expected = {

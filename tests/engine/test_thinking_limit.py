@@ -118,8 +118,7 @@ def test_a_grammar_may_follow_the_section(build: Build) -> None:
     assert len(tokens) >= end + 2
 
 
-@pytest.mark.parametrize("told", [wire.ThinkingLimit(OPENED, -1), wire.ThinkingLimit(wire.Thinking(1 << 20), 3)])
-def test_a_limit_outside_of_the_model_is_refused(build: Build, told: wire.ThinkingLimit) -> None:
-    (reply,) = run(build(), wire.Generate("a", [5], thinking_limit=told))
+def test_a_limit_outside_of_the_model_is_refused(build: Build) -> None:
+    (reply,) = run(build(), wire.Generate("a", [5], thinking_limit=wire.ThinkingLimit(wire.Thinking(1 << 20), 3)))
     assert isinstance(reply, wire.Failed)
     assert reply.code == "invalid"

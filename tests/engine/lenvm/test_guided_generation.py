@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -51,10 +50,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def plain(checkpoints: tuple[Path, Path]) -> Plain:
     return Plain(*checkpoints)
-
-
-FORMS = ("compact", "padded", "overlapped")
-"""Forms of the length model's pass."""
 
 
 @pytest.fixture
@@ -198,7 +193,7 @@ def test_values_of_several_tokens_at_a_time(build: Build):
     assert together[0].tokens == tokens_of(singly)
 
 
-@pytest.mark.parametrize("build", FORMS, indirect=True)
+@in_both_layouts
 def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain: Plain):
     """Beside drawn and unguided rows; draws that are left alone take the most probable candidate."""
     rng = random.Random(14)
@@ -299,20 +294,6 @@ def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
     assert min(values[1:]) > 0
 
 
-@in_both_layouts
-def test_what_cannot_be_drawn_is_told_only_for_its_value(build: Build, plain: Plain):
-    rule = {"constraint": "le", "target_length": 9, "top_k": 3}
-    valued = guided("g", [5, 6], guidance(**rule), max_tokens=1)
-    bare = wire.Generate("b", valued.prompt, valued.sampling, logprobs=20, length_guidance=wire.LengthGuidance(**rule))
-    replies = run(build(), valued, bare)
-    told, chosen = replies["g"][0].logprobs, replies["b"][0].logprobs
-    assert told.top == [[0.0, -math.inf, -math.inf]]
-    assert verify(plain, valued, replies["g"]) == 1
-    assert (chosen.top_tokens, chosen.top, chosen.values) == ([told.top_tokens[0][:1]], [[0.0]], [])
-    two = wire.Generate("t", valued.prompt, valued.sampling, logprobs=2, length_guidance=valued.length_guidance)
-    assert run(build(), two)["t"][0].logprobs.values == [told.values[0][:2]]
-
-
 def test_sampled_frequencies_are_the_tilted_ones(build: Build, plain: Plain):
     """Chi-square over 2000 seeds, at the 0.1 % level for 4 degrees of freedom."""
     message = guided("g", [5, 6, 7], wire.LengthGuidance(scale=2.0), max_tokens=1)
@@ -344,22 +325,6 @@ def run_quickly(loop: Loop, messages: list[wire.Generate]) -> dict[str, list[wir
         for reply in loop.step():
             replies.setdefault(reply.id, []).append(reply)
     return replies
-
-
-def test_unguided_rows_are_as_they_are_alone(build: Build):
-    rng = random.Random(9)
-    free = [
-        wire.Generate(
-            f"f{i}", some_tokens(rng, 3, 20), wire.Sampling(max_tokens=25, seed=i, ignore_eos=True, **filters), logprobs=3
-        )
-        for i, filters in enumerate(({}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}))
-    ]
-    alone = {message.id: run(build(), message)[message.id] for message in free}
-    mixed = run(build(), *free[:2], *some_messages(rng), *free[2:])
-    for message in free:
-        assert tokens_of(mixed[message.id]) == tokens_of(alone[message.id])
-        pairs = zip(mixed[message.id], alone[message.id], strict=True)
-        assert all(ours.logprobs.chosen == pytest.approx(theirs.logprobs.chosen, abs=1e-4) for ours, theirs in pairs)
 
 
 @torch.inference_mode()
@@ -447,7 +412,7 @@ def test_a_sequence_that_loses_the_length_models_slots_in_flight(checkpoints, pl
     loop.submit(message)
     replies = [reply for _ in range(4) for reply in loop.step()]
     (branch,) = loop._scheduler.get("g").branches
-    loop._scheduler._allocator.free(branch.aux_branch)
+    loop._scheduler.allocator.free(branch.aux_branch)
     launch, unknown = loop._runner.launch, []
 
     def watch(batch: Batch) -> PendingStep:

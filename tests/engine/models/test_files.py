@@ -71,11 +71,6 @@ def test_missing_tensor(model: Path) -> None:
     assert f"lack tensor {Q_PROJ};" in error_of(model)
 
 
-def test_missing_tensors_are_counted(model: Path) -> None:
-    rewrite(model, lambda tensors: [tensors.pop(Q_PROJ), tensors.pop(EMBEDDING)])
-    assert "and 1 more" in error_of(model)
-
-
 def test_unexpected_tensor(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.update({"model.layers.0.mlp.experts.weight": torch.ones(2)}))
     assert "model.layers.0.mlp.experts.weight" in error_of(model)
@@ -98,12 +93,6 @@ def test_unsupported_stored_dtype(model: Path) -> None:
 def test_truncated_file(model: Path) -> None:
     content = (model / SINGLE).read_bytes()
     (model / SINGLE).write_bytes(content[:-100])
-    assert f"{SINGLE} is damaged or incomplete" in error_of(model)
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 64])
-def test_corrupt_file(model: Path, content: bytes) -> None:
-    (model / SINGLE).write_bytes(content)
     assert f"{SINGLE} is damaged or incomplete" in error_of(model)
 
 
@@ -164,14 +153,6 @@ def test_tied_embedding_under_the_heads_name(tmp_path: Path, change: str) -> Non
 def test_untied_model_needs_both(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.pop(EMBEDDING))
     assert EMBEDDING in error_of(model)
-
-
-def test_what_is_neither_directory_nor_hub_id(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=re.escape(f"{tmp_path}/nowhere is not a directory; give")):
-        locate(tmp_path / "nowhere")
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="file is not a directory"):
-        locate(tmp_path / "file")
 
 
 def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -61,13 +61,6 @@ def test_value_is_the_formula(directory: Path, layout: str) -> None:
     torch.testing.assert_close(v, 1 / (1 + torch.exp(-expected)), atol=1e-6, rtol=1e-5)
 
 
-def test_keys_in_the_main_file_are_preferred(directory: Path) -> None:
-    expected = expected_z(directory, value_tensors())
-    save_file(value_tensors(scale=9.0), directory / "value_head.safetensors")
-    add_to_main(directory, value_tensors())
-    torch.testing.assert_close(values(load_lenvm(directory))[0], expected, atol=1e-5, rtol=1e-5)
-
-
 def test_tied_checkpoint_with_only_a_head_tensor(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     expected = expected_z(directory, value_tensors())

@@ -121,7 +121,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {},
     {"max_batched_tokens": 9},
     {"max_total_tokens": 220, "max_batched_tokens": 40},
-    {"max_total_tokens": 220, "max_running_requests": 3, "prompt_lookup_rows": 100},
+    {"max_total_tokens": 220, "max_running_requests": 3},
 )
 
 
@@ -227,15 +227,6 @@ def test_aborting_frees_the_slots_of_drafts(checkpoint: Path, overlap: bool) -> 
             check(loop._scheduler)
     loop._scheduler.cache.clear()
     assert loop.stats.slots_free == loop.stats.slots_total
-
-
-def test_wrong_fields_are_refused(checkpoint: Path) -> None:
-    loop = build(checkpoint)
-    for wrong in (wire.DraftOptions(33), wire.DraftOptions(-1), wire.DraftOptions(4, 0), wire.DraftOptions(4, 9)):
-        loop.submit(wire.Generate("g", [5], prompt_lookup=wrong))
-        (reply,) = loop.step()
-        assert isinstance(reply, wire.Failed)
-        assert (reply.code, "prompt_lookup" in reply.message) == ("invalid", True)
 
 
 def lookup_of(prompt: list[int], ngram: int = 2, draft_tokens: int = 8, ends: tuple[int, ...] = ()) -> Lookup:

@@ -92,10 +92,10 @@ def messages(seed: int) -> list[wire.Score]:
     "settings",
     [
         {"max_batched_tokens": 29},
-        {"max_batched_patches": 1, "image_cache_mib": 1, "overlap": True},
+        {"image_cache_mib": 1, "overlap": True},
         pytest.param({"max_total_tokens": 170, "max_batched_tokens": 40, "overlap": True}, marks=pytest.mark.slow),
     ],
-    ids=["chunked", "one image a step", "few slots"],
+    ids=["chunked", "small cache", "few slots"],
 )
 def test_scores_equal_transformers(settings: dict, checkpoint: Path, reference: Reference) -> None:
     loop = build(checkpoint, **settings)
@@ -296,7 +296,8 @@ def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Re
 
 def test_a_step_embeds_few_images(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that came behind many images does not wait for them, and the images count as tokens of their steps."""
-    loop, images = build(checkpoint, max_batched_patches=40), [some_image(120 + place, 4, 6) for place in range(5)]
+    monkeypatch.setattr("engine.loop.build.CPU_BATCHED_PATCHES", 40)
+    loop, images = build(checkpoint), [some_image(120 + place, 4, 6) for place in range(5)]
     steps, launch = [], loop._runner.launch
 
     def watched(batch: Batch) -> PendingStep:

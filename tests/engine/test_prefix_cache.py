@@ -1,0 +1,409 @@
+"""The prefix cache: what tenants share of it, what is evicted, and what is pinned."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import wire
+from engine.ints import Ints
+from engine.kvcache.prefix_cache import Node, PrefixCache, SlotPool
+from engine.loop.loop import Loop
+from engine.requests.batch import Batch
+from engine.requests.core import Request
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.integrity import SlotContents, check
+from tests.engine.parity import make_model, some_tokens
+from tests.engine.test_item_scores import LABELS, answer, make_loop, message
+from tests.engine.test_loop import run
+from tests.engine.test_scheduler import drain, generate, make, score, settle
+
+PROMPT = [5, 6, 7, 8, 9]
+ALICE, BOB = wire.Caller(tenant="a", cache_salt="alice"), wire.Caller(tenant="b", cache_salt="bob")
+PRIVATE = wire.Caller(tenant="a", keep_prefix=False)
+GUIDANCE = wire.LengthGuidance(scale=1.0, top_k=2)
+
+
+def nodes(scheduler: Scheduler) -> int:
+    return sum(len(list(kv_pool.cache.nodes())) for kv_pool in scheduler.kv_pools)
+
+
+def cost(scheduler: Scheduler, request: Request, contents: SlotContents) -> tuple[list[int], int, int]:
+    """Tokens of each step until a request has ended, and what it found and computed, on both models."""
+    loads = []
+    scheduler.add(request)
+    while scheduler.get(request.id) is request:
+        batch = scheduler.schedule()
+        loads.append(batch.load)
+        contents.compute(batch)
+        settle(scheduler, batch, lambda: 3)
+        contents.adopt()
+        check(scheduler)
+    with_aux = request.with_aux
+    return loads, sum(part.cached_tokens for part in with_aux), sum(part.computed_tokens for part in with_aux)
+
+
+def requests(caller: wire.Caller, name: str) -> list[Request]:
+    return [
+        score(f"{name} score", PROMPT, [1, 2], [3], caller=caller),
+        generate(f"{name} text", PROMPT, max_tokens=4, caller=caller),
+        generate(f"{name} guided", PROMPT, max_tokens=4, length_guidance=GUIDANCE, caller=caller),
+        generate(f"{name} next turn", [*PROMPT, 3, 3, 3, 3, 4], max_tokens=2, length_guidance=GUIDANCE, caller=caller),
+    ]
+
+
+def test_another_salt_finds_nothing_and_takes_as_long():
+    """The cost of a prompt does not reveal whether another salt has it: neither the prompt nor an adopted answer, on both
+    models."""
+    known, fresh = make(tokens=4, length_slots=256), make(tokens=4, length_slots=256)
+    contents = SlotContents()
+    for request in requests(ALICE, "alice"):
+        cost(known, request, contents)
+    other = SlotContents()
+    for beside, alone in zip(requests(BOB, "bob"), requests(BOB, "bob"), strict=True):
+        assert cost(known, beside, contents) == cost(fresh, alone, other)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_equal_salts_share(kind: int):
+    scheduler, contents = make(length_slots=256), SlotContents()
+    first, again = (requests(ALICE, name)[kind] for name in ("first", "again"))
+    assert cost(scheduler, first, contents)[1] == 0
+    assert cost(scheduler, again, contents)[1] > 0
+
+
+def test_salts_do_not_share_within_a_step():
+    scheduler = make(tokens=100)
+    alice, bob, also_bob = (score(name, PROMPT, [1], caller=caller) for name, caller in zip("abc", (ALICE, BOB, BOB), strict=True))
+    for request in (alice, bob, also_bob):
+        scheduler.add(request)
+    scheduler.schedule()
+    scheduler.schedule()  # tenants share the first step
+    assert [request.cached_tokens for request in (alice, bob, also_bob)] == [0, 0, 5]
+    assert [request.computed_tokens for request in (alice, bob, also_bob)] == [6, 6, 1]
+
+
+def test_salts_compete_for_slots_by_age():
+    scheduler, contents = make(slots=64, tokens=64), SlotContents()
+    for place in range(30):
+        caller = wire.Caller(cache_salt=f"salt {place}")
+        cost(scheduler, score(str(place), [place] * 10, [1], caller=caller), contents)
+        assert len(scheduler.cache.roots) <= 7, "a tree ends with its last tokens"
+    salts = {root.salt for root in scheduler.cache.roots}
+    assert salts == {"", *(f"salt {place}" for place in range(24, 30))}, "the least recently used go first"
+
+
+def test_unknown_salts_leave_no_trees():
+    scheduler = make()
+    for place in range(500):
+        scheduler.add(score(str(place), [], [1], caller=wire.Caller(cache_salt=str(place))))
+    drain(scheduler)
+    assert scheduler.cache.roots == [scheduler.cache.root]
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_a_private_request_leaves_nothing(kind: int):
+    scheduler, contents = make(length_slots=256), SlotContents()
+    for name in ("first", "again"):
+        _, cached, _ = cost(scheduler, requests(PRIVATE, name)[kind], contents)
+        assert cached == 0
+        assert nodes(scheduler) == 0
+        assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
+
+
+def test_a_private_request_shares_nothing():
+    scheduler, contents = make(tokens=100, length_slots=256), SlotContents()
+    plain = wire.Caller()
+    cost(scheduler, requests(plain, "kept")[2], contents)
+    kept = nodes(scheduler)
+    assert cost(scheduler, requests(PRIVATE, "private")[2], contents)[1] == 0
+    assert nodes(scheduler) == kept
+    together = [score(name, [60, 61], [1], caller=PRIVATE) for name in "xy"]
+    for request in together:
+        scheduler.add(request)
+    drain(scheduler, contents=contents)
+    assert [request.computed_tokens for request in together] == [3, 3]
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed", "preempted"])
+def test_a_private_request_leaves_nothing_however_it_ends(end: str):
+    scheduler, contents = make(slots=64, tokens=4, length_slots=64), SlotContents()
+    request = generate("g", list(range(20)), max_tokens=30, n=2, length_guidance=GUIDANCE, caller=PRIVATE)
+    scheduler.add(request)
+    for _ in range(9):
+        batch = scheduler.schedule()
+        contents.compute(batch)
+        settle(scheduler, batch, lambda: 3)
+        contents.adopt()
+    assert nodes(scheduler) > 0
+    if end == "preempted":
+        scheduler.allocator.preempt(request)
+        assert nodes(scheduler) == 0
+        check(scheduler)
+        drain(scheduler, contents=contents)
+        assert request.computed_tokens > 20 + 60, "it was computed again"
+    elif end == "failed":
+        scheduler.fail(scheduler.schedule())
+    else:
+        scheduler.remove(request)
+    check(scheduler)
+    assert nodes(scheduler) == 0
+    assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
+
+
+HEAD, TAIL = 30, 150
+
+
+class Cache:
+    """A prefix cache that keeps items."""
+
+    def __init__(self, slots: int) -> None:
+        self.pool = SlotPool(slots)
+        self.cache = PrefixCache(self.pool)
+
+    def use(self, item: Ints, *ends: int, salt: str = "") -> Node:
+        """Use an item once, as a request does. Steps that insert what is missing end at ``ends``."""
+        node, found = self.cache.match_prefix(self.cache.acquire_root(salt), item)
+        begin = len(found)
+        for end in [*(end for end in ends if end < len(item)), len(item)]:
+            if end > begin:
+                self.cache.evict(end - begin - self.pool.available)
+                node = self.cache.insert(node, item[begin:end], self.pool.allocate(end - begin), item=True)
+                begin = end
+        self.cache.release(node)
+        return node
+
+    def uses(self, node: Node) -> int:
+        """Recent uses of an item as the cache estimates them."""
+        return self.cache._evictor._sketch.count(node.key)
+
+    def has(self, item: Ints) -> bool:
+        return self.cache.matched_length("", item) == len(item)
+
+
+def similar(count: int, seed: int = 0) -> list[Ints]:
+    """Items with the same first tokens. The first tokens behind them differ."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(0, 1 << 17, HEAD, np.int32)
+    return [np.array([*head, number, *rng.integers(0, 1 << 17, TAIL - 1)], np.int32) for number in range(count)]
+
+
+def test_an_item_keeps_its_uses_when_a_similar_one_divides_it() -> None:
+    found, (hot, other) = Cache(2000), similar(2)
+    for _ in range(10):
+        found.use(hot)
+    found.use(other)
+    node = found.use(hot)
+    assert len(node.tokens) == TAIL, "the common beginning is a node of its own"
+    assert (found.uses(node), node.protected) == (11, True)
+    assert node.parent is not None
+    assert found.uses(node.parent) == 12, "the beginning was used with both"
+
+
+def test_an_evicted_item_comes_back_with_its_uses() -> None:
+    """Twice: below the beginning that a similar item kept, and in other parts than before."""
+    found, (hot, other) = Cache(HEAD + 2 * TAIL + 20), similar(2)
+    for _ in range(10):
+        found.use(hot)
+    for _ in range(12):
+        found.use(other)
+    found.cache.evict(TAIL)
+    assert (found.has(hot), found.has(other)) == (False, True)
+    node = found.use(hot)
+    assert (found.uses(node), node.protected) == (11, True)
+    found.cache.clear()
+    node = found.use(hot, 20, 90)
+    assert (len(node.tokens), found.uses(node), node.protected) == (HEAD + TAIL - 90, 12, True)
+
+
+def test_a_scan_leaves_hot_items_with_a_common_beginning() -> None:
+    """Each hot item is computed again once in between, below the beginning that the others kept."""
+    items = similar(40)
+    hot, cold = items[:5], items[5:]
+    found = Cache(HEAD + 8 * TAIL)
+    for _ in range(6):
+        for item in hot:
+            found.use(item)
+    for item in hot:
+        found.cache._remove(found.use(item))
+        found.use(item)
+    for item in cold:
+        found.use(item)
+    assert [found.has(item) for item in hot] == [True] * 5
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("causal"), "qwen3", "causal last")
+
+
+class Engine:
+    """A loop with room for 100 items of 10 tokens, of which 37 may be pinned, and a clock that tests move."""
+
+    def __init__(self, causal: Path, **settings: object) -> None:
+        self.now = 100.0
+        self.random = random.Random(3)
+        self.loop: Loop = make_loop(causal, **({"max_total_tokens": 1000, "max_batched_tokens": 300} | settings))
+        self.loop._clock = self.loop._scheduler._clock = lambda: self.now
+        self._names = iter(range(10_000))
+
+    def items(self, count: int, tokens: int = 10) -> list[list[int]]:
+        return [some_tokens(self.random, tokens, tokens) for _ in range(count)]
+
+    def score(self, items: list[list[int]], **fields: object) -> wire.Scored:
+        return answer(run(self.loop, message(f"m{next(self._names)}", items, [7, 8], **fields), checked=True))
+
+    def flood(self) -> None:
+        """Score other items, more than fit, and the later half twice."""
+        for _ in range(3):
+            items = self.items(60)
+            self.score(items)
+            self.score(items)
+
+
+def test_pinned_items_are_not_evicted_until_their_time_is_over(causal: Path) -> None:
+    engine = Engine(causal)
+    items = engine.items(20)
+    found = engine.score(items, pin_seconds=60.0)
+    assert (found.pinned_items, engine.loop.stats.slots_pinned, engine.loop.stats.unpinned_items) == (20, 200, 0)
+    engine.flood()
+    engine.flood()
+    assert engine.score(items).cached_items == 20
+    engine.now += 59
+    assert engine.score(items[:5], pin_seconds=60.0).pinned_items == 5, "renewed"
+    engine.now += 2
+    engine.flood()
+    assert engine.loop.stats.slots_pinned == 50
+    assert engine.score(items[:5]).cached_items == 5
+    engine.now += 60
+    engine.flood()
+    assert engine.loop.stats.slots_pinned == 0
+    engine.loop._scheduler.cache.clear()
+    assert engine.loop.stats.slots_free == 1000
+
+
+def test_a_pin_can_be_removed(causal: Path) -> None:
+    engine = Engine(causal)
+    items = engine.items(10)
+    engine.score(items, pin_seconds=1000.0)
+    assert engine.score(items[:4], pin_seconds=0.0).pinned_items == 0
+    assert engine.loop.stats.slots_pinned == 60
+    assert engine.score(items).pinned_items == 0, "says nothing about pins"
+    assert engine.loop.stats.slots_pinned == 60
+
+
+def test_items_beyond_the_room_of_pins_are_scored_and_not_pinned(causal: Path) -> None:
+    engine = Engine(causal)
+    items = engine.items(60)
+    found = engine.score(items, pin_seconds=60.0)
+    assert len(found.rows) == 60
+    assert found.pinned_items == 37, "half of the 750 slots that are not reserved"
+    stats = engine.loop.stats
+    assert (stats.slots_pinned, stats.unpinned_items, stats.slots_reserved) == (370, 23, 250)
+    again = engine.score(items, pin_seconds=60.0)
+    assert again.pinned_items == 37, "those that are pinned are renewed"
+
+
+def test_salts_shared_beginnings_and_callers_that_keep_nothing(causal: Path) -> None:
+    engine = Engine(causal)
+    head = engine.items(1)[0]
+    items = [head, head[:4], [*head, 5, 6], []]
+    theirs = wire.Caller(cache_salt="theirs")
+    assert engine.score(items, pin_seconds=60.0).pinned_items == 3, "an empty item has nothing to pin"
+    assert engine.score(items, pin_seconds=60.0, caller=theirs).pinned_items == 3
+    assert engine.score(items, pin_seconds=60.0, caller=wire.Caller(keep_prefix=False)).pinned_items == 0
+    assert engine.loop.stats.slots_pinned == 2 * (10 + 4 + 12)
+    assert engine.loop.stats.unpinned_items == 0
+    engine.flood()
+    assert engine.score(items, caller=theirs).cached_items == 3
+    engine.now += 61
+    engine.flood()
+    check(engine.loop._scheduler)
+
+
+def test_no_salt_takes_the_room_of_all_pins(causal: Path) -> None:
+    """Alone it may have all of it; others take back up to equal parts, and end its oldest pins first."""
+    engine = Engine(causal)
+    first, others = engine.items(37), [engine.items(37) for _ in range(2)]
+    assert engine.score(first, pin_seconds=60.0).pinned_items == 37
+    callers = [wire.Caller(cache_salt=salt) for salt in ("b", "c")]
+    pinned = [
+        engine.score(items, pin_seconds=60.0, caller=caller).pinned_items for items, caller in zip(others, callers, strict=True)
+    ]
+    assert pinned == [18, 12], "half of 375 slots, then a third"
+    engine.flood()
+    check(engine.loop._scheduler)
+    kept = [engine.score(first).cached_items]
+    kept += [engine.score(items, caller=caller).cached_items for items, caller in zip(others, callers, strict=True)]
+    assert kept == [12, 13, 12]
+    assert engine.loop.stats.displaced_pins == 18 + 12
+    assert engine.score(first[25:], pin_seconds=60.0).pinned_items == 12, "renewed"
+    assert engine.score(first[:5], pin_seconds=60.0).pinned_items == 0, "it has its part"
+    assert engine.score(others[0], pin_seconds=0.0, caller=callers[0]).pinned_items == 0
+    assert engine.score(first[:5], pin_seconds=60.0).pinned_items == 5, "others leave room"
+    check(engine.loop._scheduler)
+
+
+def test_pins_give_way_to_a_request_that_needs_all_slots(causal: Path) -> None:
+    engine = Engine(causal)
+    items = engine.items(30)
+    engine.score(items, pin_seconds=60.0)
+    long = wire.Score("long", some_tokens(engine.random, 900, 900), [[7]], LABELS)
+    assert answer(run(engine.loop, long, checked=True)).computed_tokens == 901
+    assert engine.loop.stats.slots_pinned <= 100
+    assert engine.score(items).cached_items <= 10
+
+
+def test_a_failed_step_ends_all_pins(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots may not have been filled."""
+    engine = Engine(causal)
+    items = engine.items(10)
+    engine.score(items, pin_seconds=60.0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loop._runner, "launch", fail)
+        (failed,) = run(engine.loop, message("x", items, [7]))
+    assert isinstance(failed, wire.Failed)
+    assert engine.loop.stats.slots_pinned == 0
+    assert engine.loop.stats.slots_free == 1000
+    assert engine.score(items).cached_items == 0
+
+
+@pytest.mark.parametrize("keep_prefix", [True, False])
+def test_running_items_leave_slots_to_others(causal: Path, keep_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of items that could fill all slots in a step. Another tenant's request finds its share of the slots at once."""
+    engine = Engine(causal, max_batched_tokens=4000, reserved_share=0.4)
+    scheduler, held = engine.loop._scheduler, []
+    schedule = scheduler.schedule
+
+    def watched() -> Batch:
+        batch = schedule()
+        held.append(scheduler.cache.held_item_tokens + scheduler.allocator.other_item_tokens)
+        return batch
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    engine.loop.submit(message("scan", engine.items(300), [7], caller=wire.Caller(keep_prefix=keep_prefix)))
+    engine.loop.step()
+    prompt = wire.Score("other", some_tokens(engine.random, 390, 390), [[7]], LABELS, caller=wire.Caller(tenant="b"))
+    engine.loop.submit(prompt)
+    seen = []
+    while not any(reply.id == "other" for reply in seen):
+        seen += engine.loop.step()
+        check(scheduler)
+    assert not any(reply.id == "scan" for reply in seen), "it did not wait for the scan's end"
+    assert len(answer(run(engine.loop, checked=True)).rows) == 300
+    assert held[0] > 590
+    assert max(held) <= 600
+
+
+def test_an_item_longer_than_the_share_of_items_is_scored(causal: Path) -> None:
+    engine = Engine(causal, reserved_share=0.9)
+    found = engine.score(engine.items(3, 300), pin_seconds=60.0)
+    assert len(found.rows) == 3
+    assert found.pinned_items == 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
 from engine import wire
-from gateway import error_sources, errors
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
 
@@ -268,14 +268,19 @@ def test_what_a_model_cannot_do(start: Start) -> None:
         assert told(client.post(path, json={**body, "model": model}))["message"].endswith(words)
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    """Each error with the status that the docstring gives it."""
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/score"])
+def test_a_body_that_nobody_reads_ends_the_connection(start: Start, path: str) -> None:
+    """Where the answer comes before the body: otherwise the rest of the body would have to be read."""
+    client = start(FakeEngine(), max_body_bytes=1000, wait=False)
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\nx".encode())
+        received = b""
+        while part := connection.recv(1000):
+            received += part
+    assert b"connection: close" in received
+    assert received.split()[1] == (b"413" if path == "/v1/score" else b"404")
 
-    def statuses(error: type[errors.GatewayError]) -> dict[str, int]:
-        below = {name: status for kind in error.__subclasses__() for name, status in statuses(kind).items()}
-        return {error.__name__: error.status, **below}
 
-    lines = [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split() for line in (errors.__doc__ or "").splitlines()]
-    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-    assert documented == {name: status for name, status in statuses(errors.GatewayError).items() if name != "GatewayError"}
-    assert set(error_sources._ERROR_OF_CODE) == set(wire.STATUS_OF_CODE)
+def test_bodies_of_get_requests_do_no_harm(shared: httpx.Client) -> None:
+    for _ in range(3):
+        assert shared.request("GET", "/v1/models", content=b"x" * 100).status_code == 200

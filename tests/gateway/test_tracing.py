@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +13,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from engine import wire
-from gateway.app import create_app
-from gateway.settings import Settings
-from gateway.tracing import MAX_SPANS, Trace, stage
 from tests.collector import Collector, Received, collecting
 from tests.fakes import FakeEngine, Faults
 from tests.gateway.conftest import Start, gateways, metric
 from tests.processes import wait_until
-from tracing.context import TraceContext
 
 SECRET = "a red secret"
 SCORE: dict[str, Any] = {"query": SECRET, "items": ["one", "two"], "labels": [" Yes"]}
@@ -344,26 +339,3 @@ def test_a_silent_collector_delays_no_request(start: Start, monkeypatch: pytest.
             client.post("/v1/score", json=SCORE).raise_for_status()
         assert time.monotonic() - began < 5
         assert metric(client, "yardstick_spans_dropped_total") > 50
-
-
-def test_without_tracing_nothing_is_imported_and_no_thread_runs() -> None:
-    for name in [name for name in sys.modules if name == "tracing.otlp"]:
-        del sys.modules[name]
-    before = {*threading.enumerate()}
-    create_app(Settings(engines=("http://127.0.0.1:1",)))
-    assert "tracing.otlp" not in sys.modules
-    assert {*threading.enumerate()} <= before
-
-
-def test_a_request_has_a_bounded_number_of_spans_and_none_after_its_end() -> None:
-    trace = Trace(1, TraceContext(1, 2))
-    for _ in range(MAX_SPANS + 5):
-        with trace.stage("one"):
-            pass
-    assert trace.spans is not None
-    assert len(trace.spans) == MAX_SPANS
-    trace.spans = None
-    with trace.stage("late") as late:
-        assert late is None
-    with stage("elsewhere") as nothing:
-        assert nothing is None

@@ -16,8 +16,8 @@ import pytest
 from gateway.app import create_app
 from gateway.settings import Settings
 from tests.fakes import Running, stop, with_vision
-from tests.gateway.admission.test_key_limits import by, entry, write
 from tests.gateway.conftest import metric
+from tests.gateway.keys import by, entry, write
 from tests.pictures import picture
 from tests.processes import wait_until
 

@@ -18,8 +18,8 @@ from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine
-from tests.gateway.admission.test_key_limits import ask, entry, write
 from tests.gateway.conftest import Start, closed, metric
+from tests.gateway.keys import ask, entry, write
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 

@@ -24,9 +24,9 @@ from gateway.responses.store import ENTRY_BYTES, MemoryStore, Stored, Unavailabl
 from gateway.settings import Settings
 from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
-from tests.gateway.admission.test_key_limits import entry as key_entry
-from tests.gateway.admission.test_key_limits import write
 from tests.gateway.conftest import Clock, Start, closed, metric
+from tests.gateway.keys import entry as key_entry
+from tests.gateway.keys import write
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, logprobs_after, value_logit
-from tests.gateway.admission.test_key_limits import entry, write
 from tests.gateway.conftest import Start, metrics
+from tests.gateway.keys import entry, write
 
 TOUR = Path(__file__).with_name("sdk_tour.py")
 REFUSALS = Path(__file__).with_name("sdk_refusals.py")

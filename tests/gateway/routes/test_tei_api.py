@@ -14,8 +14,8 @@ from huggingface_hub import InferenceClient
 
 from gateway.presets.fitted import sigmoid, softmax
 from tests.fakes import FakeEngine, ids, logprobs_after
-from tests.gateway.admission.test_key_limits import by, entry, write
 from tests.gateway.conftest import Start, gateways
+from tests.gateway.keys import by, entry, write
 from tests.gateway.routes.test_rerank_api import DOCUMENTS, QUERY
 from tests.gateway.routes.test_rerank_api import PRESET as RERANKER
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 import socket
 import statistics
 import threading
@@ -310,29 +308,6 @@ def test_many_heavy_requests_of_one_client_do_not_delay_another(site: Site) -> N
 def _post_and_leave(site: Site) -> None:
     with contextlib.suppress(httpx.ReadTimeout):
         site.post("score", HEAVY, timeout=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("repeats", [1, 3500], ids=["short", "long"])
-def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> None:
-    statuses: list[int] = []
-
-    def ask() -> None:
-        for _ in range(15):
-            body = {"query": "red shoes, " * repeats, "items": ["blue"], "label_token_ids": LABELS}
-            statuses.append(site.post("score", body).status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(4):
-        enough = min(len(statuses) + 10, 55)  # since the last kill, so that no request loses two workers
-        wait_until(lambda enough=enough: len(statuses) >= enough, 60)
-        for pid in process_tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
-            os.kill(pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join()
-    assert statuses == [200] * 60
 
 
 def test_no_process_outlives_the_gateway() -> None:

@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import socket
-import subprocess
 import time
 import zlib
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from tests.attacks.conftest import StartGateway
 from tests.attacks.raw import Answer, connected, parse, read_answer, read_to_end, request
 from tests.attacks.watch import Watch, metric_of, settled_mib, tree_mib
 from tests.fakes import FakeEngine, ids
-from tests.parts import need
 from tests.processes import Program, wait_until
 
 SCORE = json.dumps({"query": [1], "items": [[2]], "label_token_ids": [1]}).encode()
@@ -55,28 +53,6 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
 # --- upgrades
 
 
-def test_curl_that_offers_http2(gateway: Program) -> None:
-    command = [
-        need("curl"),
-        "-sS",
-        "--http2",
-        "-m",
-        "10",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        SCORE.decode(),
-        "-w",
-        " %{http_code}",
-    ]
-    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], capture_output=True, check=True, text=True).stdout
-    assert answer.endswith(" 200"), answer
-    large = json.dumps({"query": [1] * 60_000, "items": [[2]], "label_token_ids": [1]})
-    command[command.index("-d") + 1] = "@-"
-    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], input=large, capture_output=True, check=True, text=True).stdout
-    assert "context" in answer, "the whole body was read"
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -102,19 +78,6 @@ def test_an_upgrade_is_ignored_and_the_body_is_read(gateway: Program, headers: d
         connection.settimeout(0.3)
         with pytest.raises(TimeoutError):
             connection.recv(1)
-
-
-def test_an_upgrade_with_a_chunked_body_or_none(gateway: Program) -> None:
-    upgrade = "connection: upgrade, close\r\nupgrade: h2c\r\nhost: localhost\r\n"
-    with connected(gateway) as connection:
-        connection.sendall(f"POST /v1/score HTTP/1.1\r\n{upgrade}transfer-encoding: chunked\r\n\r\n{len(SCORE):x}\r\n".encode())
-        connection.sendall(SCORE + b"\r\n0\r\n\r\n")
-        answer = parse(read_to_end(connection))
-        assert (answer.status, answer.rest, answer.headers["connection"]) == (200, b"", "close")
-    with connected(gateway) as connection:
-        connection.sendall(f"GET /v1/models HTTP/1.1\r\n{upgrade}\r\n".encode())
-        answer = parse(read_to_end(connection))
-        assert (answer.status, answer.rest) == (200, b"")
 
 
 def test_connect_is_refused(gateway: Program) -> None:
@@ -191,13 +154,6 @@ def test_head_answers_like_get(gateway: Program, path: str) -> None:
         name: got.headers[name] for name in got.headers.keys() - changing
     }
     assert int(headers["content-length"]) > 0
-
-
-def test_head_is_no_operation_of_its_own(gateway: Program) -> None:
-    paths = gateway.client.get("/schema/openapi.json").json()["paths"]
-    assert not [path for path, operations in paths.items() if "head" in operations]
-    assert gateway.client.head("/v1/score").status_code == 405
-    assert gateway.client.head("/nowhere").status_code == 404
 
 
 # --- content codings
@@ -300,19 +256,6 @@ def test_what_is_not_http_is_told_so_and_counted(gateway: Program, sent: bytes) 
     assert (answer.status, answer.error["type"], answer.rest) == (400, "invalid_request_error", b"")
     assert answer.headers["connection"] == "close"
     assert metric_of(gateway, 'yardstick_rejected_requests_total{reason="parse"}') == counted + 1
-
-
-def test_a_chunk_that_breaks_later_is_a_400_of_the_route(gateway: Program) -> None:
-    route = 'yardstick_requests_total{model="",route="/v1/score",status="400"}'
-    counted = metric_of(gateway, route)
-    with connected(gateway) as connection:
-        connection.sendall(POST + b"transfer-encoding: chunked\r\nx-request-id: mine\r\n\r\n1\r\n{\r\n")
-        time.sleep(0.2)
-        connection.sendall(b"nonsense")
-        answer = parse(read_to_end(connection))
-    assert (answer.status, answer.headers["x-request-id"], answer.headers["connection"]) == (400, "mine", "close")
-    assert answer.error["message"].startswith("This is not a valid HTTP/1.1 request")
-    assert metric_of(gateway, route) == counted + 1
 
 
 # --- sizes
@@ -494,15 +437,6 @@ def test_a_client_that_ends_its_request_too_early_is_told_so(gateway: Program, s
         assert time.monotonic() - began < 0.5 * SECONDS
 
 
-def test_a_client_that_leaves_after_its_request_still_stops_the_engine(gateway: Program, engine: FakeEngine) -> None:
-    """The end of its side of the connection looks like that of a client that waits for the answer; the work ends."""
-    with slow(engine), connected(gateway) as connection:
-        connection.sendall(request("/v1/completions", json.dumps(ENDLESS).encode()))
-        wait_until(lambda: bool(engine.running))
-        connection.shutdown(socket.SHUT_WR)
-        wait_until(lambda: not engine.running, 5)
-
-
 @pytest.mark.alone
 @pytest.mark.waits
 def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:
@@ -529,18 +463,6 @@ def test_a_stream_that_is_not_read_ends_with_its_work(gateway: Program, engine: 
         connection.sendall(request("/v1/completions", body))
         wait_until(lambda: len(engine.left) > left, 8)
         wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2, 3)
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_not_read_ends_with_its_connection(start_gateway: StartGateway) -> None:
-    """The gateway has no other short time limit, as the answer may be late on a busy machine."""
-    gateway = start_gateway(write_seconds=SECONDS)
-    body = json.dumps({**ENDLESS, "prompt": [[index] for index in range(8)], "max_tokens": 250, "logprobs": 20}).encode()
-    with connected(gateway, receive_buffer=4096, timeout=60) as connection:
-        connection.sendall(request("/v1/completions", body))
-        assert connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200", "the answer has begun, and stays unread"
-        wait_until(lambda: metric_of(gateway, 'yardstick_rejected_requests_total{reason="write_timeout"}') == 1, 20)
-        wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 1, 20)
 
 
 # --- connections

@@ -50,7 +50,7 @@ def gateways() -> Iterator[Start]:
             client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait and engines:
                 # /readyz answers in a fifth of the time that /metrics takes.
-                wait_until(lambda: client.get("/readyz").is_success, pause=0.03)
+                wait_until(lambda: client.get("/readyz").is_success, 30, pause=0.03)  # the first one also starts a fork server
                 wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), pause=0.03)
             return client
 

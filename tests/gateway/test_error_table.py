@@ -11,23 +11,13 @@ import pytest
 
 from engine import wire
 from tests.fakes import FakeEngine
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start
 
 SCORE = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 COMPLETION = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
-
-
-def told(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, once its shape is checked."""
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"]
-    assert "Traceback" not in answer.text
-    assert answer.headers["x-request-id"]
-    return body["error"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from tests import templates
 from tests.fakes import FakeEngine, ids, library
+from tests.gateway.answers import events
 from tests.gateway.conftest import gateways
 
 USER = {"role": "user", "content": "Run it."}
@@ -77,8 +78,7 @@ def test_a_loop_with_a_custom_tool(sdk: openai.OpenAI, engine: FakeEngine) -> No
 def test_the_stream_of_a_custom_call(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids(f"{CALL}{SECOND}")
     body = {"model": "m", "messages": [USER], "tools": [RUN, TIME], "stream": True}
-    lines = client.post("/v1/chat/completions", json=body).text.splitlines()
-    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in events(client.post("/v1/chat/completions", json=body))]
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     first, *others = [delta for delta in deltas if delta["index"] == 0]
     assert first.keys() == {"index", "id", "type", "custom"}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start, metric
-from tests.gateway.test_error_table import told
 from tests.processes import wait_until
 
 SCORE = {"query": [1, 2], "items": [[3]], "label_token_ids": [5]}

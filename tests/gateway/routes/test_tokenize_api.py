@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.fakes import EOS, TEMPLATE, FakeEngine, ids, library
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start
-from tests.gateway.test_error_table import told
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -103,14 +103,6 @@ def test_the_tokenisers_configuration(shared: httpx.Client) -> None:
         "cls_token": None,
         "mask_token": None,
     }
-
-
-def test_the_calls_of_lm_evals_remote_tokeniser(shared: httpx.Client) -> None:
-    """``RemoteTokenizer`` in ``lm_eval/utils.py`` names no model and sends nothing but these fields."""
-    eos = shared.get("/tokenizer_info").json()["eos_token"]
-    tokens = shared.post("/tokenize", json={"prompt": eos, "add_special_tokens": False}).json()["tokens"]
-    assert tokens == [library().token_to_id(EOS)]
-    assert shared.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == eos
 
 
 def test_the_model_is_named_where_several_are_served(start: Start) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -30,3 +33,14 @@ def events(answer: httpx.Response) -> list[Any]:
     assert end == ""
     assert done or "error" in found[-1]
     return found
+
+
+@contextmanager
+def asking(client: httpx.Client, path: str, body: Any, **headers: str) -> Iterator[socket.socket]:
+    """A connection on which a request was sent. The client leaves at the end of the block."""
+    content = json.dumps(body).encode()
+    fields = {"host": "localhost", "content-length": str(len(content))} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+        yield connection

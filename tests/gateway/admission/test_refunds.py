@@ -3,12 +3,9 @@ where the client left."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from engine import wire
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
@@ -156,24 +154,8 @@ def test_answers_are_charged(begin: Begin) -> None:
 
 def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
     """Send a request, and close the connection once ``when`` holds."""
-    over = threading.Event()
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(base_url=client.base_url, headers=by("a"), timeout=20) as other:
-            sending = asyncio.create_task(other.post(f"/v1/{path}", json=body))
-            while not over.is_set():  # noqa: ASYNC110  another thread sets it
-                await asyncio.sleep(0.01)
-            sending.cancel()
-            with suppress(asyncio.CancelledError):
-                await sending
-
-    thread = threading.Thread(target=lambda: asyncio.run(ask()))
-    thread.start()
-    try:
+    with asking(client, f"/v1/{path}", body, **by("a")):
         wait_until(when)
-    finally:
-        over.set()
-        thread.join()
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     time.sleep(0.2)  # Redis is told in the background
 

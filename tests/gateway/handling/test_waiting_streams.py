@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from engine import wire
 from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_sdk import run
 from tests.processes import wait_until
@@ -85,9 +85,7 @@ def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table"))
     engine.faults.pause_after, engine.faults.pause = after, 30
     client = start(engine, keepalive_seconds=0.1)
-    body = json.dumps({"prompt": "x", "stream": True}).encode()
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    with asking(client, "/v1/completions", {"prompt": "x", "stream": True}) as connection:
         received = b""
         while received.count(COMMENT.encode()) < 2:
             chunk = connection.recv(1000)

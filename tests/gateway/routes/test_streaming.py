@@ -11,6 +11,7 @@ import pytest
 
 from engine import wire
 from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 
@@ -186,10 +187,8 @@ def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: F
 )
 def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine, stream: bool, prompts: int) -> None:
     engine.faults.delay = 0.05
-    body = json.dumps({"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(head + body)
+    body = {"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    with asking(client, "/v1/completions", body) as connection:
         wait_until(lambda: len(engine.generates) == prompts)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import socket
 import statistics
 import threading
@@ -27,7 +28,6 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.ids import new_id
 from tests.attacks.watch import Watch, metric_of, process_tree, tree_mib
 from tests.attacks.watched import STEP_SECONDS
 from tests.fakes import LIMITS, FakeEngine, Running, stop
@@ -169,7 +169,7 @@ def attempts(site: Site, attack: Callable[[str], None]) -> list[int]:
         time.sleep(IDLE_SECONDS)
         pieces = [python_seconds() for _ in range(PIECES)]
         before = site.turns()
-        attack(new_id())
+        attack(secrets.token_hex(8))
         turns = site.turns() - before
         bound = longest_turn([*pieces, *[python_seconds() for _ in range(PIECES)]])
         found.append(sum(count for seconds, count in turns.items() if seconds > bound + STEP_SECONDS / 2))

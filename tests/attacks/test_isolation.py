@@ -7,8 +7,6 @@ engine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeEngine, served
+from tests.gateway.keys import by, entry, write
 from tests.prefixes import PrefixCache
 from tests.processes import Pod, Program, wait_until
 from tests.redis import RedisServer
@@ -83,13 +82,8 @@ def gateway(engine: str, keys: Path | None, **environment: str) -> Iterator[Serv
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    entries = [
-        {"name": f"name of {key}", "sha256": hashlib.sha256(key.encode()).hexdigest()} | ({"group": group} if group else {})
-        for key, group in GROUPS.items()
-    ]
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps({"keys": entries}))
-    return file
+    entries = [entry(key) | {"name": f"name of {key}"} | ({"group": group} if group else {}) for key, group in GROUPS.items()]
+    return write(tmp_path_factory.mktemp("keys") / "keys.json", *entries)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +268,7 @@ def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_
 
 def register(server: Server, key: str, tokens: list[int]) -> None:
     """Register one item in a catalogue of ``key``."""
-    client, headers = server.program.client, {"authorization": f"Bearer {key}"}
+    client, headers = server.program.client, by(key)
     client.put(f"/v1/catalogues/of-{key}", json={"template": ["{item}", "{query}"]}, headers=headers).raise_for_status()
     item = [{"id": "item", "token_ids": tokens}]
     client.put(f"/v1/catalogues/of-{key}/items", json=item, headers=headers).raise_for_status()
@@ -295,7 +289,7 @@ def registered_item(server: Server, key: str, tokens: list[int]) -> Seen:
 
 def warm(server: Server, key: str) -> None:
     """Have the engine compute the items of a catalogue of ``key``."""
-    asked = {"headers": {"authorization": f"Bearer {key}"}, "json": {}}
+    asked = {"headers": by(key), "json": {}}
     warmed = server.program.client.post(f"/v1/catalogues/of-{key}/warm", **asked).raise_for_status().json()
     assert (warmed["items"], warmed["done"]) == (1, True)
 

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
@@ -71,19 +70,26 @@ def shared() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+def fields_of_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The module's ``ENGINE``: fields of the engine of its tests."""
+    found: dict[str, Any] = getattr(request.module, "ENGINE", {})
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(fields_of_engine: dict[str, Any]) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     """An engine that tests change, and a client of the gateway before it."""
-    engine = FakeEngine()
+    engine = FakeEngine(**fields_of_engine)
     with gateways() as start_gateway:
         yield engine, start_gateway(engine)
 
 
 @pytest.fixture
-def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
+def engine(pair: tuple[FakeEngine, httpx.Client], fields_of_engine: dict[str, Any]) -> FakeEngine:
     """The engine of the module, as new: no faults, nothing asked."""
     engine, _ = pair
     wait_until(lambda: not engine.running)
-    new = FakeEngine(url=engine.url)
+    new = FakeEngine(url=engine.url, **fields_of_engine)
     for attribute in fields(engine):
         setattr(engine, attribute.name, getattr(new, attribute.name))
     return engine
@@ -95,7 +101,7 @@ def client(pair: tuple[FakeEngine, httpx.Client], engine: FakeEngine) -> httpx.C
     return pair[1]
 
 
-async def closed(link: Link) -> Link:
+async def closed(link: Any) -> Any:
     """``link``, once it has found its Redis."""
     link.start()
     async with asyncio.timeout(10):

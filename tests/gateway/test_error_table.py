@@ -178,17 +178,6 @@ def test_a_body_that_is_too_large(start: Start) -> None:
     assert client.post("/v1/score", content=chunks()).status_code == 413
 
 
-def test_engines_that_are_not_ready(start: Start) -> None:
-    engine = FakeEngine()
-    engine.ready = False
-    client = start(engine, wait=False)
-    for answer in (client.post("/v1/score", json=SCORE), client.get("/readyz")):
-        assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
-        assert int(answer.headers["retry-after"]) >= 1
-    assert client.get("/livez").text == "ok"
-    assert client.get("/v1/models").json()["data"] == []
-
-
 @pytest.mark.parametrize(
     ("code", "status", "told_code"),
     [

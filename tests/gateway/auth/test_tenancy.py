@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from engine import wire
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, metric
+from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.keys import by, entry, write
 from tests.processes import until, wait_until
 
@@ -29,13 +30,27 @@ def asked(engine: FakeEngine, path: str) -> wire.Score | wire.Generate:
     return {"score": engine.scores, "length": engine.values}.get(path, engine.generates)[-1]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_priorities_have_a_range(start: Start, tmp_path: Path, path: str) -> None:
+KEYS = [
+    entry("a", weight=2.5),
+    entry("b"),
+    entry("batch", priority_min=10, priority_max=50),
+    entry("first", priority_min=-500),
+]
+RANGES = {"a": PRIORITY_RANGE, "batch": (10, 50), "first": (-500, PRIORITY_RANGE[1])}
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    """An engine, and a client of a gateway with :data:`KEYS` before it."""
     engine = FakeEngine()
-    file = write(tmp_path / "keys", entry("a"), entry("batch", priority_min=10, priority_max=50), entry("first", priority_min=-500))
-    client = start(engine, api_keys_file=file)
-    ranges = {"a": PRIORITY_RANGE, "batch": (10, 50), "first": (-500, PRIORITY_RANGE[1])}
-    for name, (least, most) in ranges.items():
+    with gateways() as start:
+        yield engine, start(engine, api_keys_file=write(tmp_path_factory.mktemp("keys") / "keys", *KEYS))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_priorities_have_a_range(keyed: tuple[FakeEngine, httpx.Client], path: str) -> None:
+    engine, client = keyed
+    for name, (least, most) in RANGES.items():
         for priority, expected in ((least, least), (most, most), (None, max(0, least))):
             body = BODIES[path] | {"priority": priority}
             assert client.post(f"/v1/{path}", json=body, headers=by(name) | {"cache-control": "no-cache"}).status_code == 200
@@ -57,12 +72,12 @@ def test_priorities_have_a_range_without_keys(shared: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_engines_learn_the_tenant_and_its_weight(start: Start, tmp_path: Path, path: str) -> None:
-    engine = FakeEngine()
-    client = start(engine, api_keys_file=write(tmp_path / "keys", entry("a", weight=2.5), entry("b")))
+def test_engines_learn_the_tenant_and_its_weight(keyed: tuple[FakeEngine, httpx.Client], path: str) -> None:
+    engine, client = keyed
     callers = []
     for name in "ab":
-        assert client.post(f"/v1/{path}", json=BODIES[path], headers=by(name) | {"x-request-id": f"r-{name}"}).status_code == 200
+        headers = by(name) | {"x-request-id": f"r-{name}", "cache-control": "no-cache"}
+        assert client.post(f"/v1/{path}", json=BODIES[path], headers=headers).status_code == 200
         callers.append(asked(engine, path).caller)
     assert [(caller.request_id, caller.weight, caller.keep_prefix) for caller in callers] == [("r-a", 2.5, True), ("r-b", 1, True)]
     assert callers[0].tenant != callers[1].tenant

@@ -84,14 +84,6 @@ def test_prompts_of_each_kind(client: httpx.Client, engine: FakeEngine, prompt: 
     assert [choice["text"] for choice in alone["choices"]] == [choice["text"] for choice in answer["choices"][-2:]]
 
 
-def test_many_prompts_are_answered_in_order(client: httpx.Client, engine: FakeEngine) -> None:
-    prompts = [[place % 250, 1, place // 250] for place in range(300)]
-    answer = complete(client, prompt=prompts, max_tokens=1, echo=True, temperature=0)
-    assert [choice["index"] for choice in answer["choices"]] == list(range(300))
-    for place in (0, 150, 299):
-        assert answer["choices"][place]["text"].startswith(library().decode(prompts[place], skip_special_tokens=False))
-
-
 def test_the_ending_token_is_counted_and_not_shown(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids("red shoes")
     answer = complete(client, logprobs=1)
@@ -220,11 +212,6 @@ def test_chat_logprobs(client: httpx.Client, engine: FakeEngine) -> None:
         row = logprobs_after(prompt + engine.says[:place], engine.vocab_size)
         assert entry["logprob"] == row[engine.says[place]]
         assert [top["logprob"] for top in entry["top_logprobs"]] == sorted(row, reverse=True)[:2]
-
-
-def test_seeded_requests_repeat(client: httpx.Client) -> None:
-    texts = [chat(client, seed=seed, max_tokens=20)["choices"][0]["message"]["content"] for seed in (1, 1, 2, -1)]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

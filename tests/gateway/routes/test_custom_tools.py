@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ import pytest
 from tests import templates
 from tests.fakes import FakeEngine, ids, library
 from tests.gateway.answers import events
-from tests.gateway.conftest import gateways
 
 USER = {"role": "user", "content": "Run it."}
 RUN = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
@@ -23,21 +21,10 @@ CODE = 'print("é")\nexit(1)\\'
 CALL = f'<tool_call>\n{{"name": "run", "arguments": {{"input": {json.dumps(CODE)}}}}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 LARK = 'start: line ("\\n" line)*\nline: WORD "(" NUMBER ")"\nWORD: /[a-z]+/\nNUMBER: /[0-9]+/'
+ENGINE = {"model": "m", "template": templates.HERMES, "capabilities": (*FakeEngine.capabilities, "grammar")}
 
 
-@pytest.fixture(scope="module")
-def engine() -> FakeEngine:
-    able = (*FakeEngine.capabilities, "grammar")
-    return FakeEngine(model="m", template=templates.HERMES, capabilities=able)
-
-
-@pytest.fixture(scope="module")
-def client(engine: FakeEngine) -> Iterator[httpx.Client]:
-    with gateways() as start:
-        yield start(engine)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sdk(client: httpx.Client) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fakes import RAW_OFFSET, FakeEngine, ids, logprobs_after
+from tests.fakes import RAW_OFFSET, FakeEngine, ids, library, logprobs_after
 from tests.gateway.answers import events
-from tests.gateway.conftest import Start, gateways
+from tests.gateway.conftest import Start
 
 PRESET = """
 name = "own"
@@ -23,18 +22,7 @@ labels = [" Yes", " No"]
 QUERY = "red shoes"
 DOCUMENTS = ["blue table", "red running shoes", "the quick brown fox", ""]
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    engine = FakeEngine(preset=PRESET)
-    with gateways() as start:
-        yield engine, start(engine)
-
-
-@pytest.fixture
-def client(own: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
-    return own[1]
+ENGINE = {"preset": PRESET}
 
 
 def token(text: str) -> int:
@@ -71,8 +59,7 @@ def test_results_come_best_first(client: httpx.Client, path: str) -> None:
     assert (answer["meta"]["api_version"]["version"], answer["meta"]["truncated"]) == ("2", [])
 
 
-def test_engines_get_the_query_once(own: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = own
+def test_engines_get_the_query_once(client: httpx.Client, engine: FakeEngine) -> None:
     post(client, query=QUERY, documents=["one", "two"]).raise_for_status()
     asked = engine.scores[-1]
     assert asked.prefix[: len(ids("find: red shoes")) + 1] == prompt("")[: len(ids("find: red shoes")) + 1]
@@ -108,8 +95,7 @@ def test_instructions(client: httpx.Client, name: str) -> None:
     assert results[0]["relevance_score"] == pytest.approx(expected(DOCUMENTS[results[0]["index"]], "Look up "))
 
 
-def test_control_tokens_in_texts_are_text(own: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = own
+def test_control_tokens_in_texts_are_text(client: httpx.Client, engine: FakeEngine) -> None:
     post(client, query="a<|im_end|>b", documents=["{query}<|im_start|>"]).raise_for_status()
     asked = engine.scores[-1]
     tokens = asked.prefix + asked.branches[0]
@@ -118,8 +104,6 @@ def test_control_tokens_in_texts_are_text(own: tuple[FakeEngine, httpx.Client]) 
 
 
 def engine_text(tokens: list[int]) -> str:
-    from tests.fakes import library
-
     return str(library().decode(tokens, skip_special_tokens=False))
 
 
@@ -138,8 +122,7 @@ LONG = "the quick brown fox " * 2000
         {"max_tokens_per_doc": 40, "truncation_direction": "middle"},
     ],
 )
-def test_documents_are_cut_where_that_is_allowed(own: tuple[FakeEngine, httpx.Client], cut: dict[str, Any]) -> None:
-    engine, client = own
+def test_documents_are_cut_where_that_is_allowed(client: httpx.Client, engine: FakeEngine, cut: dict[str, Any]) -> None:
     answer = post(client, documents=["short", "start " + LONG + " end"], **cut).raise_for_status()
     assert (answer.json()["meta"]["truncated"], answer.headers["x-yardstick-truncated"]) == ([1], "1")
     asked = engine.scores[-1]

@@ -117,15 +117,6 @@ def test_results_are_cached_however_the_prompt_is_split(start: Start) -> None:
     assert [request.branches for request in engine.scores] == [[[4], [5]], [[9]]]
 
 
-def test_other_labels_are_other_results(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    score(client, query=[1], items=[[2]], label_token_ids=[YES, NO])
-    answer = score(client, query=[1], items=[[2]], label_token_ids=[NO, YES])
-    assert answer.headers["x-yardstick-cache"] == "0/1"
-    assert answer.json()["scores"] == expected(engine, [[1, 2]], [NO, YES])
-
-
 @pytest.mark.parametrize(
     ("header", "asked", "kept"), [("no-cache", True, True), ("no-store", True, False), ("max-age=0", False, True)]
 )

@@ -116,20 +116,6 @@ def test_every_chunk_may_carry_the_usage_of_its_choice(client: httpx.Client, eng
     assert last["choices"] == []
 
 
-def test_every_chunk_of_a_chat_may_carry_usage(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.says = ids("red blue")
-    engine.faults.delay = 0.002
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    prompt = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *told, last, _ = events(client, "chat/completions", **body, stream_options=options)
-    assert told[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert told[0]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt}
-    counts = [event["usage"]["completion_tokens"] for event in told]
-    assert counts == sorted(counts)
-    assert counts[-1] == last["usage"]["completion_tokens"] == len(engine.says) + 1
-
-
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
 def test_chunks_have_no_usage_unless_both_options_ask(shared: httpx.Client, options: dict[str, bool] | None) -> None:
     """As in vLLM, ``continuous_usage_stats`` has an effect only with ``include_usage``."""

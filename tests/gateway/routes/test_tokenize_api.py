@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from tests.fakes import EOS, TEMPLATE, FakeEngine, ids, library
 from tests.gateway.answers import told
 from tests.gateway.conftest import Start
+from tests.gateway.keys import entry, write
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -165,9 +164,8 @@ def test_a_model_without_a_chat_template(start: Start) -> None:
 
 
 def test_tokens_are_charged_like_those_of_a_prompt(start: Start, tmp_path: Path) -> None:
-    key = {"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest(), "tokens_per_minute": 100, "items_per_minute": 5}
-    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
-    client = start(FakeEngine(), api_keys_file=tmp_path / "keys.json")
+    keys = write(tmp_path / "keys.json", entry("secret", tokens_per_minute=100, items_per_minute=5))
+    client = start(FakeEngine(), api_keys_file=keys)
     for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
         assert client.post(path, json={"prompt": "a", "tokens": [5]}).status_code == 401
     assert client.get("/tokenizer_info").status_code == 401

@@ -235,8 +235,3 @@ def test_the_table_has_every_parameter() -> None:
     assert shown() == table()
     names = {row.name for row in (*REFUSED, *IGNORED)}.union(*(declared(endpoint) for endpoint in ALL))
     assert set(shown()) == names | set(FORMS)
-
-
-def test_the_samples_are_of_parameters() -> None:
-    names = set(shown())
-    assert set(VALUES) | {name for name, _ in (*VALUES_AT, *WITH, *INSTEAD)} <= names

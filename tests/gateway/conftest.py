@@ -46,10 +46,10 @@ def gateways() -> Iterator[Start]:
             quick = {"probe_seconds": 0.05, "wait_seconds": 0.1, "silence_seconds": 10}  # fakes compute on their event loops
             options = quick | {"engines": tuple(engine.url for engine in engines)} | settings
             app = create_app(Settings(**options))
-            client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
+            client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=60))
             if wait and engines:
                 # /readyz answers in a fifth of the time that /metrics takes.
-                wait_until(lambda: client.get("/readyz").is_success, 30, pause=0.03)  # the first one also starts a fork server
+                wait_until(lambda: client.get("/readyz").is_success, 60, pause=0.03)  # the first one also starts a fork server
                 wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), pause=0.03)
             return client
 

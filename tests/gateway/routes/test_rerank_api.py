@@ -123,7 +123,7 @@ LONG = "the quick brown fox " * 2000
     ],
 )
 def test_documents_are_cut_where_that_is_allowed(client: httpx.Client, engine: FakeEngine, cut: dict[str, Any]) -> None:
-    answer = post(client, documents=["short", "start " + LONG + " end"], **cut).raise_for_status()
+    answer = post(client, documents=["short", "start " + LONG + " end"], cache_salt=str(cut), **cut).raise_for_status()
     assert (answer.json()["meta"]["truncated"], answer.headers["x-yardstick-truncated"]) == ([1], "1")
     asked = engine.scores[-1]
     whole = max((asked.prefix + branch for branch in asked.branches), key=len)

@@ -80,11 +80,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("completions", {"prompt": [10**6]}, 400, "prompt[0]", "not a token"),
         ("completions", {"prompt": [1] * 2048}, 400, "prompt", "context"),
         ("completions", {"prompt": [[1], [1] * 2049]}, 400, "prompt[1]", "context"),
-        ("tokenize", {"prompt": "a", "model": "other"}, 404, "model", "does not exist"),
-        ("tokenize", {"model": "fake"}, 400, "prompt", "either"),
-        ("tokenize", {"messages": [{"role": "user"}], "prompt": ""}, 400, "messages", "either"),
-        ("detokenize", {"tokens": [1], "model": "other"}, 404, "model", "does not exist"),
-        ("detokenize", {"tokens": [10**6]}, 400, "tokens[0]", "not a token"),
         ("chat/completions", {"messages": []}, 400, "messages", "length >= 1"),
         (
             "chat/completions",

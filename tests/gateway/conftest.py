@@ -50,7 +50,7 @@ def gateways() -> Iterator[Start]:
             if wait and engines:
                 # /readyz answers in a fifth of the time that /metrics takes.
                 wait_until(lambda: client.get("/readyz").is_success, 60, pause=0.03)  # the first one also starts a fork server
-                wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), pause=0.03)
+                wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), 60, pause=0.03)
             return client
 
         yield start_gateway

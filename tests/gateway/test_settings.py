@@ -94,7 +94,7 @@ def test_the_process_serves_and_ends_in_order(monkeypatch: pytest.MonkeyPatch) -
                 assert process.stderr is not None
                 base_url = next(found[1] for line in process.stderr if (found := re.search(r"listening at (http://\S+)", line)))
                 with httpx.Client(base_url=base_url, transport=httpx.HTTPTransport(retries=5), timeout=20) as client:
-                    wait_until(lambda: client.get("/readyz").status_code == 200)
+                    wait_until(lambda: client.get("/readyz").status_code == 200, 60)
                     body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
                     assert client.post("/v1/score", json=body).status_code == 200
                 process.send_signal(signal.SIGINT)

@@ -121,6 +121,13 @@ def test_a_generation_has_its_first_token_and_its_end(client: httpx.Client, coll
     assert spans["gateway.attempt"].events == ["first_token"]
 
 
+def test_a_request_has_a_bounded_number_of_spans(client: httpx.Client, collector: Collector) -> None:
+    trace_id, headers = parent()
+    items = [[place % 250, place // 250] for place in range(10_000)]  # 157 messages to the engine
+    client.post("/v1/score", json={"query": [9], "items": items, "label_token_ids": [1]}, headers=headers).raise_for_status()
+    assert 120 <= len(collector.trace(trace_id, 120)) <= 130
+
+
 def test_a_request_without_a_context_begins_a_trace(client: httpx.Client, collector: Collector) -> None:
     before = len(collector.spans)
     client.post("/v1/score", json=SCORE, headers={"x-request-id": "no-context"})

@@ -53,7 +53,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
         engine = FakeEngine()
         patient = start(engine, api_keys_file=file)
         hasty = start(api_keys_file=file, api_keys_stale_seconds=STALE, engines=(engine.url,))
-        wait_until(lambda: hasty.get("/readyz").is_success)
+        wait_until(lambda: hasty.get("/readyz").is_success, 60)
         yield Followed(file, patient, hasty)
 
 

@@ -34,6 +34,9 @@ def test_a_gateway_is_ready_once_it_knows_a_model(start: Start) -> None:
         answer = client.get(path)
         assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
     assert (client.head("/ping").status_code, client.head("/ping").content) == (503, b"")
+    unready = client.post("/v1/score", json=SCORE)
+    assert (unready.status_code, told(unready)["code"], int(unready.headers["retry-after"]) >= 1) == (503, "not_ready", True)
+    assert (client.get("/livez").text, client.get("/v1/models").json()["data"]) == ("ok", [])
     engine.ready = True
     wait_until(lambda: client.get("/readyz").status_code == 200)
     wait_until(lambda: metric(client, 'yardstick_model_engines_ready{model="fake"}') == 1)

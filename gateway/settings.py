@@ -79,10 +79,6 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 CacheIsolation = Literal["key", "none"]
 
 
-STORED_RESPONSES = 10_000
-"""Most stored responses; beyond it, the oldest of the API key with most responses are removed."""
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway. In the environment, a setting's name is ``YARDSTICK_`` and the name below in capitals."""
 

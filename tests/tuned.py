@@ -29,7 +29,7 @@ CONSTANTS = {
     "image_seconds": "gateway.app:IMAGE_SECONDS",
     "keepalive_seconds": "gateway.app:KEEPALIVE_SECONDS",
     "silence_seconds": "gateway.composition.fleet:SILENCE_SECONDS",
-    "stored_responses": "gateway.settings:STORED_RESPONSES",
+    "stored_responses": "gateway.responses.kept:STORED_RESPONSES",
     "text_job_mib": "gateway.app:TEXT_JOB_MIB",
     "write_seconds": "gateway.http.connection:WRITE_SECONDS",
 }

@@ -17,10 +17,12 @@ from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
 from gateway.schemas.response_body import OutputItem, OutputMessage
-from gateway.settings import STORED_RESPONSES, Settings
+from gateway.settings import Settings
 from gateway.store.base import Full, Missing, Space, Store, Unavailable
 from gateway.text.prepared import Items
 
+STORED_RESPONSES = 10_000
+"""Most stored responses; beyond it, the oldest of the API key with most responses are removed."""
 ENTRY_BYTES = 1024
 """Bytes that a response takes besides its contents."""
 _ID = re.compile(r"resp_[0-9a-f]{32}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from tests.attacks.conftest import StartGateway
 from tests.attacks.raw import connected, parse, read_answer, read_to_end, request
 from tests.attacks.watch import Watch, metric_of
 from tests.fakes import FakeEngine
+from tests.gateway.keys import entry, write
 from tests.processes import Program, wait_until
 
 MEBIBYTE = 1 << 20
@@ -29,9 +29,7 @@ ONE_KEY = 7
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the keys ``a``, ``b`` and ``c``."""
-    path = tmp_path_factory.mktemp("keys") / "keys.json"
-    path.write_text(json.dumps({"keys": [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in "abc"]}))
-    return path
+    return write(tmp_path_factory.mktemp("keys") / "keys.json", *map(entry, "abc"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 from tests.attacks.hostile import HELLO, SLOW_MULTIPLE, chat_with_image, jpeg_of_scans
 from tests.attacks.watch import metric_of
 from tests.fakes import LIMITS, served, with_vision
+from tests.gateway.keys import entry, write
 from tests.pictures import VISION_TEMPLATE, data_url, picture
 from tests.processes import Program, wait_until
 
@@ -60,15 +60,10 @@ REFUSED: dict[str, tuple[str, Any]] = {
 """Requests that are refused, by what is wrong with them."""
 
 
-def entry(name: str, **limits: int) -> dict[str, Any]:
-    return {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **limits}
-
-
 @contextmanager
 def gateway_process(folder: Path, *keys: dict[str, Any], template: str = VISION_TEMPLATE) -> Iterator[Program]:
     """A gateway before an engine that reads images, and the keys ``good`` and ``hostile`` without limits besides ``keys``."""
-    file = folder / "keys.json"
-    file.write_text(json.dumps({"keys": [entry("good"), entry("hostile"), *keys]}))
+    file = write(folder / "keys.json", entry("good"), entry("hostile"), *keys)
     limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT)
     with served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url:
         program = Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off")

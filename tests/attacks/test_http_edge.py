@@ -145,13 +145,6 @@ def test_head_answers_like_get(gateway: Program, path: str) -> None:
     assert int(headers["content-length"]) > 0
 
 
-def test_head_is_no_operation_of_its_own(gateway: Program) -> None:
-    paths = gateway.client.get("/schema/openapi.json").json()["paths"]
-    assert not [path for path, operations in paths.items() if "head" in operations]
-    assert gateway.client.head("/v1/score").status_code == 405
-    assert gateway.client.head("/nowhere").status_code == 404
-
-
 # --- content codings
 
 
@@ -204,19 +197,6 @@ def test_what_is_not_http_is_told_so_and_counted(gateway: Program, sent: bytes) 
     assert (answer.status, answer.error["type"], answer.rest) == (400, "invalid_request_error", b"")
     assert answer.headers["connection"] == "close"
     assert metric_of(gateway, 'yardstick_rejected_requests_total{reason="parse"}') == counted + 1
-
-
-def test_a_chunk_that_breaks_later_is_a_400_of_the_route(gateway: Program) -> None:
-    route = 'yardstick_requests_total{model="",route="/v1/score",status="400"}'
-    counted = metric_of(gateway, route)
-    with connected(gateway) as connection:
-        connection.sendall(POST + b"transfer-encoding: chunked\r\nx-request-id: mine\r\n\r\n1\r\n{\r\n")
-        time.sleep(0.2)
-        connection.sendall(b"nonsense")
-        answer = parse(read_to_end(connection))
-    assert (answer.status, answer.headers["x-request-id"], answer.headers["connection"]) == (400, "mine", "close")
-    assert answer.error["message"].startswith("This is not a valid HTTP/1.1 request")
-    assert metric_of(gateway, route) == counted + 1
 
 
 # --- sizes
@@ -397,15 +377,6 @@ def test_a_client_that_ends_its_request_too_early_is_told_so(gateway: Program, s
         assert time.monotonic() - began < 0.5 * SECONDS
 
 
-def test_a_client_that_leaves_after_its_request_still_stops_the_engine(gateway: Program, engine: FakeEngine) -> None:
-    """The end of its side of the connection looks like that of a client that waits for the answer; the work ends."""
-    with slow(engine), connected(gateway) as connection:
-        connection.sendall(request("/v1/completions", json.dumps(ENDLESS).encode()))
-        wait_until(lambda: bool(engine.running))
-        connection.shutdown(socket.SHUT_WR)
-        wait_until(lambda: not engine.running, 5)
-
-
 @pytest.mark.alone
 @pytest.mark.waits
 def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:
@@ -432,18 +403,6 @@ def test_a_stream_that_is_not_read_ends_with_its_work(gateway: Program, engine: 
         connection.sendall(request("/v1/completions", body))
         wait_until(lambda: len(engine.left) > left, 8)
         wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2, 3)
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_not_read_ends_with_its_connection(start_gateway: StartGateway) -> None:
-    """The gateway has no other short time limit, as the answer may be late on a busy machine."""
-    gateway = start_gateway(write_seconds=SECONDS)
-    body = json.dumps({**ENDLESS, "prompt": [[index] for index in range(8)], "max_tokens": 250, "logprobs": 20}).encode()
-    with connected(gateway, receive_buffer=4096, timeout=60) as connection:
-        connection.sendall(request("/v1/completions", body))
-        assert connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200", "the answer has begun, and stays unread"
-        wait_until(lambda: metric_of(gateway, 'yardstick_rejected_requests_total{reason="write_timeout"}') == 1, 20)
-        wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 1, 20)
 
 
 # --- connections

@@ -8,7 +8,6 @@ Well-behaved clients keep the engines busy by themselves in the quiet part too, 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ import pytest
 
 from tests.attacks.watch import Watch, tree_mib
 from tests.checkpoints import make_checkpoint
+from tests.gateway.keys import entry, write
 from tests.processes import Pod, Program, wait_until
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
@@ -63,18 +63,13 @@ LIMITED = 20
 TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
 
 
-def entry(name: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
-
-
 class Deployment:
     """Two engines and a gateway with keys."""
 
     def __init__(self, directory: Path) -> None:
         self._model = make_checkpoint(directory / "model", "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
-        keys = directory / "keys.json"
         entries = [entry("good-1"), entry("good-2"), entry("hostile"), entry("limited", requests_per_minute=LIMITED)]
-        keys.write_text(json.dumps({"keys": entries}))
+        keys = write(directory / "keys.json", *entries)
         self.pods = [self._pod() for _ in range(2)]
         for pod in self.pods:
             pod.wait_ready()

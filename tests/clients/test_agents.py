@@ -1,4 +1,4 @@
-"""Tool loops of the OpenAI Agents SDK over ``/v1/responses``, and of the OpenAI SDK for Node.js over both endpoints.
+"""Tool loops of the OpenAI Agents SDK over ``/v1/responses``, and of the OpenAI SDK for Node.js over both, and its parser.
 
 The demo model calls no tools, so an engine says what the test chooses: a call first, and then an answer. Gateway, sockets and SDK
 are real.
@@ -16,6 +16,7 @@ from tests import templates
 from tests.clients.environments import run_client, run_together
 from tests.fakes import FakeEngine, ids, library
 from tests.gateway.conftest import gateways
+from tests.processes import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -66,3 +67,12 @@ def test_tool_loops_of_the_sdk_for_node(server: tuple[FakeEngine, httpx.Client])
     assert told["kinds"] == ["user", "function_call", "function_call_output"]
     names = {f"response.function_call_arguments.{kind}" for kind in ("delta", "done")}
     assert names | {"response.completed"} <= {*told["events"]}
+
+
+def test_the_sdk_for_node_parses_constrained_answers(demo: Program) -> None:
+    printed = run_client("node_structured.mjs", demo.url, "yardstick-demo")
+    for shoe in (printed["chat"], printed["response"]):
+        assert shoe["colour"] in ("red", "blue")
+        assert 30 <= shoe["size"] <= 50
+        assert isinstance(shoe["laces"], bool)
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= set(printed["events"])

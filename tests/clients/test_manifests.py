@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,12 +28,3 @@ def test_other_controllers_take_the_charts_manifests(tmp_path: Path) -> None:
     found = [manifest for manifest in rendered if manifest["kind"] in KINDS]
     assert {manifest["kind"] for manifest in found} == KINDS
     assert errors(found, tmp_path) == []
-
-
-def test_wrong_manifests_are_found(tmp_path: Path) -> None:
-    (scaler,) = [manifest for manifest in manifests(GITOPS) if manifest["kind"] == "ScaledObject"]
-    changes: list[dict[str, Any]] = [{"pollInterval": 30}, {"maxReplicaCount": "4"}]
-    wrong, typed, *more = errors([scaler | {"spec": scaler["spec"] | change} for change in changes], tmp_path)
-    assert "maxReplicaCount must be integer" in wrong
-    assert "'\"pollInterval\"' does not exist in type" in typed
-    assert len(more) <= 1, "the type of the number"

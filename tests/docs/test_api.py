@@ -1,19 +1,20 @@
-"""docs/api.md says what the code does."""
+"""docs/api.md and docs/clients.md say what the code does."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from gateway.errors import GatewayError
 from tests.docs.generate import PAGE, PARTS, page, parts_of
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 
 TEXT = PAGE.read_text(encoding="utf-8")
+CLIENTS = PAGE.with_name("clients.md")
 
 
 def test_the_parts_that_are_made_from_the_code_are_up_to_date() -> None:
@@ -21,19 +22,24 @@ def test_the_parts_that_are_made_from_the_code_are_up_to_date() -> None:
     assert page(TEXT) == TEXT, "run: python -m tests.docs.generate"
 
 
-def test_every_status_has_a_row() -> None:
-    def statuses(error: type[GatewayError]) -> set[int]:
-        return {error.status}.union(*map(statuses, error.__subclasses__()))
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with gateways() as start:
+        yield start(FakeEngine())
 
+
+def test_every_status_has_a_row(client: httpx.Client) -> None:
+    paths = client.get("/schema/openapi.json").json()["paths"]
+    statuses = {status for operations in paths.values() for operation in operations.values() for status in operation["responses"]}
     (table,) = re.findall(r"\| status \| when \|\n(.*?)\n\n", TEXT, flags=re.DOTALL)
-    assert statuses(GatewayError) <= {int(status) for status in re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)}
+    assert {status for status in statuses if status >= "400"} <= set(re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE))
 
 
 SHOWN = [("/v1/score", '"object": "scoring"'), ("/v1/length", '"object": "length"'), ("/tokenize", '"token_strs": ["re"')]
 
 
 @pytest.mark.parametrize(("path", "marker"), SHOWN)
-def test_the_answers_shown_have_the_fields_of_real_ones(path: str, marker: str) -> None:
+def test_the_answers_shown_have_the_fields_of_real_ones(client: httpx.Client, path: str, marker: str) -> None:
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", TEXT, flags=re.DOTALL) if marker in block]
     (shown,) = blocks
     bodies = {
@@ -41,9 +47,7 @@ def test_the_answers_shown_have_the_fields_of_real_ones(path: str, marker: str) 
         "/v1/length": {"input": "a"},
         "/tokenize": {"prompt": "red running shoes", "return_token_strs": True},
     }
-    with gateways() as start:
-        client: httpx.Client = start(FakeEngine())
-        answer = client.post(path, json=bodies[path]).json()
+    answer = client.post(path, json=bodies[path]).json()
     assert fields(shown) == fields(answer)
 
 
@@ -52,3 +56,13 @@ def fields(value: object, path: str = "") -> set[str]:
     if isinstance(value, dict):
         return {path}.union(*(fields(inner, f"{path}.{name}") for name, inner in value.items()))
     return {path}.union(*(fields(inner, f"{path}[]") for inner in value)) if isinstance(value, list) else {path}
+
+
+def test_paths_that_are_not_served_are_not_and_the_others_are(client: httpx.Client) -> None:
+    (part,) = re.findall(r"<!-- not served -->\n(.*?)<!-- end -->", CLIENTS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.strip().splitlines()[2:]]
+    absent, present = (re.findall(r"`(/[^`]+)`", " ".join(row[column] for row in rows)) for column in (1, 2))
+    assert len(absent) > 10
+    served = set(client.get("/schema/openapi.json").raise_for_status().json()["paths"])
+    assert (served.intersection(absent), set(present) - served) == (set(), set())
+    assert {path: client.post(path, json={}).status_code in (404, 405) for path in absent} == dict.fromkeys(absent, True)

@@ -13,7 +13,6 @@ import pytest
 
 from gateway.app import create_app
 from gateway.settings import Settings
-from gateway.store.link import Link
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
 from tests.tuned import split, tuned
@@ -50,11 +49,11 @@ def gateways() -> Iterator[Start]:
             chosen, constants = split(options)
             with tuned(constants):
                 app = create_app(Settings(**chosen))
-            client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
+            client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=60))
             if wait and engines:
                 # /readyz answers in a fifth of the time that /metrics takes.
-                wait_until(lambda: client.get("/readyz").is_success, pause=0.03)
-                wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), pause=0.03)
+                wait_until(lambda: client.get("/readyz").is_success, 60, pause=0.03)  # the first one also starts a fork server
+                wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), 60, pause=0.03)
             return client
 
         yield start_gateway
@@ -74,19 +73,26 @@ def shared() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+def fields_of_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The module's ``ENGINE``: fields of the engine of its tests."""
+    found: dict[str, Any] = getattr(request.module, "ENGINE", {})
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(fields_of_engine: dict[str, Any]) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     """An engine that tests change, and a client of the gateway before it."""
-    engine = FakeEngine()
+    engine = FakeEngine(**fields_of_engine)
     with gateways() as start_gateway:
         yield engine, start_gateway(engine)
 
 
 @pytest.fixture
-def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
+def engine(pair: tuple[FakeEngine, httpx.Client], fields_of_engine: dict[str, Any]) -> FakeEngine:
     """The engine of the module, as new: no faults, nothing asked."""
     engine, _ = pair
     wait_until(lambda: not engine.running)
-    new = FakeEngine(url=engine.url)
+    new = FakeEngine(url=engine.url, **fields_of_engine)
     for attribute in fields(engine):
         setattr(engine, attribute.name, getattr(new, attribute.name))
     return engine
@@ -98,7 +104,7 @@ def client(pair: tuple[FakeEngine, httpx.Client], engine: FakeEngine) -> httpx.C
     return pair[1]
 
 
-async def closed(link: Link) -> Link:
+async def closed(link: Any) -> Any:
     """``link``, once it has found its Redis."""
     link.start()
     async with asyncio.timeout(10):

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
 from engine import wire
-from gateway import errors
 from tests.fakes import FakeEngine
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start
 
 SCORE = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 COMPLETION = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
-
-
-def told(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, once its shape is checked."""
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"]
-    assert "Traceback" not in answer.text
-    assert answer.headers["x-request-id"]
-    return body["error"]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +80,6 @@ def told(answer: httpx.Response) -> dict[str, Any]:
         ("completions", {"prompt": [10**6]}, 400, "prompt[0]", "not a token"),
         ("completions", {"prompt": [1] * 2048}, 400, "prompt", "context"),
         ("completions", {"prompt": [[1], [1] * 2049]}, 400, "prompt[1]", "context"),
-        ("tokenize", {"prompt": "a", "model": "other"}, 404, "model", "does not exist"),
-        ("tokenize", {"model": "fake"}, 400, "prompt", "either"),
-        ("tokenize", {"messages": [{"role": "user"}], "prompt": ""}, 400, "messages", "either"),
-        ("detokenize", {"tokens": [1], "model": "other"}, 404, "model", "does not exist"),
-        ("detokenize", {"tokens": [10**6]}, 400, "tokens[0]", "not a token"),
         ("chat/completions", {"messages": []}, 400, "messages", "length >= 1"),
         (
             "chat/completions",
@@ -188,17 +173,6 @@ def test_a_body_that_is_too_large(start: Start) -> None:
     assert client.post("/v1/score", content=chunks()).status_code == 413
 
 
-def test_engines_that_are_not_ready(start: Start) -> None:
-    engine = FakeEngine()
-    engine.ready = False
-    client = start(engine, wait=False)
-    for answer in (client.post("/v1/score", json=SCORE), client.get("/readyz")):
-        assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
-        assert int(answer.headers["retry-after"]) >= 1
-    assert client.get("/livez").text == "ok"
-    assert client.get("/v1/models").json()["data"] == []
-
-
 @pytest.mark.parametrize(
     ("code", "status", "told_code"),
     [
@@ -268,14 +242,19 @@ def test_what_a_model_cannot_do(start: Start) -> None:
         assert told(client.post(path, json={**body, "model": model}))["message"].endswith(words)
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    """Each error with the status that the docstring gives it."""
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/score"])
+def test_a_body_that_nobody_reads_ends_the_connection(start: Start, path: str) -> None:
+    """Where the answer comes before the body: otherwise the rest of the body would have to be read."""
+    client = start(FakeEngine(), max_body_bytes=1000, wait=False)
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\nx".encode())
+        received = b""
+        while part := connection.recv(1000):
+            received += part
+    assert b"connection: close" in received
+    assert received.split()[1] == (b"413" if path == "/v1/score" else b"404")
 
-    def statuses(error: type[errors.GatewayError]) -> dict[str, int]:
-        below = {name: status for kind in error.__subclasses__() for name, status in statuses(kind).items()}
-        return {error.__name__: error.status, **below}
 
-    lines = [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split() for line in (errors.__doc__ or "").splitlines()]
-    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-    assert documented == {name: status for name, status in statuses(errors.GatewayError).items() if name != "GatewayError"}
-    assert set(errors._ERROR_OF_CODE) == set(wire.STATUS_OF_CODE)
+def test_bodies_of_get_requests_do_no_harm(shared: httpx.Client) -> None:
+    for _ in range(3):
+        assert shared.request("GET", "/v1/models", content=b"x" * 100).status_code == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +13,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from engine import wire
-from gateway.app import create_app
-from gateway.ops.tracing import MAX_SPANS, Trace, stage
-from gateway.settings import Settings
 from tests.collector import Collector, Received, collecting
 from tests.fakes import FakeEngine, Faults
 from tests.gateway.conftest import Start, gateways, metric
 from tests.processes import wait_until
-from tracing.context import TraceContext
 
 SECRET = "a red secret"
 SCORE: dict[str, Any] = {"query": SECRET, "items": ["one", "two"], "labels": [" Yes"]}
@@ -124,6 +119,13 @@ def test_a_generation_has_its_first_token_and_its_end(client: httpx.Client, coll
     assert first.attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
     assert first.events == ["first_byte"]
     assert spans["gateway.attempt"].events == ["first_token"]
+
+
+def test_a_request_has_a_bounded_number_of_spans(client: httpx.Client, collector: Collector) -> None:
+    trace_id, headers = parent()
+    items = [[place % 250, place // 250] for place in range(10_000)]  # 157 messages to the engine
+    client.post("/v1/score", json={"query": [9], "items": items, "label_token_ids": [1]}, headers=headers).raise_for_status()
+    assert 120 <= len(collector.trace(trace_id, 120)) <= 130
 
 
 def test_a_request_without_a_context_begins_a_trace(client: httpx.Client, collector: Collector) -> None:
@@ -344,26 +346,3 @@ def test_a_silent_collector_delays_no_request(start: Start, monkeypatch: pytest.
             client.post("/v1/score", json=SCORE).raise_for_status()
         assert time.monotonic() - began < 5
         assert metric(client, "yardstick_spans_dropped_total") > 50
-
-
-def test_without_tracing_nothing_is_imported_and_no_thread_runs() -> None:
-    for name in [name for name in sys.modules if name == "tracing.otlp"]:
-        del sys.modules[name]
-    before = {*threading.enumerate()}
-    create_app(Settings(engines=("http://127.0.0.1:1",)))
-    assert "tracing.otlp" not in sys.modules
-    assert {*threading.enumerate()} <= before
-
-
-def test_a_request_has_a_bounded_number_of_spans_and_none_after_its_end() -> None:
-    trace = Trace(1, TraceContext(1, 2))
-    for _ in range(MAX_SPANS + 5):
-        with trace.stage("one"):
-            pass
-    assert trace.spans is not None
-    assert len(trace.spans) == MAX_SPANS
-    trace.spans = None
-    with trace.stage("late") as late:
-        assert late is None
-    with stage("elsewhere") as nothing:
-        assert nothing is None

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gateway.admission.quotas import duration
-from gateway.http.auth import KeyRing
-from gateway.keys import ApiKey
-from gateway.limits.base import Cost, Lease, Limits
-from gateway.limits.local import LocalLimiter
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
-
-SCORE = {"query": [1], "items": [[2], [3]], "label_token_ids": [1]}
-COMPLETION = {"prompt": [1, 2, 3, 4], "max_tokens": 16}
-
-
-def entry(name: str, **limits: Any) -> dict[str, Any]:
-    """A key whose secret is its name."""
-    return {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **limits}
-
-
-def write(path: Path, *entries: dict[str, Any]) -> Path:
-    return replace(path, json.dumps({"keys": list(entries)}))
-
-
-def replace(path: Path, text: str) -> Path:
-    """In one step: the gateway may look at any time."""
-    path.with_suffix(".draft").write_text(text)
-    return path.with_suffix(".draft").replace(path)
-
-
-def by(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
-
-
-def ask(client: httpx.Client, name: str, path: str = "score", **body: Any) -> httpx.Response:
-    return client.post(f"/v1/{path}", json={**(SCORE if path == "score" else COMPLETION), **body}, headers=by(name))
+from tests.gateway.keys import COMPLETION, ask, by, entry, write
 
 
 def test_requests_run_out_and_the_answer_says_when_they_are_back(start: Start, tmp_path: Path) -> None:
@@ -183,58 +148,19 @@ def test_an_expired_key_is_told_so(start: Start, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    command = [sys.executable, "-m", "gateway.cli", "keys", "new", "ci", "--file", str(file), "--model", "m", "--model", "n"]
-    command += ["--requests-per-minute", "5", "--tokens-per-minute", "6", "--items-per-minute", "7", "--concurrency", "8"]
-    more = ["--group", "search", "--weight", "2.5", "--priority-min", "-7", "--priority-max", "3"]
-    done = subprocess.run([*command, "--expires", "2031-02-03", *more], capture_output=True, text=True, check=True)
-    found = KeyRing(file).find(done.stdout.strip())
-    assert found is not None
-    expires = datetime(2031, 2, 3, tzinfo=UTC)
-    assert found == ApiKey("ci", found.sha256, ["m", "n"], 5, 6, 7, 8, expires, "search", 2.5, -7, 3)
-    assert found.limits == Limits((5, 6, 7), 8)
-    other = [*command[:5], "x", *command[6:8]]
+    fields = {"requests_per_minute": 5, "tokens_per_minute": 6, "items_per_minute": 7, "concurrency": 8}
+    fields |= {"group": "search", "weight": 2.5, "priority_min": -7, "priority_max": 3}  # type: ignore[dict-item]
+    options = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "gateway.cli", "keys", "new"]
+    given = ["ci", "--file", str(file), "--model", "m", "--model", "n", "--expires", "2031-02-03", *options]
+    done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
+    (found,) = json.loads(file.read_text())["keys"]
+    expires = datetime.fromisoformat(found.pop("expires"))
+    assert expires == datetime(2031, 2, 3, tzinfo=UTC)
+    secret = entry(done.stdout.strip())["sha256"]
+    assert found == {"name": "ci", "sha256": secret, "models": ["m", "n"], **fields}
+    other = [*command, "x", "--file", str(file)]
     assert subprocess.run([*other, "--concurrency", "0"], capture_output=True, check=False).returncode == 2
     refused = subprocess.run([*other, "--priority-min", "101"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "`priority_min` 101 is greater than `priority_max` 100" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (0.0004, "1ms"), (0.012, "12ms"), (1, "1s"), (1.5, "1.5s"), (360, "6m0s"), (61.25, "1m1.25s")]
-)
-def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-class Bucket:
-    """The algorithm in other words: ``limit`` tokens that come back evenly."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.left, self.at = limit, float(limit), 0.0
-
-    def take(self, now: float, cost: int) -> bool:
-        self.left = min(self.limit, self.left + (now - self.at) * self.limit / 60)
-        self.at = now
-        allowed = self.left >= cost - 1e-6
-        self.left -= cost if allowed else 0
-        return allowed
-
-
-@given(limit=st.integers(1, 1000), steps=st.lists(st.tuples(st.floats(0, 20), st.integers(1, 1000)), max_size=40))
-async def test_a_rate_is_a_bucket_that_fills_evenly(limit: int, steps: list[tuple[float, int]]) -> None:
-    limiter, bucket, now = LocalLimiter(), Bucket(limit), 1000.0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.limits.local.time.monotonic", lambda: now)
-        for pause, cost in steps:
-            now += pause
-            verdict = await limiter.take(Lease("a", "1", Limits((None, limit, None)), Cost(1, cost, 0)))
-            close = abs(min(limit, bucket.left + (now - bucket.at) * limit / 60) - cost) < 1e-3
-            assert close or (verdict.denied is None) == bucket.take(now, cost)
-            if close:
-                return
-            level = verdict.levels[1]
-            assert level is not None
-            assert level.remaining == pytest.approx(math.floor(bucket.left + 1e-6), abs=1)
-            assert level.reset == pytest.approx((limit - bucket.left) * 60 / limit, abs=1e-3)
-            if verdict.denied and math.isfinite(verdict.wait):
-                assert verdict.wait == pytest.approx((cost - bucket.left) * 60 / limit, abs=1e-3)

@@ -3,12 +3,10 @@ where the client left."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.errors import Overloaded, from_engine
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine
-from tests.gateway.admission.test_key_limits import by, entry, write
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
-from tests.gateway.limits.test_shared_limits import limiter
+from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
 from tests.redis import RedisServer
 
@@ -46,13 +43,15 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "redis"])
 def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin:
-    """Starts a gateway whose limits of the key ``a`` are kept in memory, or in Redis."""
+    """Starts a gateway whose limits of the keys ``a`` to ``d`` are kept in memory, or in Redis."""
 
     def begin_with(*engines: FakeEngine, **settings: Any) -> httpx.Client:
         if request.param == "redis":
             server = request.getfixturevalue("redis")
             settings |= {"redis_url": server.url, "redis_seconds": 2.0, "redis_prefix": f"r{random.getrandbits(60)}"}
-        client = start(*engines, api_keys_file=write(tmp_path / "keys.json", entry("a", **LIMITED)), **settings)
+        client = start(
+            *engines, api_keys_file=write(tmp_path / "keys.json", *[entry(key, **LIMITED) for key in "abcd"]), **settings
+        )
         if request.param == "redis":
             wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         return client
@@ -60,10 +59,10 @@ def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin
     return begin_with
 
 
-def charged(client: httpx.Client) -> Cost:
+def charged(client: httpx.Client, key: str = "a") -> Cost:
     """Charged so far, by asking for as little as possible. What came back since is not counted."""
     body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
-    answer = client.post("/v1/score", json=body, headers=by("a"))
+    answer = client.post("/v1/score", json=body, headers=by(key))
     assert answer.status_code in (200, 503, 502, 429), answer.text
     left = [int(answer.headers[f"x-ratelimit-remaining-{name}"]) for name in ("requests", "tokens", "items")]
     requests, tokens, items = (limit - rest for limit, rest in zip(LIMITED.values(), left, strict=True))
@@ -155,40 +154,25 @@ def test_answers_are_charged(begin: Begin) -> None:
     assert charged(client) == expected
 
 
-def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
+def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[[], bool], key: str = "a") -> None:
     """Send a request, and close the connection once ``when`` holds."""
-    over = threading.Event()
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(base_url=client.base_url, headers=by("a"), timeout=20) as other:
-            sending = asyncio.create_task(other.post(f"/v1/{path}", json=body))
-            while not over.is_set():  # noqa: ASYNC110  another thread sets it
-                await asyncio.sleep(0.01)
-            sending.cancel()
-            with suppress(asyncio.CancelledError):
-                await sending
-
-    thread = threading.Thread(target=lambda: asyncio.run(ask()))
-    thread.start()
-    try:
+    with asking(client, f"/v1/{path}", body, **by(key)):
         wait_until(when)
-    finally:
-        over.set()
-        thread.join()
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     time.sleep(0.2)  # Redis is told in the background
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_client_that_leaves_before_an_engine_has_its_request_pays_for_reading_only(begin: Begin, path: str) -> None:
+def test_a_client_that_leaves_before_an_engine_has_its_request_pays_for_reading_only(begin: Begin) -> None:
     engine = FakeEngine()
-    client, expected = begin(engine, wait_seconds=20), About(int(path == "chat/completions"), 0, 0)
+    client = begin(engine, wait_seconds=20)
+    expected = {key: About(int(path == "chat/completions"), 0, 0) for key, path in zip("abcd", BODIES, strict=True)}
     engine.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
-    leave(client, path, BODIES[path], lambda: metric(client, "yardstick_requests_waiting") == 1)
+    for key, path in zip("abcd", BODIES, strict=True):
+        leave(client, path, BODIES[path], lambda: metric(client, "yardstick_requests_waiting") == 1, key)
     engine.ready = True
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
-    assert charged(client) == expected
+    assert {key: charged(client, key) for key in expected} == expected
     assert not engine.generates
     assert not engine.values
 
@@ -237,137 +221,64 @@ def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -
     assert 1100 - slack[1] <= found.tokens <= 1100 + 50, "some tokens more may have been on their way to a client that left"
 
 
-def lease(id: str, limits: Limits, cost: Cost) -> Lease:
-    return Lease("a", id, limits, cost)
-
-
-def test_a_message_that_is_sent_twice_counts_once() -> None:
-    taken = lease("1", Limits(), Cost(1, 100, 10))
-    for message in "aab":
-        taken.begin(message, tokens=20, items=2)
-    assert used(taken, 499) == Cost(1, 40, 4)
-    assert used(taken, 200) == taken.cost
-    for status in (400, 404, 413, 429):
-        assert used(taken, status) == Cost(1, 0, 0)
-    assert used(taken, 429, overloaded=True) == NOTHING
-    for status in (500, 502, 503, 504):
-        assert used(taken, status) == NOTHING
-    taken.used_tokens = 30
-    assert used(taken, 200) == Cost(1, 30, 10)
-
-
-def test_every_error_of_an_engine_is_refunded_but_a_refusal() -> None:
-    taken = lease("1", Limits(), Cost(1, 100, 10))
-    for code in wire.STATUS_OF_CODE:
-        error = from_engine(wire.Failed("", code, ""))  # type: ignore[arg-type]
-        refused = code in ("invalid", "unknown_adapter")
-        assert used(taken, error.status, overloaded=isinstance(error, Overloaded)) == Cost(int(refused), 0, 0), code
-
-
 ENDINGS = st.tuples(st.sampled_from([200, 429, 499, 503]), st.floats(0, 1), st.booleans())
 """Status, share of the expected cost that was used, and whether to end the oldest or the newest."""
 COSTS = st.builds(Cost, st.just(1), st.integers(0, 500), st.integers(0, 20))
 RATES = Limits((50, 1000, 40))
 
 
-def settle(taken: Lease, ending: tuple[int, float, bool]) -> Cost:
-    """As :class:`Quotas` does it."""
-    status, share, _ = ending
+@dataclass
+class Bucket:
+    """The algorithm in other words: ``limit`` tokens that come back evenly."""
+
+    limit: int
+    left: float
+    at: float = 1000.0
+
+    def add(self, amount: float, now: float) -> float:
+        """Take or give back ``amount``, and return what is left."""
+        self.left = min(self.limit, self.left + (now - self.at) * self.limit / 60)
+        self.left, self.at = min(self.limit, self.left + amount), now
+        return self.left
+
+
+def settle(taken: Lease, status: int, share: float) -> Cost:
+    """As the gateway does it."""
     taken.used_tokens = int(share * taken.cost.tokens)
     taken.begun = Cost(1, taken.used_tokens, int(share * taken.cost.items))
     taken.charged = used(taken, status)
     return taken.charged
 
 
-@given(steps=st.lists(st.one_of(COSTS, ENDINGS), max_size=60))
-async def test_nothing_is_lost_or_made(steps: list[Any]) -> None:
-    """With no time passing, what is left is always the limit less what ended requests are charged and open ones expected."""
-    local, open_, total = LocalLimiter(), [], list(NOTHING)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.limits.local.time.monotonic", lambda: 1000.0)
-        for place, step in enumerate(steps):
-            if isinstance(step, Cost):
-                taken = lease(str(place), RATES, step)
-                if (await local.take(taken)).denied is None:
-                    open_.append(taken)
-            elif open_:
-                taken = open_.pop(0 if step[2] else -1)
-                total = [one + other for one, other in zip(total, settle(taken, step), strict=True)]
-                local.end(taken)
-            expected = [sum(amounts) for amounts in zip(total, *(taken.cost for taken in open_), strict=True)]
-            levels = (await local.take(lease("probe", RATES, Cost(0, 10**6, 0)))).levels
-            left = [level.remaining for level in levels if level]
-            assert left == [limit - amount for limit, amount in zip(RATES.rates, expected, strict=True) if limit is not None]
-
-
-@given(steps=st.lists(st.tuples(st.floats(0, 40), st.one_of(COSTS, ENDINGS)), max_size=60))
-async def test_over_all_time_no_more_is_used_than_the_limit_allows(steps: list[tuple[float, Any]]) -> None:
-    """However long requests run and whatever is refunded when they end; and a full refund makes the allowance whole."""
-    local, open_, total, now = LocalLimiter(), [], list(NOTHING), 1000.0
+@given(steps=st.lists(st.tuples(st.just(0.0) | st.floats(0, 40), st.one_of(COSTS, ENDINGS)), max_size=60))
+async def test_each_rate_is_a_bucket_that_fills_evenly_and_takes_refunds(steps: list[tuple[float, Any]]) -> None:
+    """However long requests run and whatever is refunded when they end, nothing is lost or made."""
+    limiter, buckets, open_, now = LocalLimiter(), [Bucket(limit, limit) for limit in RATES.rates if limit], [], 1000.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gateway.limits.local.time.monotonic", lambda: now)
         for place, (pause, step) in enumerate(steps):
             now += pause
             if isinstance(step, Cost):
-                taken = lease(str(place), RATES, step)
-                if (await local.take(taken)).denied is None:
+                taken = Lease("a", str(place), RATES, step)
+                verdict = await limiter.take(taken)
+                missing = [amount - bucket.add(0, now) for bucket, amount in zip(buckets, step, strict=True)]
+                if any(abs(each) < 1e-3 for each in missing):
+                    return  # the two round differently
+                assert (verdict.denied is None) == (max(missing) < 0)
+                if verdict.denied is None:
                     open_.append(taken)
+                else:
+                    waits = [each * 60 / bucket.limit for each, bucket in zip(missing, buckets, strict=True)]
+                    assert verdict.wait == pytest.approx(max(waits), abs=1e-3)
+                charged = step if verdict.denied is None else NOTHING
+                for level, bucket, amount in zip(verdict.levels, buckets, charged, strict=True):
+                    left = bucket.add(-amount, now)
+                    assert level is not None
+                    assert level.remaining == pytest.approx(int(left), abs=1)
+                    assert level.reset == pytest.approx((bucket.limit - left) * 60 / bucket.limit, abs=1e-3)
             elif open_:
-                taken = open_.pop(0 if step[2] else -1)
-                total = [one + other for one, other in zip(total, settle(taken, step), strict=True)]
-                local.end(taken)
-            held = [sum(amounts) for amounts in zip(total, *(taken.cost for taken in open_), strict=True)]
-            for limit, amount in zip(RATES.rates, held, strict=True):
-                assert limit is not None
-                assert amount <= limit * (1 + (now - 1000) / 60) + 1e-3
-
-
-@given(steps=st.lists(st.tuples(st.floats(0, 40), st.one_of(COSTS, st.booleans())), max_size=60))
-async def test_the_allowance_is_whole_when_everything_is_refunded(steps: list[tuple[float, Any]]) -> None:
-    local, open_, now = LocalLimiter(), [], 1000.0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.limits.local.time.monotonic", lambda: now)
-        for place, (pause, step) in enumerate([*steps, *[(0.0, True)] * len(steps)]):
-            now += pause
-            if isinstance(step, Cost):
-                taken = lease(str(place), RATES, step)
-                if (await local.take(taken)).denied is None:
-                    open_.append(taken)
-            elif open_:
-                taken = open_.pop(0 if step else -1)
-                settle(taken, (503, 1.0, step))
-                local.end(taken)
-        assert not open_
-        assert (await local.take(lease("all", RATES, Cost(50, 1000, 40)))).denied is None
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_redis_settles_as_this_process_does(redis: RedisServer, seed: int) -> None:
-    noise, local, open_ = random.Random(seed), LocalLimiter(), []
-    limits = Limits((600, 6000, 600), concurrency=20)
-    owner = f"settle{random.getrandbits(60)}"
-    async with limiter(redis.url) as shared:
-        for place in range(150):
-            if noise.random() < 0.5 or not open_:
-                cost = Cost(1, noise.randrange(300), noise.randrange(10))
-                pair = [Lease(owner, str(place), limits, cost) for _ in range(2)]
-                denials = [(await one.take(taken)).denied for one, taken in zip((shared, local), pair, strict=True)]
-                if denials == [None, None]:
-                    open_.append(pair)
-                elif None in denials:  # the two clocks differ a little
-                    one, taken = (shared, pair[0]) if denials[0] is None else (local, pair[1])
-                    taken.charged = NOTHING
-                    one.end(taken)
-            else:
-                pair = open_.pop(noise.randrange(len(open_)))
-                ending = (noise.choice([200, 429, 499, 503]), noise.random(), True)
-                for one, taken in zip((shared, local), pair, strict=True):
-                    settle(taken, ending)
-                    one.end(taken)
-                await asyncio.sleep(0.006)
-        await asyncio.sleep(0.1)
-        ours, theirs = [(await one.take(Lease(owner, "probe", limits, NOTHING))).levels for one in (shared, local)]
-        for one, other in zip(ours, theirs, strict=True):
-            assert one is not None
-            assert other is not None
-            assert one.remaining == pytest.approx(other.remaining, abs=0.02 * other.limit)
+                status, share, oldest = step
+                taken = open_.pop(0 if oldest else -1)
+                for bucket, expected, final in zip(buckets, taken.cost, settle(taken, status, share), strict=True):
+                    bucket.add(expected - final, now)
+                limiter.end(taken)

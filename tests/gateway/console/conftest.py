@@ -5,8 +5,6 @@ Playwright's event loop occupies the thread while the browser runs, so no test i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from tests.gateway import keys
 from tests.gateway.console.scripted import ScriptedServer
 from tests.parts import need
 from tests.processes import Pod, Program
@@ -62,9 +61,8 @@ def server(engine: Pod) -> Iterator[str]:
 @pytest.fixture(scope="package")
 def keyed(engine: Pod, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a gateway with the key :data:`KEY`, which has limits."""
-    entry = {"name": "me", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "requests_per_minute": 600, "items_per_minute": 5000}
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps({"keys": [entry]}))
+    limits = {"requests_per_minute": 600, "items_per_minute": 5000}
+    file = keys.write(tmp_path_factory.mktemp("keys") / "keys.json", keys.entry(KEY, **limits))
     program = Program("gateway", "--engine", engine.url, "--api-keys-file", str(file), **QUICK)
     try:
         yield program.wait_ready().url

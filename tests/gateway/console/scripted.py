@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
-from gateway.routes.console import HEADERS, PAGE, console_files
+import httpx
+
+from tests.gateway.conftest import gateways
 
 MODEL = {
     "id": "yardstick-demo",
@@ -18,6 +21,8 @@ MODEL = {
     "preset": {"name": "demo", "task": "rerank"},
 }
 Answer = Callable[["Connection"], None]
+FOLDER = Path(__file__).parents[3] / "gateway" / "console"
+KEPT = ("content-security-policy", "x-content-type-options", "referrer-policy")
 
 
 class Connection(BaseHTTPRequestHandler):
@@ -26,9 +31,9 @@ class Connection(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        name = PAGE if self.path == "/" else self.path.removeprefix("/console/")
-        if (file := self.server.files.get(name)) is not None:
-            self.send(200, file.media_type, file.content, **HEADERS)
+        if (file := self.server.files.get(self.path)) is not None:
+            kept = {name: file.headers[name] for name in KEPT}
+            self.send(200, file.headers["content-type"], file.content, **kept)
         elif self.path in self.server.answers:
             self.server.answers[self.path](self)
         else:
@@ -72,9 +77,17 @@ class Connection(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+def files() -> dict[str, httpx.Response]:
+    """The files of the console as a gateway serves them, by path."""
+    with gateways() as start:
+        gateway = start(engines=("http://127.0.0.1:1",), wait=False)
+        answers = {path: gateway.get(path) for path in ("/", *(f"/console/{file.name}" for file in FOLDER.iterdir()))}
+        return {path: answer for path, answer in answers.items() if answer.is_success}
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    files = console_files()
+    files: dict[str, httpx.Response]
     answers: dict[str, Answer]
 
     def handle_error(self, *_: Any) -> None:
@@ -86,6 +99,7 @@ class ScriptedServer:
 
     def __enter__(self) -> Self:
         self._server = _Server(("127.0.0.1", 0), Connection)
+        self._server.files = files()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
         self._thread.start()

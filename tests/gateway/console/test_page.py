@@ -156,18 +156,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
 
 
 @pytest.mark.slow
-def test_a_key_of_another_tab_is_not_seen(visit: Open, keyed: str) -> None:
-    page = visit(keyed)
-    page.fill("#key-input", KEY)
-    page.keyboard.press("Enter")
-    ready(page)
-    other = page.context.new_page()
-    other.goto(keyed)
-    expect(other.locator("#key-dialog")).to_be_visible()
-    other.close()
-
-
-@pytest.mark.slow
 def test_themes(visit: Open, server: str) -> None:
     page = visit(server, color_scheme="dark")
     colour = "getComputedStyle(document.body).backgroundColor"
@@ -180,15 +168,6 @@ def test_themes(visit: Open, server: str) -> None:
     expect(page.locator("#theme")).to_have_value("light")
     page.select_option("#theme", "")
     assert page.evaluate(colour) == dark
-
-
-@pytest.mark.slow
-def test_less_motion(visit: Open, server: str) -> None:
-    for wish, duration in (("reduce", "0s"), ("no-preference", "0.25s")):
-        page = ready(visit(server, reduced_motion=wish))
-        page.click("#rank-start")
-        page.locator(".bar-fill").first.wait_for()
-        assert page.evaluate("getComputedStyle(document.querySelector('.bar-fill')).transitionDuration") == duration
 
 
 def test_addresses_of_panels(visit: Open, server: str) -> None:

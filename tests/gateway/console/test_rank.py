@@ -106,15 +106,11 @@ def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_document_that_is_too_long_is_named(page: Page) -> None:
+def test_errors_of_documents_and_of_the_request_are_shown(page: Page) -> None:
     page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("1 document scored · 1 failed")
     expect(page.locator("#rank-list .failed .error")).to_contain_text("1024")
-
-
-@pytest.mark.slow
-def test_an_error_of_the_server_is_shown(page: Page) -> None:
     page.check("input[value=labels]")
     page.fill("#rank-labels", "not a token, Yes")
     page.click("#rank-start")

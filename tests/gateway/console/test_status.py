@@ -53,18 +53,6 @@ def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -
 
 
 @pytest.mark.slow
-def test_nothing_is_sampled_in_the_background(page: Page) -> None:
-    asked = []
-    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/metrics") else None)
-    page.click("#tab-status")
-    expect(page.locator("#status-line")).to_contain_text("1 engine")
-    page.click("#tab-rank")
-    before = len(asked)
-    page.wait_for_timeout(2500)  # longer than the interval of samples
-    assert len(asked) == before > 0
-
-
-@pytest.mark.slow
 def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     page = visit(keyed)
     page.fill("#key-input", KEY)

@@ -120,19 +120,6 @@ def test_continuation_keeps_the_target(panel: Page) -> None:
     expect(code).to_contain_text('"max_tokens": 196')
 
 
-@pytest.mark.slow
-def test_text_to_continue(panel: Page) -> None:
-    panel.select_option("#write-kind", "text")
-    panel.fill("#write-text", f"{QUESTION}\n")
-    write(panel)
-    assert written(panel).startswith("A ")
-    expect(panel.locator("#write-code code")).to_contain_text("/v1/completions")
-    panel.locator(".token").nth(1).click()
-    panel.locator(".alternatives li button:enabled").first.click()
-    ended(panel)
-    expect(panel.locator("#write-code code")).to_contain_text('"prompt": [')
-
-
 def test_models_without_a_length_model_have_no_slider(panel: Page) -> None:
     panel.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "plain", "capabilities": ["generate"]}]}))
     panel.reload()
@@ -150,14 +137,6 @@ def test_the_code_repeats_the_request(panel: Page) -> None:
     program = shown_code(panel, "write", "Python")
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (told.returncode, told.stdout) == (0, written(panel)), told.stderr
-
-
-@pytest.mark.slow
-def test_wrong_numbers_are_not_sent(panel: Page) -> None:
-    panel.fill("#write-max", "0")
-    panel.click("#write-start")
-    expect(panel.locator("#write-max:invalid")).to_be_focused()
-    expect(panel.locator(".token")).to_have_count(0)
 
 
 @pytest.mark.slow

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -15,13 +10,13 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.handling.streams import KEEP_ALIVE, _EventWriter
 from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
-from tests.gateway.routes.test_sdk import SDK_2
+from tests.gateway.routes.test_sdk import run
 from tests.processes import wait_until
 
-COMMENT = KEEP_ALIVE.decode().strip()
+COMMENT = ": keep-alive"
 READ_WITH_SDK = """
 import sys, openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
@@ -82,10 +77,7 @@ def test_the_sdk_ignores_comments(start: Start, version: int) -> None:
     engine = FakeEngine(says=ids("red shoes"))
     engine.faults.delay = 0.4
     client = start(engine, keepalive_seconds=0.1)
-    environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
-    command = [sys.executable, "-W", "ignore", "-c", READ_WITH_SDK, f"{client.base_url}/v1"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert (run.stdout, run.stderr) == ("red shoes", "")
+    assert run(version, "-c", READ_WITH_SDK, f"{client.base_url}/v1") == "red shoes"
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -93,72 +85,12 @@ def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table"))
     engine.faults.pause_after, engine.faults.pause = after, 30
     client = start(engine, keepalive_seconds=0.1)
-    body = json.dumps({"prompt": "x", "stream": True}).encode()
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    with asking(client, "/v1/completions", {"prompt": "x", "stream": True}) as connection:
         received = b""
-        while received.count(KEEP_ALIVE) < 2:
+        while received.count(COMMENT.encode()) < 2:
             chunk = connection.recv(1000)
             assert chunk, received
             received += chunk
     wait_until(lambda: len(engine.left) == 1, seconds=10)
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     assert "yardstick_broken_streams_total{" not in client.get("/metrics").text
-
-
-HEAD = b"the response's head"
-
-
-class Client:
-    """A client that reads only when it is allowed to."""
-
-    def __init__(self) -> None:
-        self.reads = asyncio.Event()
-        self.reads.set()
-        self.waiting = 0
-        self.got: list[bytes] = []
-
-    async def send(self, message: Any) -> None:
-        self.waiting += 1
-        await self.reads.wait()
-        self.waiting -= 1
-        self.got.append(message.get("body", HEAD))
-
-
-async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> None:
-    client = Client()
-    writer = _EventWriter(client.send, 0.02)
-    await writer.send(b"first")
-    client.reads.clear()
-    await asyncio.sleep(0.3)
-    assert client.waiting == 1, "one comment waits"
-    sending = asyncio.create_task(writer.send(b"second"))
-    await asyncio.sleep(0.1)
-    client.reads.set()
-    await sending
-    assert client.got == [HEAD, b"first", KEEP_ALIVE, b"second"]
-    client.reads.clear()
-    client.got.clear()
-    sending = asyncio.create_task(writer.send(b"third"))
-    await asyncio.sleep(0.1)
-    assert client.waiting == 1, "no comment while an event waits"
-    writer.stop()
-    client.reads.set()
-    await sending
-    await asyncio.sleep(0.05)
-    assert client.got == [b"third"]
-
-
-async def test_a_response_begins_once() -> None:
-    client = Client()
-    client.reads.clear()
-    writer = _EventWriter(client.send, 0.02)
-    assert not writer.begun
-    await asyncio.sleep(0.1)
-    assert writer.begun, "with a comment, for which the client is not ready"
-    sending = asyncio.create_task(writer.send(b"first"))
-    await asyncio.sleep(0.05)
-    client.reads.set()
-    await sending
-    writer.stop()
-    assert client.got == [HEAD, KEEP_ALIVE, b"first"]

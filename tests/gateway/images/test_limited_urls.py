@@ -16,9 +16,9 @@ import pytest
 from gateway.app import create_app
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop, with_vision
-from tests.gateway.admission.test_key_limits import by, entry, write
 from tests.gateway.conftest import Start, metric
 from tests.gateway.images.test_chat_images import ask, refused, text
+from tests.gateway.keys import by, entry, write
 from tests.pictures import image_part, picture
 from tests.processes import wait_until
 from tests.tuned import split, tuned

@@ -17,8 +17,8 @@ from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine
-from tests.gateway.admission.test_key_limits import ask, entry, write
 from tests.gateway.conftest import Start, closed, metric
+from tests.gateway.keys import ask, entry, write
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from fcntl import ioctl
 from pathlib import Path
+from termios import FIONREAD
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.http.context import RequestContext
-from gateway.ops.access_log import AccessLog
-from gateway.ops.log_writer import CLOSE_SECONDS, MAX_LINES, LineWriter
-from tests.attacks.watch import tree_mib
 from tests.fakes import FakeEngine, ids, served
+from tests.gateway.conftest import metric
+from tests.gateway.keys import entry, write
 from tests.processes import free_port, wait_until
 
 KEY = "sk-very-secret"
 SECRET = "zebra crossing"
-DROPPED = "yardstick_log_lines_dropped_total"
+CLOSE_SECONDS = 2.0
+"""Longest wait for the last lines."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[FakeEngine]:
     engine = FakeEngine()
     with served(engine) as url:
@@ -64,31 +65,40 @@ class Gateway:
         return time.monotonic() - began
 
 
-@pytest.fixture
-def start(engine: FakeEngine) -> Iterator[Callable[..., Gateway]]:
-    gateways: list[Gateway] = []
-
-    def start_gateway(stderr: Any, *arguments: str, **settings: str) -> Gateway:
-        gateways.append(Gateway(engine, stderr, *arguments, **settings))
-        return gateways[-1]
-
-    yield start_gateway
-    for gateway in gateways:
+@contextmanager
+def started(engine: FakeEngine, stderr: Any, *arguments: str, **settings: str) -> Iterator[Gateway]:
+    gateway = Gateway(engine, stderr, *arguments, **settings)
+    try:
+        yield gateway
+    finally:
         gateway.client.close()
         gateway.process.kill()
         gateway.process.wait()
+
+
+@pytest.fixture
+def start(engine: FakeEngine) -> Iterator[Callable[..., Gateway]]:
+    """A function that starts a gateway with another stderr or other settings."""
+    with ExitStack() as stack:
+        yield lambda stderr, **settings: stack.enter_context(started(engine, stderr, **settings))
+
+
+@pytest.fixture(scope="module")
+def logged(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Path]]:
+    """A gateway with one key, and its log in JSON."""
+    folder = tmp_path_factory.mktemp("log")
+    keys = write(folder / "keys.json", entry(KEY, requests_per_minute=10) | {"name": "ci team"}, entry("other"))
+    with (folder / "log").open("wb") as stderr, started(engine, stderr, api_keys_file=str(keys), access_log="json") as gateway:
+        yield gateway, folder / "log"
 
 
 def access_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]
 
 
-def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gateway], tmp_path: Path) -> None:
-    file, keys = tmp_path / "log", tmp_path / "keys.json"
-    entry = {"name": "ci team", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "requests_per_minute": 10}
-    keys.write_text(json.dumps({"keys": [entry]}))
-    with file.open("wb") as stderr:
-        gateway = start(stderr, "--api-keys-file", str(keys), access_log="json")
+def test_each_request_is_one_line(engine: FakeEngine, logged: tuple[Gateway, Path]) -> None:
+    gateway, file = logged
+    engine.queue_seconds = 1.5
     client, engine.says = gateway.client, ids("red running")
     sent = {"authorization": f"Bearer {KEY}"}
     score = {"query": SECRET, "items": ["a", "b"], "labels": [" Yes"]}
@@ -113,9 +123,9 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(f"{SECRET} HTTP/1.1\r\n\r\n".encode())
         refused = connection.recv(1 << 16)
-    gateway.end()
-    lines = access_lines(file)
-    text = file.read_text()
+    wait_until(lambda: len(access_lines(file)) == 15)
+    engine.faults.break_after, engine.queue_seconds = None, 0.0
+    lines, text = access_lines(file), file.read_text()
     assert SECRET not in text
     assert "zebra" not in text
     assert KEY not in text
@@ -147,6 +157,7 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
     prompt = sum(len(ids(SECRET + item)) for item in "ab")
     assert (first["prompt_tokens"], first["cache_hits"], second["cache_hits"]) == (prompt, 0, 2)
     assert second["cached_tokens"] == prompt
+    assert [line["queue_seconds"] for line in lines[:4]] == [1.5, 0, 1.5, 1.5]
     assert (stream_line["prompt_tokens"], stream_line["completion_tokens"]) == (len(ids(SECRET)), len(engine.says) + 1)
     tokenized, detokenized = lines[5:7]
     assert (tokenized["prompt_tokens"], detokenized["prompt_tokens"]) == (len(ids(SECRET)), 2)
@@ -154,40 +165,34 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
     assert all(line["time"].endswith("Z") for line in lines)
 
 
-def test_the_time_in_the_queue_of_an_engine_is_told(
-    engine: FakeEngine, start: Callable[..., Gateway], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.queue_seconds = 1.5
-    with (tmp_path / "log").open("wb") as stderr:
-        gateway = start(stderr, access_log="json")
-    for stream in (False, True):
-        gateway.client.post("/v1/completions", json={"prompt": "a", "stream": stream, "max_tokens": 40})
-    gateway.end()
-    assert [line["queue_seconds"] for line in access_lines(tmp_path / "log")] == [1.5, 1.5]
-
-
-def test_a_client_that_leaves_is_logged(engine: FakeEngine, start: Callable[..., Gateway], tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as stderr:
-        gateway = start(stderr, access_log="json")
+def test_a_client_that_leaves_is_logged(engine: FakeEngine, logged: tuple[Gateway, Path]) -> None:
+    gateway, file = logged
+    before = len(access_lines(file))
     engine.faults.delay = 5
+    body, headers = {"query": [1], "items": [[2]], "label_token_ids": [1]}, {"authorization": "Bearer other"}
     with pytest.raises(httpx.ReadTimeout):
-        gateway.client.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [1]}, timeout=0.5)
-    wait_until(lambda: len(access_lines(tmp_path / "log")) == 1)
-    (line,) = access_lines(tmp_path / "log")
+        gateway.client.post("/v1/score", json=body, headers=headers, timeout=0.5)
+    wait_until(lambda: len(access_lines(file)) > before)
+    line = access_lines(file)[-1]
+    engine.faults.delay = 0
     assert (line["status"], line["outcome"], line["error"]) == (499, "client_gone", "client_closed_request")
     assert (line["model"], line["items"], line["prompt_tokens"]) == ("fake", 1, 2)
 
 
 @pytest.mark.slow
-def test_text_without_probes(start: Callable[..., Gateway], tmp_path: Path) -> None:
+def test_text(start: Callable[..., Gateway], tmp_path: Path) -> None:
+    """Values cannot forge a line."""
+    keys = write(tmp_path / "keys.json", entry("k") | {"name": 'a key"\nid=forged'})
     with (tmp_path / "log").open("wb") as stderr:
-        gateway = start(stderr, access_log="text")
+        gateway = start(stderr, api_keys_file=str(keys))
     gateway.client.get("/v1/models", headers={"x-request-id": "mine"})
+    gateway.client.get("/v1/models", headers={"authorization": "Bearer k"})
     gateway.end()
-    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " access " in line]
+    line, forged = [line for line in (tmp_path / "log").read_text().splitlines() if " access " in line][-2:]
     pairs = dict(pair.split("=") for pair in line.split(" ")[2:])
-    assert pairs.keys() == {"id", "endpoint", "status", "outcome", "first_byte_seconds", "total_seconds"}
-    assert (pairs["id"], pairs["endpoint"], pairs["status"], pairs["outcome"]) == ("mine", "/v1/models", "200", "ok")
+    assert pairs.keys() == {"id", "endpoint", "status", "outcome", "error", "first_byte_seconds", "total_seconds"}
+    assert (pairs["id"], pairs["endpoint"], pairs["status"], pairs["outcome"]) == ("mine", "/v1/models", "401", "refused")
+    assert 'key="a key\\"\\nid=forged"' in forged
 
 
 @pytest.mark.slow
@@ -198,21 +203,6 @@ def test_without_an_access_log(start: Callable[..., Gateway], tmp_path: Path) ->
     gateway.end()
     assert "listening at" in (tmp_path / "log").read_text()
     assert "/v1/models" not in (tmp_path / "log").read_text()
-
-
-def test_values_cannot_forge_a_line() -> None:
-    lines: list[bytes] = []
-
-    class Kept(LineWriter):
-        def put(self, line: Any) -> None:
-            lines.append(line())
-
-    context = RequestContext(b"id")
-    context.account.model = 'a model"\nid=forged'
-    AccessLog(Kept(2), "text").ended(context, "/v1/score", 1.0)
-    AccessLog(Kept(2), "json").ended(context, "/v1/score", 1.0)
-    assert all(line.count(b"\n") == 1 for line in lines)
-    assert b'model="a model\\"\\nid=forged"' in lines[0]
 
 
 @pytest.mark.slow
@@ -235,13 +225,9 @@ def filled(gateway: Gateway) -> bool:
 
 
 def pipe_bytes(gateway: Gateway) -> int:
-    import array
-    import fcntl
-    import termios
-
     assert gateway.process.stderr is not None
-    found = array.array("i", [0])
-    fcntl.ioctl(gateway.process.stderr, termios.FIONREAD, found)
+    found = array("i", [0])
+    ioctl(gateway.process.stderr, FIONREAD, found)
     return found[0]
 
 
@@ -257,73 +243,5 @@ def test_a_full_disk_costs_lines_and_nothing_else(start: Callable[..., Gateway])
         gateway = start(stderr)
     for _ in range(50):
         assert gateway.client.get("/v1/models").status_code == 200
-    wait_until(lambda: gateway_metric(gateway, DROPPED) >= 50)
+    wait_until(lambda: metric(gateway.client, "yardstick_log_lines_dropped_total") >= 50)
     gateway.end()
-
-
-def gateway_metric(gateway: Gateway, name: str) -> float:
-    lines = gateway.client.get("/metrics").text.splitlines()
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
-
-
-def test_what_does_not_fit_is_dropped_and_counted() -> None:
-    read, write = os.pipe()
-    line = b"x" * 199 + b"\n"
-    with LineWriter(write) as writer:
-        before = tree_mib(os.getpid())
-        began = time.monotonic()
-        for _ in range(200_000):
-            writer.put(line)
-        assert time.monotonic() - began < 5
-        assert writer.dropped > 200_000 - MAX_LINES - 2000
-        assert tree_mib(os.getpid()) - before < 20
-        ends = time.monotonic()
-    assert time.monotonic() - ends < CLOSE_SECONDS + 1
-    os.close(read)  # ends the thread's write
-    wait_until(lambda: not any(thread.name == "log" for thread in threading.enumerate()))
-    os.close(write)
-
-
-def test_a_pipe_that_is_not_blocking_gets_every_line() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    received = bytearray()
-    with LineWriter(theirs.fileno()) as writer:
-        for number in range(5000):
-            writer.put(b"%04d %b\n" % (number, b"x" * 200))
-        while received.count(b"\n") < 5000:
-            received += ours.recv(1 << 16)
-    assert [line[:4] for line in received.splitlines()] == [b"%04d" % number for number in range(5000)]
-    assert writer.dropped == 0
-    ours.close()
-    theirs.close()
-
-
-def test_the_last_lines_are_written_at_the_end() -> None:
-    read, write = os.pipe()
-    with LineWriter(write) as writer:
-        writer.put(b"first\n")
-        writer.put(lambda: b"last\n")
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        assert file.read() == b"first\nlast\n"
-
-
-@pytest.mark.alone
-def test_a_line_costs_less_than_ten_microseconds() -> None:
-    """On the event loop; with the thread that encodes and writes it, less than 25."""
-    context = RequestContext(b"0123456789abcdef" * 2)
-    context.status, context.first_byte = 200, context.began + 0.001
-    context.account.model = "model"
-    count, best_here, best_all = 2000, float("inf"), float("inf")
-    with Path(os.devnull).open("wb") as file:
-        for _ in range(5):
-            with LineWriter(file.fileno()) as writer:
-                log = AccessLog(writer, "json")
-                everything, here = time.process_time(), time.thread_time()
-                for _ in range(count):
-                    log.ended(context, "/v1/score", 0.0012)
-                here = time.thread_time() - here
-            best_here, best_all = min(best_here, here / count), min(best_all, (time.process_time() - everything) / count)
-    assert best_here < 10e-6
-    assert best_all < 25e-6

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids
-from tests.gateway.admission.test_key_limits import entry as key_entry
-from tests.gateway.admission.test_key_limits import write
 from tests.gateway.conftest import Start, metric
+from tests.gateway.keys import entry as key_entry
+from tests.gateway.keys import write
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
-from gateway.presets.preset import sigmoid, softmax
 from tests.fakes import FakeEngine, ids, logprobs_after
-from tests.gateway.conftest import Start
+from tests.gateway.conftest import gateways
+from tests.gateway.routes.test_tei_api import CLASSES, TEXTS, probabilities
 
-TEXTS = ["red running shoes", "the quick brown fox", "blue table"]
-CLASSES = ("anger", "joy", "fear")
 GUARD = """
 name = "guard"
 task = "classify"
@@ -25,98 +25,101 @@ prefix = "\\n No,"
 a = "Anger"
 b = "Boredom"
 """
+PLAIN = 'name = "a"\ntask = "classify"\ntemplate = ["{document}"]\nactivation = "none"\n'
+MODELS: dict[str, dict[str, Any]] = {
+    "head": {},
+    "multi": {"multi_label": True},
+    "judge": {"classes": ("reward",)},
+    "plain": {"preset": PLAIN},
+    "regression": {"regression": True},
+    "guard": {"capabilities": ("score",), "classes": (), "preset": GUARD},
+    "writer": {"capabilities": ("generate",), "classes": ()},
+}
+RAW = [{"raw_scores": True}, {"use_activation": False}, {"activation": False}, {"softmax": False}]
 
 
-def head(**changes: object) -> FakeEngine:
-    return FakeEngine(**{"capabilities": ("classify",), "classes": CLASSES} | changes)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def engines() -> dict[str, FakeEngine]:
+    common: dict[str, Any] = {"capabilities": ("classify",), "classes": CLASSES}
+    return {name: FakeEngine(model=name, fingerprint=name, **common | fields) for name, fields in MODELS.items()}
 
 
-def rows(engine: FakeEngine) -> list[list[float]]:
-    return [logprobs_after(ids(text), engine.vocab_size)[: len(engine.classes)] for text in TEXTS]
+@pytest.fixture(scope="module")
+def client(engines: dict[str, FakeEngine]) -> Iterator[httpx.Client]:
+    with gateways() as start:
+        yield start(*engines.values())
+
+
+def classify(client: httpx.Client, model: str, given: Any, **fields: Any) -> list[dict[str, Any]]:
+    answer = client.post("/v1/classify", json={"model": model, "input": given} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+def logits(text: str, classes: int = len(CLASSES)) -> list[float]:
+    return logprobs_after(ids(text), FakeEngine().vocab_size)[:classes]
 
 
 @pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
-def test_probabilities_of_a_head(start: Start, path: str) -> None:
-    engine = head()
-    answer = start(engine).post(path, json={"input": TEXTS}).raise_for_status().json()
+def test_probabilities_of_a_head(client: httpx.Client, path: str) -> None:
+    answer = client.post(path, json={"model": "head", "input": TEXTS}).raise_for_status().json()
     assert (answer["object"], answer["classes"]) == ("list", list(CLASSES))
-    for entry, row in zip(answer["data"], rows(engine), strict=True):
-        assert entry["probs"] == pytest.approx(softmax(row))
+    for entry, row in zip(answer["data"], map(logits, TEXTS), strict=True):
+        assert entry["probs"] == pytest.approx(probabilities(row))
         assert (entry["label"], entry["num_classes"]) == (CLASSES[row.index(max(row))], 3)
     assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
     assert answer["usage"]["prompt_tokens"] == sum(len(ids(text)) for text in TEXTS)
 
 
-def test_several_labels_at_once(start: Start) -> None:
-    engine = head(multi_label=True)
-    (entry, *_) = start(engine).post("/v1/classify", json={"input": TEXTS}).json()["data"]
-    assert entry["probs"] == pytest.approx([sigmoid(logit) for logit in rows(engine)[0]])
+def test_activations_follow_the_kind_of_the_head(client: httpx.Client) -> None:
+    row = logits(TEXTS[0])
+    (several,) = classify(client, "multi", TEXTS[0])
+    assert several["probs"] == pytest.approx([1 / (1 + math.exp(-logit)) for logit in row])
+    (reward,) = classify(client, "judge", TEXTS[0])
+    assert (reward["probs"], reward["label"]) == ([pytest.approx(row[0])], "reward")
+    for model in ("plain", "regression"):
+        assert classify(client, model, TEXTS[0])[0]["probs"] == pytest.approx(row)
 
 
-def test_a_reward_model_gives_its_logit(start: Start) -> None:
-    engine = head(classes=("reward",))
-    (entry,) = start(engine).post("/v1/classify", json={"input": TEXTS[0]}).json()["data"]
-    assert (entry["probs"], entry["label"]) == ([pytest.approx(rows(engine)[0][0])], "reward")
+@pytest.mark.parametrize("raw", RAW, ids=str)
+@pytest.mark.parametrize("model", ["head", "multi", "regression"])
+def test_logits_of_classes(client: httpx.Client, model: str, raw: dict[str, bool]) -> None:
+    assert classify(client, model, TEXTS[0], **raw)[0]["probs"] == pytest.approx(logits(TEXTS[0]))
 
 
-def test_token_ids_are_whole_prompts(start: Start) -> None:
-    client = start(head())
-    texts = client.post("/v1/classify", json={"input": TEXTS[:2]}).json()["data"]
-    assert client.post("/v1/classify", json={"input": [ids(text) for text in TEXTS[:2]]}).json()["data"] == texts
-    assert client.post("/v1/classify", json={"input": ids(TEXTS[0])}).json()["data"] == texts[:1]
+def test_token_ids_are_whole_prompts(client: httpx.Client) -> None:
+    texts = classify(client, "head", TEXTS[:2])
+    assert classify(client, "head", [ids(text) for text in TEXTS[:2]]) == texts
+    assert classify(client, "head", ids(TEXTS[0])) == texts[:1]
 
 
-def test_a_guard_model(start: Start) -> None:
-    engine = FakeEngine(preset=GUARD)
-    client = start(engine)
-    answer = client.post("/v1/classify", json={"input": TEXTS[:2]}).raise_for_status().json()
+def test_a_guard_model(client: httpx.Client, engines: dict[str, FakeEngine]) -> None:
+    """Control tokens in its texts are text."""
+    answer = client.post("/v1/classify", json={"model": "guard", "input": TEXTS[:2]}).raise_for_status().json()
     assert answer["classes"] == ["No", "Yes"]
     for text, entry in zip(TEXTS, answer["data"], strict=False):
         prompt = ids(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" + "\n")
-        after = logprobs_after(prompt, engine.vocab_size)
-        assert entry["probs"] == pytest.approx(softmax([after[ids(" No")[0]], after[ids(" Yes")[0]]]))
-        named = logprobs_after([*prompt, *ids(" No,")], engine.vocab_size)
+        after = logprobs_after(prompt, FakeEngine().vocab_size)
+        assert entry["probs"] == pytest.approx(probabilities([after[ids(" No")[0]], after[ids(" Yes")[0]]]))
+        named = logprobs_after([*prompt, *ids(" No,")], FakeEngine().vocab_size)
         wanted = {"Anger": math.exp(named[ids("a")[0]]), "Boredom": math.exp(named[ids("b")[0]])}
         assert {category["name"]: pytest.approx(category["prob"]) for category in entry["categories"]} == wanted
         assert entry["categories"] == sorted(entry["categories"], key=lambda category: -category["prob"])
+    classify(client, "guard", "<|im_end|>safe")
+    asked = engines["guard"].scores[-1]
+    assert (asked.prefix + asked.branches[0]).count(ids("<|im_end|>")[0]) == 1
 
 
-def test_control_tokens_in_a_guarded_text_are_text(start: Start) -> None:
-    engine = FakeEngine(preset=GUARD)
-    start(engine).post("/v1/classify", json={"input": "<|im_end|>safe"}).raise_for_status()
-    asked = engine.scores[-1]
-    (end,) = ids("<|im_end|>")
-    assert (asked.prefix + asked.branches[0]).count(end) == 1
+def test_a_long_text_is_cut_where_that_is_allowed(client: httpx.Client) -> None:
+    long = ["a", "fox " * 5000]
+    refused = client.post("/v1/classify", json={"model": "head", "input": long})
+    assert refused.json()["error"]["param"] == "input[1]"
+    assert len(classify(client, "head", long, truncate=True)) == 2
 
 
-@pytest.mark.parametrize("given", ["", [], [""], [[]], [1, "a"], None, ["a", None]])
-def test_bad_input(start: Start, given: object) -> None:
-    answer = start(head()).post("/v1/classify", json={"input": given})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-
-
-def test_a_model_without_a_head_says_what_it_does(shared: httpx.Client) -> None:
-    answer = shared.post("/v1/classify", json={"input": "a"})
-    error = answer.json()["error"]
-    assert answer.status_code == 400
-    assert "is not a classifier; it serves /v1/rerank, /v1/score" in error["message"], error
-
-
-def test_a_long_text_is_cut_where_that_is_allowed(start: Start) -> None:
-    client = start(head())
-    long = "fox " * 5000
-    assert client.post("/v1/classify", json={"input": ["a", long]}).json()["error"]["param"] == "input[1]"
-    assert client.post("/v1/classify", json={"input": ["a", long], "truncate": True}).status_code == 200
-
-
-def test_a_preset_without_activation_gives_logits(start: Start) -> None:
-    engine = head(preset='name = "a"\ntask = "classify"\ntemplate = ["{document}"]\nactivation = "none"\n')
-    (entry, *_) = start(engine).post("/v1/classify", json={"input": TEXTS}).json()["data"]
-    assert entry["probs"] == pytest.approx(rows(engine)[0])
-
-
-def test_numbers_of_a_regression_are_answered_as_they_are(start: Start) -> None:
-    client = start(head(regression=True))
-    told = client.post("/v1/classify", json={"input": "red"}).json()["data"][0]["probs"]
-    assert told == client.post("/v1/classify", json={"input": "red", "raw": True}).json()["data"][0]["probs"]
-    assert abs(sum(told) - 1) > 1e-3
+def test_bad_input(client: httpx.Client) -> None:
+    for given in ("", [], [""], [[]], [1, "a"], None, ["a", None]):
+        answer = client.post("/v1/classify", json={"model": "head", "input": given})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), given
+    error = client.post("/v1/classify", json={"model": "writer", "input": "a"}).json()["error"]
+    assert "is not a classifier; it serves /v1/chat/completions" in error["message"], error

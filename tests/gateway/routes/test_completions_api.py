@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes import EOS, FakeEngine, ids, library, logprobs_after
+from tests.gateway.answers import events
 from tests.processes import wait_until
 
 
@@ -82,14 +82,6 @@ def test_prompts_of_each_kind(client: httpx.Client, engine: FakeEngine, prompt: 
     assert answer["usage"]["completion_tokens"] == 4 * len(prompts)
     alone = complete(client, prompt=prompts[-1], max_tokens=2, n=2, seed=3, ignore_eos=True)
     assert [choice["text"] for choice in alone["choices"]] == [choice["text"] for choice in answer["choices"][-2:]]
-
-
-def test_many_prompts_are_answered_in_order(client: httpx.Client, engine: FakeEngine) -> None:
-    prompts = [[place % 250, 1, place // 250] for place in range(300)]
-    answer = complete(client, prompt=prompts, max_tokens=1, echo=True, temperature=0)
-    assert [choice["index"] for choice in answer["choices"]] == list(range(300))
-    for place in (0, 150, 299):
-        assert answer["choices"][place]["text"].startswith(library().decode(prompts[place], skip_special_tokens=False))
 
 
 def test_the_ending_token_is_counted_and_not_shown(client: httpx.Client, engine: FakeEngine) -> None:
@@ -167,8 +159,7 @@ def test_the_ending_token_after_an_echoed_prompt_has_a_logprob(client: httpx.Cli
     prompt = ids("The lazy dog")
     body = {"model": "fake", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "stream": stream}
     answer = client.post("/v1/completions", json=body).raise_for_status()
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line not in ("", "data: [DONE]")]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    choices = [choice for part in (events(answer) if stream else [answer.json()]) for choice in part["choices"]]
     assert "".join(choice["text"] for choice in choices) == "The lazy dog"
     assert choices[-1]["finish_reason"] == "stop"
     logprobs = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["token_logprobs"]]
@@ -223,11 +214,6 @@ def test_chat_logprobs(client: httpx.Client, engine: FakeEngine) -> None:
         assert [top["logprob"] for top in entry["top_logprobs"]] == sorted(row, reverse=True)[:2]
 
 
-def test_seeded_requests_repeat(client: httpx.Client) -> None:
-    texts = [chat(client, seed=seed, max_tokens=20)["choices"][0]["message"]["content"] for seed in (1, 1, 2, -1)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_long_log_probabilities_are_the_same_whole_and_streamed(client: httpx.Client, engine: FakeEngine, path: str) -> None:
     """They are turned into JSON in slices: a hundred tokens that come at once, after an echoed prompt of as many."""
@@ -237,9 +223,8 @@ def test_long_log_probabilities_are_the_same_whole_and_streamed(client: httpx.Cl
         prompt = {"messages": [{"role": "user", "content": "The fox"}], "logprobs": True, "top_logprobs": 2}
     body = {**prompt, "max_tokens": 100, "ignore_eos": True, "seed": 5}
     whole = post(client, path, **body)["choices"][0]
-    with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    chunks = [event["choices"][0] for event in events if event["choices"] and event["choices"][0]["logprobs"]]
+    told = events(client.post(f"/v1/{path}", json={**body, "stream": True}))
+    chunks = [event["choices"][0] for event in told if event["choices"] and event["choices"][0]["logprobs"]]
     assert len(chunks) > 3
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     for name, entries in whole["logprobs"].items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 
 from tests import templates
 from tests.fakes import FakeEngine, ids, library
-from tests.gateway.conftest import gateways
+from tests.gateway.answers import events
 
 USER = {"role": "user", "content": "Run it."}
 RUN = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
@@ -22,21 +21,10 @@ CODE = 'print("é")\nexit(1)\\'
 CALL = f'<tool_call>\n{{"name": "run", "arguments": {{"input": {json.dumps(CODE)}}}}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 LARK = 'start: line ("\\n" line)*\nline: WORD "(" NUMBER ")"\nWORD: /[a-z]+/\nNUMBER: /[0-9]+/'
+ENGINE = {"model": "m", "template": templates.HERMES, "capabilities": (*FakeEngine.capabilities, "grammar")}
 
 
-@pytest.fixture(scope="module")
-def engine() -> FakeEngine:
-    able = (*FakeEngine.capabilities, "grammar")
-    return FakeEngine(model="m", template=templates.HERMES, capabilities=able)
-
-
-@pytest.fixture(scope="module")
-def client(engine: FakeEngine) -> Iterator[httpx.Client]:
-    with gateways() as start:
-        yield start(engine)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sdk(client: httpx.Client) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
 
@@ -77,8 +65,7 @@ def test_a_loop_with_a_custom_tool(sdk: openai.OpenAI, engine: FakeEngine) -> No
 def test_the_stream_of_a_custom_call(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids(f"{CALL}{SECOND}")
     body = {"model": "m", "messages": [USER], "tools": [RUN, TIME], "stream": True}
-    lines = client.post("/v1/chat/completions", json=body).text.splitlines()
-    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in events(client.post("/v1/chat/completions", json=body))]
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     first, *others = [delta for delta in deltas if delta["index"] == 0]
     assert first.keys() == {"index", "id", "type", "custom"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import openai
 import pytest
 
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import Start, gateways
+from tests.gateway.conftest import Start
 
 SIZE = 24
 TEXTS = ["red running shoes", "the quick brown fox"]
@@ -23,18 +22,7 @@ template = ["{document}"]
 instructed = ["Is it: {instruction}\\nquery:{document}"]
 instruction = "Find"
 """
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    engine = FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=PRESET)
-    with gateways() as start:
-        yield engine, start(engine)
-
-
-@pytest.fixture
-def client(own: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
-    return own[1]
+ENGINE = {"capabilities": ("embed",), "embedding_size": SIZE, "preset": PRESET}
 
 
 def embed(client: httpx.Client, **body: Any) -> list[list[float]]:
@@ -71,8 +59,7 @@ def test_the_openai_sdk(client: httpx.Client) -> None:
     assert [len(entry.embedding) for entry in short.data] == [8, 8]
 
 
-def test_dimensions_and_normalize(own: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = own
+def test_dimensions_and_normalize(client: httpx.Client, engine: FakeEngine) -> None:
     (short,) = embed(client, input=["dimensions"], dimensions=4, normalize=False)
     assert (len(short), engine.scores[-1].readout.dimensions, engine.scores[-1].readout.normalize) == (4, 4, False)  # type: ignore[union-attr]
     error = client.post("/v1/embeddings", json={"input": "a", "dimensions": SIZE + 1}).json()["error"]
@@ -89,8 +76,7 @@ def test_dimensions_and_normalize(own: tuple[FakeEngine, httpx.Client]) -> None:
         ({"instruction": "Buy"}, "Is it: Buy\nquery:fox"),
     ],
 )
-def test_queries_have_an_instruction(own: tuple[FakeEngine, httpx.Client], fields: dict[str, str], text: str) -> None:
-    engine, client = own
+def test_queries_have_an_instruction(client: httpx.Client, engine: FakeEngine, fields: dict[str, str], text: str) -> None:
     client.post("/v1/embeddings", json={"input": "fox", **fields}, headers={"cache-control": "no-cache"}).raise_for_status()
     asked = engine.scores[-1]
     assert asked.prefix + asked.branches[0] == ids(text)
@@ -140,8 +126,7 @@ def test_the_numbers_of_an_answer_are_bounded(start: Start) -> None:
 
 
 @pytest.mark.parametrize("most", [5, 20])
-def test_texts_are_cut_to_as_many_tokens_as_are_asked_for(own: tuple[FakeEngine, httpx.Client], most: int) -> None:
-    engine, client = own
+def test_texts_are_cut_to_as_many_tokens_as_are_asked_for(client: httpx.Client, engine: FakeEngine, most: int) -> None:
     client.post("/v1/embeddings", json={"input": "fox " * 100, "truncate_prompt_tokens": most}).raise_for_status()
     (prompt,) = [score.prefix + score.branches[0] for score in engine.scores[-1:]]
     assert len(prompt) == most

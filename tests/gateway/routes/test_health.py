@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,8 +9,9 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start, metric
-from tests.gateway.test_error_table import told
+from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
 
 SCORE = {"query": [1, 2], "items": [[3]], "label_token_ids": [5]}
@@ -35,6 +34,9 @@ def test_a_gateway_is_ready_once_it_knows_a_model(start: Start) -> None:
         answer = client.get(path)
         assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
     assert (client.head("/ping").status_code, client.head("/ping").content) == (503, b"")
+    unready = client.post("/v1/score", json=SCORE)
+    assert (unready.status_code, told(unready)["code"], int(unready.headers["retry-after"]) >= 1) == (503, "not_ready", True)
+    assert (client.get("/livez").text, client.get("/v1/models").json()["data"]) == ("ok", [])
     engine.ready = True
     wait_until(lambda: client.get("/readyz").status_code == 200)
     wait_until(lambda: metric(client, 'yardstick_model_engines_ready{model="fake"}') == 1)
@@ -50,13 +52,11 @@ def test_a_gateway_is_ready_once_it_knows_a_model(start: Start) -> None:
 
 
 def test_health_and_version_need_no_key_and_no_place(start: Start, tmp_path: Path) -> None:
-    key = {"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest()}
-    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
     engine = FakeEngine()
-    client = start(engine, api_keys_file=tmp_path / "keys.json", max_in_flight=1)
+    client = start(engine, api_keys_file=write(tmp_path / "keys.json", entry("secret")), max_in_flight=1)
     engine.faults.delay = 0.1
     body = {"prompt": "a", "stream": True, "max_tokens": 5, "ignore_eos": True}
-    headers = {"authorization": "Bearer secret"}
+    headers = by("secret")
     with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
         assert client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code == 429
         for path in ("/health", "/ping", "/version"):

@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.generation.length import remaining_tokens, value_and_remaining
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start, metric
-from tests.gateway.test_error_table import told
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -165,17 +164,14 @@ def test_values_that_are_no_numbers_are_an_error(client: httpx.Client, monkeypat
 
 
 @pytest.mark.parametrize("logit", [-800.0, -40.0, -1.0, 0.0, 1.0, 40.0, 800.0])
-def test_values_are_exact_also_where_they_round(logit: float) -> None:
-    value, tokens = value_and_remaining(logit, 0.997)
-    assert 0 <= value <= 1
+def test_values_are_exact_also_where_they_round(client: httpx.Client, monkeypatch: pytest.MonkeyPatch, logit: float) -> None:
+    monkeypatch.setattr("tests.fakes.value_logit", lambda _: logit)
+    (entry,) = length(client, input=[[1, 2]], gamma=0.997)["data"]
+    assert 0 <= entry["value"] <= 1
     survival = -math.log1p(math.exp(logit)) if logit < 700 else -logit
-    assert tokens == pytest.approx(survival / math.log(0.997), rel=1e-12)
-
-
-@pytest.mark.parametrize("tokens", [0.0, 1.0, 80.0, 5000.0])
-def test_remaining_tokens_invert_the_value(tokens: float) -> None:
-    assert remaining_tokens(1 - 0.997**tokens, 0.997) == pytest.approx(tokens, rel=1e-6)
-
-
-def test_remaining_tokens_of_a_value_that_rounded_to_one_are_finite() -> None:
-    assert remaining_tokens(1.0, 0.997) == pytest.approx(math.log(1e-9) / math.log(0.997), rel=1e-6)
+    assert entry["remaining_tokens"] == pytest.approx(survival / math.log(0.997), rel=1e-12)
+    if logit < 0:
+        return
+    body = {"prompt": "a", "max_tokens": 2, "logprobs": 2, "length_guidance": {"scale": 1, "return_values": True}}
+    rows = client.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["logprobs"]["top_values"]
+    assert all(math.isfinite(value) for row in rows for value in row.values()), "a value that rounded to one, too"

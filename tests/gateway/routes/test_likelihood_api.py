@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.handling import scoring
-from gateway.reading import likelihood
 from tests.fakes import FakeEngine, ids, library, logprobs_after
+from tests.gateway.answers import events
 
 QUERY = "Is it relevant?"
 ITEMS = [" red shoes", " blue table", " the lazy dog"]
@@ -103,33 +101,21 @@ def test_what_is_refused(shared: httpx.Client, body: dict[str, Any], param: str,
     assert says in answer.json()["error"]["message"]
 
 
-def test_partial_results_name_each_item_without_a_likelihood(shared: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_results_name_each_item_without_a_likelihood(shared: httpx.Client) -> None:
     query, item = seam()
     items = [" red", " red" * 5000, item, "", " blue"]
     answer = ask(shared, query=query, items=items, partial_results=True)
     assert [found["index"] for found in answer["data"]] == [0, 4]
     assert [error["index"] for error in answer["errors"]] == [1, 2, 3]
     assert answer["data"][1]["logprob"] == ask(shared, query=query, items=[" blue"])["data"][0]["logprob"]
-    monkeypatch.setattr(likelihood, "MAX_ITEM_TOKENS", 3)  # the event loop reads token ids, so that the bound reaches it
-    answer = ask(shared, query=[1], items=[[2, 3, 4, 5], [2, 3, 4]], partial_results=True)
-    assert "at most 3" in answer["errors"][0]["message"]
-    assert [found["index"] for found in answer["data"]] == [1]
 
 
-def test_a_stream_of_likelihoods_has_bounded_events(shared: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_likelihoods_is_the_answer_in_pieces(shared: httpx.Client) -> None:
     whole = ask(shared, return_token_logprobs=True)
-    monkeypatch.setattr(scoring, "NUMBERS_PER_EVENT", 1)
-    streamed = shared.post(
-        "/v1/score",
-        json={"query": QUERY, "items": ITEMS, "readout": "likelihood", "stream": True, "return_token_logprobs": True},
-    )
-    *events, last, done = streamed.text.strip().split("\n\n")
-    assert done == "data: [DONE]"
-    data = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert [len(event["data"]) for event in data] == [1, 1, 1]
+    body = {"query": QUERY, "items": ITEMS, "readout": "likelihood", "stream": True, "return_token_logprobs": True}
+    *data, closing = events(shared.post("/v1/score", json=body))
     assert {event["object"] for event in data} == {"likelihood.chunk"}
-    assert sorted((event["data"][0] for event in data), key=lambda item: item["index"]) == whole["data"]
-    closing = json.loads(last.removeprefix("data: "))
+    assert sorted((item for event in data for item in event["data"]), key=lambda item: item["index"]) == whole["data"]
     assert closing["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     assert closing["data"] == []
 

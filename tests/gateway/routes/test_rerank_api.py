@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fakes import RAW_OFFSET, FakeEngine, ids, logprobs_after
-from tests.gateway.conftest import Start, gateways
+from tests.fakes import RAW_OFFSET, FakeEngine, ids, library, logprobs_after
+from tests.gateway.answers import events
+from tests.gateway.conftest import Start
 
 PRESET = """
 name = "own"
@@ -24,18 +22,7 @@ labels = [" Yes", " No"]
 QUERY = "red shoes"
 DOCUMENTS = ["blue table", "red running shoes", "the quick brown fox", ""]
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    engine = FakeEngine(preset=PRESET)
-    with gateways() as start:
-        yield engine, start(engine)
-
-
-@pytest.fixture
-def client(own: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
-    return own[1]
+ENGINE = {"preset": PRESET}
 
 
 def token(text: str) -> int:
@@ -72,8 +59,7 @@ def test_results_come_best_first(client: httpx.Client, path: str) -> None:
     assert (answer["meta"]["api_version"]["version"], answer["meta"]["truncated"]) == ("2", [])
 
 
-def test_engines_get_the_query_once(own: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = own
+def test_engines_get_the_query_once(client: httpx.Client, engine: FakeEngine) -> None:
     post(client, query=QUERY, documents=["one", "two"]).raise_for_status()
     asked = engine.scores[-1]
     assert asked.prefix[: len(ids("find: red shoes")) + 1] == prompt("")[: len(ids("find: red shoes")) + 1]
@@ -90,12 +76,6 @@ def test_documents_are_objects_and_are_returned(client: httpx.Client) -> None:
     documents = [{"text": DOCUMENTS[0], "title": "ignored"}, DOCUMENTS[1]]
     results = post(client, documents=documents, return_documents=True).json()["results"]
     assert {result["index"]: result["document"] for result in results} == {0: {"text": DOCUMENTS[0]}, 1: {"text": DOCUMENTS[1]}}
-
-
-def test_long_bodies_return_documents_too(client: httpx.Client) -> None:
-    documents = [f"red shoes {number} " + "fox " * 200 for number in range(60)]
-    results = post(client, documents=documents, return_documents=True).raise_for_status().json()["results"]
-    assert {result["index"]: result["document"]["text"] for result in results} == dict(enumerate(documents))
 
 
 def test_the_form_of_tei(client: httpx.Client) -> None:
@@ -115,8 +95,7 @@ def test_instructions(client: httpx.Client, name: str) -> None:
     assert results[0]["relevance_score"] == pytest.approx(expected(DOCUMENTS[results[0]["index"]], "Look up "))
 
 
-def test_control_tokens_in_texts_are_text(own: tuple[FakeEngine, httpx.Client]) -> None:
-    engine, client = own
+def test_control_tokens_in_texts_are_text(client: httpx.Client, engine: FakeEngine) -> None:
     post(client, query="a<|im_end|>b", documents=["{query}<|im_start|>"]).raise_for_status()
     asked = engine.scores[-1]
     tokens = asked.prefix + asked.branches[0]
@@ -125,8 +104,6 @@ def test_control_tokens_in_texts_are_text(own: tuple[FakeEngine, httpx.Client]) 
 
 
 def engine_text(tokens: list[int]) -> str:
-    from tests.fakes import library
-
     return str(library().decode(tokens, skip_special_tokens=False))
 
 
@@ -145,10 +122,9 @@ LONG = "the quick brown fox " * 2000
         {"max_tokens_per_doc": 40, "truncation_direction": "middle"},
     ],
 )
-def test_documents_are_cut_where_that_is_allowed(own: tuple[FakeEngine, httpx.Client], cut: dict[str, Any]) -> None:
-    engine, client = own
-    answer = post(client, documents=["short", "start " + LONG + " end"], **cut).raise_for_status().json()
-    assert answer["meta"]["truncated"] == [1]
+def test_documents_are_cut_where_that_is_allowed(client: httpx.Client, engine: FakeEngine, cut: dict[str, Any]) -> None:
+    answer = post(client, documents=["short", "start " + LONG + " end"], cache_salt=str(cut), **cut).raise_for_status()
+    assert (answer.json()["meta"]["truncated"], answer.headers["x-yardstick-truncated"]) == ([1], "1")
     asked = engine.scores[-1]
     whole = max((asked.prefix + branch for branch in asked.branches), key=len)
     frame = len(prompt(""))
@@ -228,14 +204,6 @@ def test_repeated_requests_come_from_the_cache(client: httpx.Client) -> None:
     assert post(client, documents=documents[::-1]).headers["x-yardstick-cache"] == "2/2"
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, which ends with [DONE]."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert last == "[DONE]"
-    return [json.loads(event) for event in events]
-
-
 def test_a_stream_sends_results_as_they_become_known(client: httpx.Client) -> None:
     documents = [f"streamed {number}" for number in range(150)]  # the fake engine takes 64 at a time
     post(client, documents=documents[:5]).raise_for_status()
@@ -301,18 +269,6 @@ def test_a_query_that_leaves_no_room_is_named(client: httpx.Client) -> None:
     assert cut.headers["x-yardstick-truncated"] == "0, query"
 
 
-def test_the_header_counts_what_was_cut(client: httpx.Client) -> None:
-    assert "x-yardstick-truncated" not in post(client).headers
-    assert post(client, documents=["a", LONG], truncate=True).headers["x-yardstick-truncated"] == "1"
-
-
-def test_a_long_query_in_a_piece_of_its_own_is_not_tokenised_whole(own: tuple[FakeEngine, httpx.Client]) -> None:
-    began = time.monotonic()
-    answer = post(own[1], query="fox " * 1_500_000, documents=["a"])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query"), answer.text
-    assert time.monotonic() - began < 5
-
-
 def test_characters_are_bounded_before_they_are_tokenised(start: Start) -> None:
     """A chat template repeats the query for each document."""
     preset = 'name = "reward"\ntask = "rerank"\nactivation = "none"\n'
@@ -327,11 +283,6 @@ def test_characters_are_bounded_before_they_are_tokenised(start: Start) -> None:
 def test_fields_that_a_stream_cannot_follow(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
     answer = post(client, stream=True, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_a_model_with_several_classes_has_no_one_score(start: Start) -> None:
-    error = post(start(FakeEngine(capabilities=("classify",), classes=("a", "b")))).json()["error"]
-    assert error["message"] == "The model 'fake' is not a reranker; it serves /v1/classify."
 
 
 def test_a_head_with_one_number_reranks_and_gives_its_number(start: Start) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests import templates
 from tests.fakes import FakeEngine, ids, library
-from tests.gateway.conftest import gateways
 from tests.gateway.routes.test_responses_api import create, stable, stream
 
 WEATHER = {
@@ -25,25 +23,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀
 SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 LONG = {"max_output_tokens": 400, "tools": [WEATHER, TIME]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    """An engine whose template has tools and thinking, and a client of the gateway before it."""
-    engine = FakeEngine(template=templates.THINKING, capabilities=(*FakeEngine.capabilities, "grammar"))
-    with gateways() as start:
-        yield engine, start(engine)
-
-
-@pytest.fixture
-def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
-    pair[0].generates.clear()
-    return pair[0]
-
-
-@pytest.fixture
-def client(pair: tuple[FakeEngine, httpx.Client], engine: FakeEngine) -> httpx.Client:
-    return pair[1]
+ENGINE = {"template": templates.THINKING, "capabilities": (*FakeEngine.capabilities, "grammar")}
 
 
 def rendered(engine: FakeEngine) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from engine import wire
 from tests.fakes import LIMITS, FakeEngine, Faults, ids, library, logprobs_after
+from tests.gateway.answers import events
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 
@@ -79,11 +79,6 @@ def test_token_ids_are_taken_as_they_are(client: httpx.Client, engine: FakeEngin
     assert answer["scores"] == expected(engine, prompts, [YES, NO])
 
 
-def test_one_text_stands_for_a_list_of_one(client: httpx.Client) -> None:
-    alone = score(client, query=QUERY, items="red shoes").json()["scores"]
-    assert alone == score(client, query=QUERY, items=["red shoes"]).json()["scores"]
-
-
 def test_no_items_need_no_engine(client: httpx.Client, engine: FakeEngine) -> None:
     assert score(client, query=QUERY, items=[]).json()["scores"] == []
     assert engine.scores == []
@@ -120,15 +115,6 @@ def test_results_are_cached_however_the_prompt_is_split(start: Start) -> None:
     assert second.json()["scores"][:2] == first.json()["scores"][::-1]
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     assert [request.branches for request in engine.scores] == [[[4], [5]], [[9]]]
-
-
-def test_other_labels_are_other_results(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    score(client, query=[1], items=[[2]], label_token_ids=[YES, NO])
-    answer = score(client, query=[1], items=[[2]], label_token_ids=[NO, YES])
-    assert answer.headers["x-yardstick-cache"] == "0/1"
-    assert answer.json()["scores"] == expected(engine, [[1, 2]], [NO, YES])
 
 
 @pytest.mark.parametrize(
@@ -178,15 +164,6 @@ def test_who_waited_for_a_client_that_left_still_gets_its_scores(start: Start) -
     assert len(engine.left) == 1
 
 
-def test_a_client_that_leaves_stops_the_engine(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    engine.faults.delay = 30
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [YES]}, timeout=0.3)
-    wait_until(lambda: engine.left == [request.id for request in engine.scores] != [])
-
-
 def test_another_replica_answers_where_one_fails(start: Start) -> None:
     engines = [FakeEngine(), FakeEngine()]
     client = start(*engines)
@@ -226,12 +203,6 @@ def test_a_prompt_longer_than_the_context_names_its_item(client: httpx.Client, e
     assert score(client, **{**body, "items": body["items"][:1]})
 
 
-def test_ignored_fields_are_named(client: httpx.Client) -> None:
-    answer = score(client, query=[1], items=[[2]], is_cross_encoder=True, **{"bad\r\nname": 1})
-    assert answer.headers["x-yardstick-ignored"] == "is_cross_encoder, ?"
-    assert "x-yardstick-ignored" not in score(client, query=[1], items=[[2]]).headers
-
-
 def test_several_models_are_told_apart(start: Start) -> None:
     small, large = FakeEngine(model="small"), FakeEngine(model="org/large", fingerprint="fake-2")
     client = start(small, large)
@@ -243,44 +214,6 @@ def test_several_models_are_told_apart(start: Start) -> None:
     assert unnamed.json()["error"]["param"] == "model"
 
 
-PAIRS = {"fox": "the quick brown fox", "table": "blue table"}
-
-
-@pytest.mark.parametrize(("one", "two"), [("text_1", "text_2"), ("queries", "documents")])
-def test_pairs_in_the_form_of_vllm(shared: httpx.Client, one: str, two: str) -> None:
-    """The generic preset fits the fake model's tokeniser."""
-
-    def scores(first: Any, second: Any) -> list[float]:
-        answer = shared.post("/score", json={one: first, two: second}).raise_for_status().json()
-        assert (answer["object"], [entry["object"] for entry in answer["data"]]) == ("list", ["score"] * len(answer["data"]))
-        return [entry["score"] for entry in answer["data"]]
-
-    queries, documents = list(PAIRS), list(PAIRS.values())
-    results = [shared.post("/rerank", json={"query": query, "documents": documents}).json()["results"] for query in queries]
-    ranks = [{result["index"]: result["relevance_score"] for result in ranked} for ranked in results]
-    assert scores(queries[0], documents) == pytest.approx([ranks[0][0], ranks[0][1]])
-    assert scores(queries, documents) == pytest.approx([ranks[0][0], ranks[1][1]])
-    assert scores(queries[1], documents[1]) == pytest.approx([ranks[1][1]])
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ({"text_1": "a"}, "text_2"),
-        ({"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
-        ({"text_1": "a", "text_2": "b", "items": ["c"]}, "items"),
-        ({"text_1": "a", "text_2": []}, "text_2"),
-        ({"query": "a", "items": ["b"], "labels": [" Yes"], "truncate": True}, "truncate"),
-        ({"query": "a", "labels": [" Yes"]}, "items"),
-        ({}, "query"),
-    ],
-)
-def test_forms_are_not_mixed(shared: httpx.Client, body: dict[str, Any], param: str) -> None:
-    answer = shared.post("/v1/score", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
 def test_streams_and_partial_results(shared: httpx.Client) -> None:
     body = {"query": "The fox", "items": [" one", " two" * 3000, " three"], "labels": [" Yes", " No"], "partial_results": True}
     answer = shared.post("/v1/score", json=body).raise_for_status().json()
@@ -288,30 +221,11 @@ def test_streams_and_partial_results(shared: httpx.Client) -> None:
     assert [(error["index"], error["code"]) for error in answer["errors"]] == [(1, "context_length_exceeded")]
     alone = shared.post("/v1/score", json=body | {"items": [" one", " three"], "partial_results": False}).json()["scores"]
     assert [row for row in answer["scores"] if row] == alone
-    streamed = shared.post("/v1/score", json=body | {"stream": True})
-    *chunks, last, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    results = {item["index"]: item["scores"] for chunk in chunks for item in json.loads(chunk)["data"]}
-    assert (results, done) == ({0: alone[0], 2: alone[1]}, "[DONE]")
-    assert [error["index"] for error in json.loads(last)["errors"]] == [1]
+    *chunks, last = events(shared.post("/v1/score", json=body | {"stream": True}))
+    assert {item["index"]: item["scores"] for chunk in chunks for item in chunk["data"]} == {0: alone[0], 2: alone[1]}
+    assert [error["index"] for error in last["errors"]] == [1]
     ids_only = {"query": [1, 2], "items": [[3], [4] * 3000], "label_token_ids": [5], "partial_results": True}
     assert [row is None for row in shared.post("/v1/score", json=ids_only).json()["scores"]] == [False, True]
-
-
-def test_a_stream_of_pairs(shared: httpx.Client) -> None:
-    body = {"text_1": list(PAIRS), "text_2": list(PAIRS.values())}
-    whole = shared.post("/v1/score", json=body).json()["data"]
-    lines = [
-        line.removeprefix("data: ") for line in shared.post("/v1/score", json=body | {"stream": True}).text.splitlines() if line
-    ]
-    found = [entry for line in lines[:-2] for entry in json.loads(line)["data"]]
-    assert sorted(found, key=lambda entry: entry["index"]) == whole
-
-
-@pytest.mark.parametrize(("query", "items", "param"), [([1], ["a"], "items[0]"), ("a", [" b", [1]], "items[1]")])
-def test_mixed_kinds_are_refused_with_partial_results_too(shared: httpx.Client, query: Any, items: list[Any], param: str) -> None:
-    body = {"query": query, "items": items, "label_token_ids": [5], "partial_results": True}
-    answer = shared.post("/v1/score", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_a_query_that_leaves_no_room_fails_partial_results(shared: httpx.Client) -> None:

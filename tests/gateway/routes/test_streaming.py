@@ -7,12 +7,11 @@ import socket
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from engine import wire
-from gateway.schemas.chat import ChatChunk
 from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 
@@ -117,34 +116,12 @@ def test_every_chunk_may_carry_the_usage_of_its_choice(client: httpx.Client, eng
     assert last["choices"] == []
 
 
-def test_every_chunk_of_a_chat_may_carry_usage(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.says = ids("red blue")
-    engine.faults.delay = 0.002
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    prompt = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *told, last, _ = events(client, "chat/completions", **body, stream_options=options)
-    assert told[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert told[0]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt}
-    counts = [event["usage"]["completion_tokens"] for event in told]
-    assert counts == sorted(counts)
-    assert counts[-1] == last["usage"]["completion_tokens"] == len(engine.says) + 1
-
-
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
 def test_chunks_have_no_usage_unless_both_options_ask(shared: httpx.Client, options: dict[str, bool] | None) -> None:
     """As in vLLM, ``continuous_usage_stats`` has an effect only with ``include_usage``."""
     told = events(shared, "completions", prompt="x", max_tokens=3, stream_options=options)
     assert all(event["usage"] is None for event in told[:-1] if event["choices"])
     assert sum(event["usage"] is not None for event in told[:-1]) == bool(options and options.get("include_usage"))
-
-
-def test_pieces_come_as_they_are_made(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.says = ids("red blue red blue")
-    engine.faults.delay = 0.05
-    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    assert len(lines) >= len(engine.says)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -196,26 +173,13 @@ def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: F
 )
 def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine, stream: bool, prompts: int) -> None:
     engine.faults.delay = 0.05
-    body = json.dumps({"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(head + body)
+    body = {"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    with asking(client, "/v1/completions", body) as connection:
         wait_until(lambda: len(engine.generates) == prompts)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     wait_until(lambda: len(engine.left) == prompts)
     wait_until(lambda: "yardstick_requests_in_flight 0.0" in client.get("/metrics").text)
-
-
-def test_another_replica_takes_over_before_the_first_token(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    engines[0].says = engines[1].says = ids("red")
-    engines[0].faults.break_after = 0
-    for answered in range(20):
-        assert texts(events(client, "completions", prompt="x")[:-1]) == {0: "red"}
-        assert len(engines[1].generates) == answered + 1
-    assert engines[0].generates, "replicas with equally little to do take turns"
 
 
 def test_a_request_that_is_broken_off_is_no_fault(start: Start) -> None:
@@ -224,16 +188,3 @@ def test_a_request_that_is_broken_off_is_no_fault(start: Start) -> None:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt":')
     wait_until(lambda: metric(client, 'yardstick_requests_total{model="",route="/v1/completions",status="400"}') == 1)
     assert metric(client, "yardstick_requests_in_flight") == 0
-
-
-@pytest.mark.parametrize("body", [{"logprobs": True, "top_logprobs": 2}, {}], ids=["log-probabilities", "text"])
-def test_events_that_are_encoded_in_parts_are_those_of_a_whole_encoding(
-    client: httpx.Client, engine: FakeEngine, body: dict[str, Any]
-) -> None:
-    engine.says = ids('quotes " \\ 🦊 \u2028 fox')
-    engine.faults.delay = 0.002
-    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **body}
-    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
-    for line in lines[:-2]:
-        event = line.removeprefix("data: ").encode()
-        assert msgspec.json.encode(msgspec.json.decode(event, type=ChatChunk)) == event

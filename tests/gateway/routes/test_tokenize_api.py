@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,9 @@ import httpx
 import pytest
 
 from tests.fakes import EOS, TEMPLATE, FakeEngine, ids, library
+from tests.gateway.answers import told
 from tests.gateway.conftest import Start
-from tests.gateway.test_error_table import told
+from tests.gateway.keys import entry, write
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -105,14 +104,6 @@ def test_the_tokenisers_configuration(shared: httpx.Client) -> None:
     }
 
 
-def test_the_calls_of_lm_evals_remote_tokeniser(shared: httpx.Client) -> None:
-    """``RemoteTokenizer`` in ``lm_eval/utils.py`` names no model and sends nothing but these fields."""
-    eos = shared.get("/tokenizer_info").json()["eos_token"]
-    tokens = shared.post("/tokenize", json={"prompt": eos, "add_special_tokens": False}).json()["tokens"]
-    assert tokens == [library().token_to_id(EOS)]
-    assert shared.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == eos
-
-
 def test_the_model_is_named_where_several_are_served(start: Start) -> None:
     client = start(FakeEngine(model="a", max_context=100), FakeEngine(model="b"))
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
@@ -173,9 +164,8 @@ def test_a_model_without_a_chat_template(start: Start) -> None:
 
 
 def test_tokens_are_charged_like_those_of_a_prompt(start: Start, tmp_path: Path) -> None:
-    key = {"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest(), "tokens_per_minute": 100, "items_per_minute": 5}
-    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
-    client = start(FakeEngine(), api_keys_file=tmp_path / "keys.json")
+    keys = write(tmp_path / "keys.json", entry("secret", tokens_per_minute=100, items_per_minute=5))
+    client = start(FakeEngine(), api_keys_file=keys)
     for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
         assert client.post(path, json={"prompt": "a", "tokens": [5]}).status_code == 401
     assert client.get("/tokenizer_info").status_code == 401

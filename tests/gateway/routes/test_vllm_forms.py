@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, ids, logprobs_after
-from tests.gateway.conftest import Start
+from tests.gateway.answers import events
 
 DOCUMENTS = ["the quick brown fox", "blue table"]
 PAIRS = {"text_1": "red shoes", "text_2": DOCUMENTS}
@@ -25,26 +23,42 @@ def logit(probability: float) -> float:
     return math.log(probability / (1 - probability))
 
 
-@pytest.mark.parametrize(("one", "two"), [("data_1", "data_2"), ("queries", "items")])
-def test_other_names_of_pairs(shared: httpx.Client, one: str, two: str) -> None:
-    expected = scores(shared, **PAIRS)
-    assert scores(shared, **{one: "red shoes", two: DOCUMENTS}) == expected
-    assert scores(shared, **{one: ["red shoes"] * 2, two: DOCUMENTS}) == expected
-    assert scores(shared, **{one: "red shoes", two: DOCUMENTS[0]}) == expected[:1]
+NAMES = [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("queries", "items")]
+
+
+@pytest.mark.parametrize(("one", "two"), NAMES)
+def test_pairs(shared: httpx.Client, one: str, two: str) -> None:
+    """One text with many, as many as there are others, and one with one. The generic preset fits the fake model's tokeniser."""
+    queries = ["red shoes", "table"]
+    ranked = [shared.post("/rerank", json={"query": query, "documents": DOCUMENTS}).json()["results"] for query in queries]
+    first, second = ({result["index"]: pytest.approx(result["relevance_score"]) for result in results} for results in ranked)
+    assert scores(shared, **{one: queries[0], two: DOCUMENTS}) == [first[0], first[1]]
+    assert scores(shared, **{one: queries, two: DOCUMENTS}) == [first[0], second[1]]
+    assert scores(shared, **{one: queries[1], two: DOCUMENTS[1]}) == [second[1]]
+    answer = shared.post("/score", json={one: queries[0], two: DOCUMENTS}).raise_for_status().json()
+    assert (answer["object"], [entry["object"] for entry in answer["data"]]) == ("list", ["score", "score"])
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({}, "query"),
+        ({"query": "a", "labels": [" Yes"]}, "items"),
+        ({"query": "a", "items": ["b"], "labels": [" Yes"], "truncate": True}, "truncate"),
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": "a", "text_2": []}, "text_2"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
+        ({"text_1": "a", "data_1": "a", "text_2": "b"}, "text_1"),
+        ({"text_1": "a", "text_2": "b", "items": ["c"]}, "items"),
         ({"queries": "a", "items": []}, "items"),
         ({"queries": "a", "items": ["b", [1, 2]]}, "items[1]"),
         ({"queries": "a", "items": ["b"], "documents": ["c"]}, "text_2"),
         ({"queries": "a", "items": ["b"], "labels": [" Yes"]}, "labels"),
-        ({"text_1": "a", "data_1": "a", "text_2": "b"}, "text_1"),
         ({"data_1": "a", "data_2": "b", "catalogue": "c", "ids": ["a"]}, "data_1"),
     ],
 )
-def test_names_are_not_mixed(shared: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_forms_are_not_mixed(shared: httpx.Client, body: dict[str, Any], param: str) -> None:
     shared.put("/v1/catalogues/c", json={"labels": [" Yes"]}).raise_for_status()
     shared.put("/v1/catalogues/c/items", json=[{"id": "a", "text": "b"}]).raise_for_status()
     answer = shared.post("/v1/score", json=body)
@@ -57,8 +71,8 @@ def test_scores_of_pairs_and_ranks_before_the_activation(shared: httpx.Client, r
     assert scores(shared, **PAIRS, **raw) == pytest.approx(logits)
     ranked = shared.post("/rerank", json={"query": "red shoes", "documents": DOCUMENTS} | raw).raise_for_status().json()
     assert {rank["index"]: rank["relevance_score"] for rank in ranked["results"]} == pytest.approx(dict(enumerate(logits)))
-    lines = shared.post("/v1/score", json=PAIRS | raw | {"stream": True}).text.split("\n\n")
-    sent = [entry for line in lines[:-3] for entry in json.loads(line.removeprefix("data: "))["data"]]
+    streamed = events(shared.post("/v1/score", json=PAIRS | raw | {"stream": True}))
+    sent = [entry for event in streamed for entry in event["data"]]
     assert {entry["index"]: entry["score"] for entry in sent} == pytest.approx(dict(enumerate(logits)))
 
 
@@ -69,14 +83,6 @@ def test_an_activation_that_is_asked_for(shared: httpx.Client, name: str) -> Non
     answer = shared.post("/v1/score", json=labels)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert "apply_softmax" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("raw", RAW)
-@pytest.mark.parametrize("multi_label", [False, True])
-def test_logits_of_classes(start: Start, raw: dict[str, bool], *, multi_label: bool) -> None:
-    engine = FakeEngine(capabilities=("classify",), classes=("anger", "joy"), multi_label=multi_label)
-    (entry,) = start(engine).post("/v1/classify", json={"input": "blue table"} | raw).raise_for_status().json()["data"]
-    assert entry["probs"] == pytest.approx(logprobs_after(ids("blue table"), engine.vocab_size)[:2])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from engine import wire
-from gateway.pool.replica import Replica
 from gateway.process.time_slices import TimeSlice
 from gateway.text.prepared import Ids, ImageIds, PlacedIds, content_of
 

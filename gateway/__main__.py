@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from gateway.process.early_end import INTERRUPTED, end_quietly
+from gateway.process.signals import INTERRUPTED, end_quietly
 
 
 def yardstick() -> None:

@@ -17,18 +17,26 @@ from litestar.types import HTTPScope
 
 from gateway.adapters.manager import AdapterManager
 from gateway.adapters.store import LoadedStore, MemoryLoaded, RedisLoaded
-from gateway.admission.quotas import Quotas
-from gateway.cache.base import ResultCache
-from gateway.catalogues.catalogues import Catalogues, catalogue_space
-from gateway.composition.fleet import Fleet
+from gateway.api.access import Quotas
+from gateway.api.adapters import adapter_routes
+from gateway.api.answers import Streams
+from gateway.api.catalogue_scores import Scanner
+from gateway.api.catalogues import Catalogues, catalogue_routes, catalogue_space
+from gateway.api.chat import chat_route
+from gateway.api.completions import completion_route
+from gateway.api.console import console_routes
+from gateway.api.generation import Generator
+from gateway.api.health import health_routes
+from gateway.api.models import model_routes, tokenize_routes
+from gateway.api.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
+from gateway.api.reader import Reader
+from gateway.api.rerank import rerank_route
+from gateway.api.responses import Kept, Responder, response_routes, response_space
+from gateway.api.score import score_route
+from gateway.api.scoring import Scoring
+from gateway.api.tei import tei_routes
+from gateway.api.texts import classify_route, embeddings_routes, length_route
 from gateway.errors import GatewayError, from_status
-from gateway.handling.catalogue_scan import Scanner
-from gateway.handling.generator import Generator
-from gateway.handling.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
-from gateway.handling.reader import Reader
-from gateway.handling.responder import Responder
-from gateway.handling.scoring import Scoring
-from gateway.handling.streams import Streams
 from gateway.http.auth import KeyRing, RequireKey
 from gateway.http.body import InFlightLimit
 from gateway.http.connection import protocol_factory
@@ -36,44 +44,89 @@ from gateway.http.context import RequestContext, answer_request
 from gateway.http.origins import LocalGuard, Origins
 from gateway.http.origins import answer_refusal as answer_early
 from gateway.images.fetch import ImageFetcher, ImageRoom
-from gateway.limits.base import Limiter
-from gateway.limits.local import LocalLimiter
-from gateway.limits.shared import SharedLimiter
-from gateway.ops.access_log import AccessLog
+from gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
+from gateway.ops.access_log import AccessLog, LineWriter
 from gateway.ops.collectors import dropped_lines, dropped_spans
-from gateway.ops.log_writer import LineWriter
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import Tracer
-from gateway.process.lifecycle import Lifecycle
-from gateway.process.watchdog import Watchdog
-from gateway.responses.kept import Kept, response_space
-from gateway.routes.adapters import adapter_routes
-from gateway.routes.catalogues import catalogue_routes
-from gateway.routes.chat import chat_route
-from gateway.routes.classify import classify_route
-from gateway.routes.completions import completion_route
-from gateway.routes.console import console_routes
-from gateway.routes.embeddings import embeddings_routes
-from gateway.routes.health import health_routes
-from gateway.routes.length import length_route
-from gateway.routes.models import model_routes
-from gateway.routes.rerank import rerank_route
-from gateway.routes.responses import response_routes
-from gateway.routes.score import score_route
-from gateway.routes.tei import tei_routes
-from gateway.routes.tokenize import tokenize_routes
+from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.discovery import discover
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.fanout import FanOut
+from gateway.pool.pool import Names, Pool
+from gateway.pool.replica import Health, Replica
+from gateway.process.event_loop import Watchdog
+from gateway.process.signals import Lifecycle
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.store.base import Store
 from gateway.store.link import Link, open_client
 from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
-from gateway.text.bounds import Bounds
+from gateway.store.results import ResultCache
+from gateway.text.prepared import Bounds
 from gateway.workers.queue import Capacity
 from gateway.workers.workers import Workers, default_workers
 from tracing.export import Exporter, TracingError
 from tracing.sampling import sampler_of
 from tracing.setup import open_exporter
+
+CONNECT_SECONDS = 2.0
+"""Longest wait for a connection to an engine."""
+RESOLVE_SECONDS = 5.0
+"""Interval between two lookups of the names in ``dns://`` entries."""
+SILENCE_SECONDS = 2.0
+"""Time for which an engine may leave a probe unanswered before it counts as silent. The requests of a silent engine go to other
+engines, and it gets no new ones until it answers. With ``probe_seconds`` this bounds the gap in a stream whose engine stops.
+Time in which the gateway itself is blocked does not count."""
+STARTUP_SECONDS = 60.0
+"""Time after the start in which a request for an unknown model is answered 503 and not 404 while some entry of ``engines`` has not
+led to a model yet. A loading engine names its model; requests for that model are answered 503 in any case."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The engines of a gateway. :class:`~gateway.app.Background` starts and stops its parts."""
+
+    dispatcher: Dispatcher
+    fan_out: FanOut
+    pool: Pool
+
+    @classmethod
+    def of(cls, settings: Settings, telemetry: Telemetry, workers: Workers) -> Self:
+        """Create the parts. Connects to nothing. Raises :class:`SettingsError` if the engine token is missing."""
+        dispatcher = Dispatcher(
+            telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
+        )
+        fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens, idle_split_tokens=settings.idle_split_tokens)
+        pool = Pool(
+            {entry: discover(entry, resolve_seconds=RESOLVE_SECONDS) for entry in settings.engines},
+            _connector(settings),
+            telemetry,
+            workers,
+            probe_seconds=settings.probe_seconds,
+            silence_seconds=SILENCE_SECONDS,
+            startup_seconds=STARTUP_SECONDS,
+            presets=settings.chosen_presets,
+            names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
+        )
+        return cls(dispatcher, fan_out, pool)
+
+
+def _connector(settings: Settings) -> Callable[[str, str], Replica]:
+    """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
+    engine token is missing."""
+    try:
+        token = EngineToken(settings.engine_token_file) if settings.engine_token_file else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"YARDSTICK_ENGINE_TOKEN_FILE: {error}") from None
+
+    def connect(url: str, entry: str) -> Replica:
+        client = EngineClient(url, connect_seconds=CONNECT_SECONDS, engine_seconds=settings.engine_seconds, token=token)
+        return Replica(client, entry, Health())
+
+    return connect
+
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +298,7 @@ def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Respo
 
 
 def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
-    """Convert the framework's own errors. It refuses only empty bodies; ``gateway/handling/body.py`` handles all others."""
+    """Convert the framework's own errors. It refuses only empty bodies; ``gateway/api/reader.py`` handles all others."""
     detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
     if error.status_code >= 500:
         return _answer_fault(request, error)

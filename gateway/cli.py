@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from gateway.commands import CommandError, WrongUsage
-from gateway.process.early_end import end_quietly
+from gateway.process.signals import end_quietly
 
 if TYPE_CHECKING:
     from gateway.commands.client import Server

@@ -19,9 +19,9 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.http import connection
-from gateway.ops.log_writer import LineWriter, LogHandler
-from gateway.process.heap import GarbageCollection, return_freed_memory
-from gateway.process.lifecycle import Lifecycle
+from gateway.ops.access_log import LineWriter, LogHandler
+from gateway.process.event_loop import GarbageCollection, return_freed_memory
+from gateway.process.signals import Lifecycle
 from gateway.settings import FLAGS, LISTS, Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)

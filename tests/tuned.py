@@ -17,7 +17,7 @@ from unittest import mock
 import msgspec
 
 from gateway.settings import Settings
-from gateway.text.bounds import Bounds
+from gateway.text.prepared import Bounds
 
 VARIABLE = "TUNED"
 CONSTANTS = {
@@ -28,8 +28,8 @@ CONSTANTS = {
     "header_seconds": "gateway.http.connection:HEADER_SECONDS",
     "image_seconds": "gateway.app:IMAGE_SECONDS",
     "keepalive_seconds": "gateway.app:KEEPALIVE_SECONDS",
-    "silence_seconds": "gateway.composition.fleet:SILENCE_SECONDS",
-    "stored_responses": "gateway.responses.kept:STORED_RESPONSES",
+    "silence_seconds": "gateway.app:SILENCE_SECONDS",
+    "stored_responses": "gateway.api.responses:STORED_RESPONSES",
     "text_job_mib": "gateway.app:TEXT_JOB_MIB",
     "write_seconds": "gateway.http.connection:WRITE_SECONDS",
 }

@@ -32,9 +32,9 @@ import msgspec
 
 from engine.server.loop_client import with_defaults
 from engine.wire import TokenizerFiles
-from gateway.process.parent import ending_with
+from gateway.process.signals import ending_with
 
-_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.reading.forkserver")
+_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.requests.worker")
 _COMMANDS = (
     "rich.progress",
     "typer",
@@ -46,7 +46,7 @@ _ALL = _GATEWAY + _COMMANDS + _ENGINE
 _LOAD = ("loadgen.cli", "loadgen.runner")
 IMPORTS = {
     "gateway": _GATEWAY,
-    "gateway.reading.forkserver": _GATEWAY,
+    "gateway.requests.worker": _GATEWAY,
     "gateway.cli": _GATEWAY + _COMMANDS,
     "gateway.cli serve": _ALL,
     "gateway.cli embed": _ALL,
@@ -183,7 +183,7 @@ def serve(connection: socket.socket) -> None:
         first = f"{command.module} {command.arguments[0]}" if command.arguments else ""
         for module in IMPORTS.get(first) or IMPORTS.get(command.module, ()):
             importlib.import_module(module)
-        if "gateway.reading.forkserver" in sys.modules:
+        if "gateway.requests.worker" in sys.modules:
             _read_a_tokenizer()
         gc.freeze()
         pid = _forked(command, files, connection)

@@ -20,11 +20,11 @@ import uvicorn
 
 from benchmarks.gateway.programs import read_body
 from engine import wire
-from gateway.handling.streams import DONE
+from gateway.api.answers import DONE
 from gateway.http.connection import protocol_factory
 from gateway.ops.metrics import Telemetry
+from gateway.requests.score import ScoreRequest
 from gateway.schemas.chat import ChatRequest
-from gateway.schemas.score import ScoreRequest
 from gateway.settings import Settings
 
 _request = msgspec.json.Decoder(ScoreRequest)

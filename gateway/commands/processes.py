@@ -22,7 +22,7 @@ from rich.status import Status
 
 from gateway.commands import CommandError, WrongUsage
 from gateway.errors import UnusableModel
-from gateway.process.parent import ending_with
+from gateway.process.signals import ending_with
 from gateway.settings import Settings
 
 _CHECKOUT = Path(__file__).parents[2]

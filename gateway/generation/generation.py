@@ -17,7 +17,7 @@ from gateway.generation.relay import Relay, merged
 from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
-from gateway.process.time_slices import TimeSlice
+from gateway.process.event_loop import TimeSlice
 from gateway.schemas.generation import GenerationRequest, PromptLogprob
 
 CONCURRENT_PROMPTS = 64

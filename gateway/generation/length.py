@@ -11,8 +11,7 @@ from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.output.answer import AnswerFormat, Thinking
 from gateway.pool.replica import ServedModel
-from gateway.schemas.generation import GenerationRequest
-from gateway.schemas.length_guidance import CustomParams, LengthGuidance
+from gateway.schemas.generation import CustomParams, GenerationRequest, LengthGuidance
 
 CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01

@@ -12,9 +12,9 @@ from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.length import default_min_p
 from gateway.generation.sequence import TextOptions
-from gateway.ids import new_id
 from gateway.output.answer import AnswerFormat
 from gateway.pool.replica import ServedModel, paths_of
+from gateway.schemas.common import new_id
 from gateway.schemas.generation import GenerationRequest
 
 UNSTATED_TOKENS = 1024

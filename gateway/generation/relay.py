@@ -16,10 +16,10 @@ import msgspec
 
 from engine import wire
 from gateway.errors import EngineLost, GatewayError
-from gateway.ids import new_id
 from gateway.pool.connection import OnDelta
 from gateway.pool.dispatch import Attempts, Dispatcher
 from gateway.pool.replica import ServedModel
+from gateway.schemas.common import new_id
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from engine import wire
 from gateway.errors import EngineLost
 from gateway.output.answer import AnswerFormat, AnswerReader
 from gateway.output.parser import Part
-from gateway.process.time_slices import TimeSlice
+from gateway.process.event_loop import TimeSlice
 from gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
 
 Finish = Literal["stop", "length"]

@@ -17,7 +17,7 @@ from gateway.http.connection import Incoming
 from gateway.http.context import RequestContext
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import stage
-from gateway.process.fair_room import FairRoom
+from gateway.process.bounds import FairRoom
 from gateway.settings import Settings
 
 

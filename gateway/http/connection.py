@@ -28,9 +28,9 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed, Overloaded, RequestTimeout
-from gateway.ids import new_id
 from gateway.ops.access_log import AccessLog
 from gateway.ops.metrics import Telemetry
+from gateway.schemas.common import new_id
 from gateway.settings import Settings
 
 INCOMING = "yardstick.incoming"

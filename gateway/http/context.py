@@ -16,17 +16,17 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import DeadlineExceeded, GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.http.connection import Incoming
-from gateway.ids import new_id
 from gateway.ops.access_log import PROBES, AccessLog, RequestRecord
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import Tracer
-from gateway.process.fair_room import Tenant
-from gateway.process.lifecycle import Lifecycle
+from gateway.process.bounds import Tenant
+from gateway.process.signals import Lifecycle
+from gateway.schemas.common import new_id
 from gateway.schemas.parameters import MAX_SECONDS
 
 if TYPE_CHECKING:
     from gateway.keys import ApiKey
-    from gateway.limits.base import Lease
+    from gateway.limits.limiter import Lease
 
 _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)

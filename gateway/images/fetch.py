@@ -18,7 +18,7 @@ from gateway.errors import BodyTooLarge, Overloaded
 from gateway.http.context import RequestContext
 from gateway.images.decode import ImageError, InvalidImage
 from gateway.ops.metrics import ImageMetrics
-from gateway.process.fair_room import FairRoom, Tenant
+from gateway.process.bounds import FairRoom, Tenant
 
 MAX_URLS = 32
 """Most URLs of one request."""

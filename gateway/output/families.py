@@ -16,7 +16,7 @@ import msgspec
 from gateway.output.constraint import resolved
 from gateway.output.lark import Lark, quoted
 from gateway.output.parser import MAX_NAME, Malformed, Scanner, Steps, ToolParser, call_id, held_for, short_call_id
-from gateway.schemas.tools import CUSTOM_INPUT
+from gateway.schemas.chat import CUSTOM_INPUT
 
 _QUOTE = '"'
 _INPUT = f'{{"{CUSTOM_INPUT}": '

@@ -18,9 +18,9 @@ from yarl import URL
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, from_engine
 from gateway.http.context import engine_deadline
-from gateway.ids import new_id
 from gateway.ops.tracing import Stage
 from gateway.pool.connection import Connections, EngineStream, OnDelta, unreadable
+from gateway.schemas.common import new_id
 
 logger = logging.getLogger(__name__)
 

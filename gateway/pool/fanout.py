@@ -12,14 +12,14 @@ import msgspec
 
 from engine import wire
 from gateway.errors import GatewayError, InternalError, NotANumber
-from gateway.ids import new_id
-from gateway.limits.base import Lease
+from gateway.limits.limiter import Lease
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import Stage
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.hedging import Hedge, size_class
 from gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
 from gateway.pool.replica import Replica, ServedModel
+from gateway.schemas.common import new_id
 from gateway.text.prepared import Ids, ImageIds
 
 SUB_BATCHES_PER_REPLICA = 2

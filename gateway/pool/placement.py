@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from engine import wire
-from gateway.process.time_slices import TimeSlice
+from gateway.process.event_loop import TimeSlice
 from gateway.text.prepared import Ids, ImageIds, PlacedIds, content_of
 
 if TYPE_CHECKING:

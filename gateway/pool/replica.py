@@ -17,7 +17,7 @@ from gateway.errors import EngineSilent, InvalidRequest, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.placement import weight
 from gateway.presets.preset import Fitted, Task, names_a_task
-from gateway.text.bounds import Facts
+from gateway.text.prepared import Facts
 from gateway.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

@@ -1,15 +1,230 @@
-"""The common fields of completions and chat completions."""
+"""Fields of requests that generate, and of constraints on what is generated."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from engine import wire
-from gateway.schemas.length_guidance import CustomParams, LengthGuidance
-from gateway.schemas.structure import StructuredRequest
-from gateway.schemas.truncation import CacheSalt, Priority
+from gateway.schemas.common import CacheSalt, Priority
+from gateway.schemas.parameters import Parameters
+
+Scale = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+Gamma = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Value = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Nats = Annotated[float, msgspec.Meta(ge=0)]
+LengthMode = Literal["total", "remaining"]
+
+
+class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
+
+    At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
+    target. At temperature 0 the constraints `eq`, `ge` and `le` choose among the candidates of temperature 1; scales and `eq_soft`
+    need a draw and are refused.
+    """
+
+    mode: wire.GuidanceMode | None = None
+    """Interpretation of `scale`; `centered_exp` by default."""
+    scale: Scale | None = None
+    """`centered_exp` and `value_bias`: below 0 is shorter, above 0 longer. `mul`, `length_mul`, `linear` and `exp`: below 1 is
+    shorter, above 1 longer. Without it, nothing changes."""
+    gamma: Gamma | None = None
+    """Discount factor, in place of the length model's own."""
+    target_length: Tokens | None = None
+    """Tokens of the whole completion, without the token that ends it."""
+    target_length_mode: LengthMode | None = None
+    """`total`, the default, or `remaining`: after every token, this many tokens are to follow."""
+    target_value: Value | None = None
+    """In place of `target_length`: the value that the candidates should have."""
+    constraint: wire.LengthConstraint | None = None
+    """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
+    take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. With a
+    constraint, `min_p` is 0.01 by default, and 0.1 if it applies to the thinking section."""
+    top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Most candidates; 5 by default, and never more than the request's own `top_k`."""
+    entropy_threshold: Nats | None = None
+    """Do not guide tokens whose candidates have less entropy than this, in nats; 0 by default."""
+    value_min: Value | None = None
+    """Do not guide tokens whose candidates' mean value is below this; 0 by default."""
+    applies_to: Literal["both", "thinking", "answer"] | None = None
+    """Guide only this section of a chat answer; `both` by default. `target_length` counts the tokens of this section."""
+    return_values: bool | None = False
+    """Return the value of each of the most probable tokens with its log-probability."""
+
+
+ConstraintWord = Literal["eq", "=", "==", "equal", "ge", ">", ">=", "gte", "le", "<", "<=", "lte", "eq_soft", "soft"]
+_CONSTRAINTS: dict[str, wire.LengthConstraint] = {
+    **dict.fromkeys(("eq", "=", "==", "equal"), "eq"),
+    **dict.fromkeys(("ge", ">", ">=", "gte"), "ge"),
+    **dict.fromkeys(("le", "<", "<=", "lte"), "le"),
+    **dict.fromkeys(("eq_soft", "soft"), "eq_soft"),
+}
+
+
+class CustomParams(msgspec.Struct, kw_only=True):
+    """`length_guidance` with the field names of the length value model's published clients. Give only one of the two."""
+
+    value_mode: wire.GuidanceMode | None = None
+    """See `length_guidance.mode`; here the default is `mul`."""
+    mode: wire.GuidanceMode | None = None
+    """Another name of `value_mode`."""
+    value_scale: Scale | None = None
+    """See `length_guidance.scale`."""
+    scale: Scale | None = None
+    """Another name of `value_scale`."""
+    gamma: Gamma | None = None
+    """See `length_guidance.gamma`."""
+    length_gamma: Gamma | None = None
+    """Another name of `gamma`."""
+    value_min: Value | None = None
+    """See `length_guidance.value_min`."""
+    value_entropy_threshold: Nats | None = None
+    """See `length_guidance.entropy_threshold`."""
+    entropy_threshold: Nats | None = None
+    """Another name of `value_entropy_threshold`."""
+    target_value: Value | None = None
+    """See `length_guidance.target_value`."""
+    target_length: Tokens | None = None
+    """See `length_guidance.target_length`."""
+    target_length_mode: LengthMode | None = None
+    """See `length_guidance.target_length_mode`."""
+    length_mode: LengthMode | None = None
+    """Another name of `target_length_mode`."""
+    value_constraint: ConstraintWord | None = None
+    """See `length_guidance.constraint`; other spellings are accepted."""
+    constraint: ConstraintWord | None = None
+    """Another name of `value_constraint`."""
+    cmp: ConstraintWord | None = None
+    """Another name of `value_constraint`."""
+    op: ConstraintWord | None = None
+    """Another name of `value_constraint`."""
+
+    def spelled(self) -> dict[str, list[str]]:
+        """Return the given fields of :class:`LengthGuidance`, with their names in this struct."""
+        given = {name: [key for key in keys if getattr(self, key) is not None] for name, keys in _SPELLINGS.items()}
+        return {name: keys for name, keys in given.items() if keys}
+
+    def length_guidance(self) -> LengthGuidance:
+        """Convert to :class:`LengthGuidance`. If one field has two names here, the first one counts."""
+        told = {name: getattr(self, keys[0]) for name, keys in self.spelled().items()}
+        if "constraint" in told:
+            told["constraint"] = _CONSTRAINTS[told["constraint"]]
+        return LengthGuidance(**{"mode": "mul"} | told)
+
+
+_SPELLINGS = {
+    "mode": ("value_mode", "mode"),
+    "scale": ("value_scale", "scale"),
+    "gamma": ("gamma", "length_gamma"),
+    "value_min": ("value_min",),
+    "entropy_threshold": ("value_entropy_threshold", "entropy_threshold"),
+    "target_value": ("target_value",),
+    "target_length": ("target_length",),
+    "target_length_mode": ("target_length_mode", "length_mode"),
+    "constraint": ("value_constraint", "constraint", "cmp", "op"),
+}
+
+
+MAX_CHOICES = 4096
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_TOKENS = 16_384
+
+Schema = dict[str, Any] | bool
+Choices = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A schema and its name."""
+
+    schema: Schema
+    """A JSON Schema. Keywords that cannot be enforced are refused."""
+    name: str | None = None
+    """Accepted for compatibility and not used."""
+    description: str | None = None
+    """Accepted for compatibility and not used."""
+    strict: bool | None = None
+    """Accepted for compatibility: the output always follows the schema."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """The form of the output."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`. `json` and `regex`: what `value` says,
+    in the form of Text Generation Inference (TGI)."""
+    json_schema: JsonSchema | None = None
+    """Only with the type `json_schema`."""
+    schema: Schema | None = None
+    """A JSON Schema in the form of llama.cpp: with the type `json_object`, or in place of `json_schema`."""
+    value: Schema | str | None = None
+    """A JSON Schema with the types `json` and `json_object`, or a pattern with the type `regex`, in the form of TGI."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's constraints; exactly one is given."""
+
+    json: Schema | str | None = None
+    """A JSON Schema, or its text."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: Choices | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """A grammar in Lark or GBNF."""
+    json_object: bool | None = None
+    """The output is a JSON object."""
+
+
+class StructuredRequest(Parameters, kw_only=True):
+    """Fields that constrain the output. At most one of those before `allowed_token_ids` is given."""
+
+    response_format: ResponseFormat | None = None
+    """Let the output be JSON, see [structured output](structured-output.md)."""
+    structured_outputs: StructuredOutputs | None = None
+    """Constrain the output to a schema, a pattern, a choice or a grammar."""
+    guided_json: Schema | str | None = None
+    """The older name of `structured_outputs.json`."""
+    guided_regex: str | None = None
+    """The older name of `structured_outputs.regex`."""
+    guided_choice: Choices | None = None
+    """The older name of `structured_outputs.choice`."""
+    guided_grammar: str | None = None
+    """The older name of `structured_outputs.grammar`."""
+    json_schema: Schema | str | None = None
+    """The name of SGLang and llama.cpp for `structured_outputs.json`."""
+    regex: str | None = None
+    """SGLang's name of `structured_outputs.regex`."""
+    ebnf: str | None = None
+    """SGLang's name of `structured_outputs.grammar`."""
+    grammar: str | None = None
+    """llama.cpp's name of `structured_outputs.grammar`."""
+    allowed_token_ids: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    """Only these tokens may be generated."""
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that are not generated, at the start of a word or within one."""
+
+
+BULK: dict[str, Any] = dict.fromkeys(
+    (
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "grammar",
+        "bad_words",
+    )
+)
+"""Fields that only text workers read, with their stand-ins."""
+
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -1,4 +1,4 @@
-"""Requests of ``/v1/responses``, with the items of their input, as in OpenAI's API. ``response_body.py`` has the answers."""
+"""Requests, answers and events of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.chat import MAX_TOOLS, FunctionName, TokenLogprob
 from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
 from gateway.schemas.parameters import EndpointName
-from gateway.schemas.tools import MAX_TOOLS, FunctionName
 
 MAX_ITEMS = 4096
 """Most items of a request. The event loop decodes as many of a stored response, which takes 3 ms."""
@@ -216,3 +216,314 @@ class ResponseRequest(TextRequest, kw_only=True):
     def includes_logprobs(self) -> bool:
         """Whether log-probabilities were requested."""
         return "message.output_text.logprobs" in (self.include or ())
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    """Always empty."""
+    logprobs: list[TokenLogprob] = []
+    """Log-probability of each token, as in chat completions, if requested."""
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Text of a reasoning item."""
+
+    text: str
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """Text of a reasoning item, as its summary."""
+
+    text: str
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the model."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """The thinking section of the answer."""
+
+    id: str
+    status: Status
+    summary: list[SummaryText] = []
+    """The text, if `reasoning.summary` asks for it."""
+    content: list[ReasoningText]
+
+
+class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A function call. The caller runs the function and sends a `function_call_output` with the same `call_id`."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    """The arguments as JSON text. The model wrote it: without `strict`, it may be invalid."""
+
+
+class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. The caller runs the tool and sends a `custom_tool_call_output` with the same `call_id`."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    """The text that the model gives the tool."""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the input tokens."""
+
+    cached_tokens: int
+    """Input tokens that were not computed, because their keys and values were cached."""
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the thinking section."""
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """The answer to a conversation, and the parameters that it was made with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Seconds since 1970."""
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    """`incomplete`: the limit or the context was reached."""
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning
+    store: bool
+    """Whether the response can be retrieved."""
+    temperature: float
+    text: TextConfig
+    tool_choice: Choice = "auto"
+    tools: list[FunctionTool | CustomTool] = []
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    metadata: dict[str, str] = {}
+    system_fingerprint: str
+    """Identifies the weights and the settings that affect numbers."""
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """A response was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Input items of a stored response."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StateEvent(msgspec.Struct, kw_only=True):
+    """The response as a whole: at its beginning and at its end."""
+
+    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"]
+    sequence_number: int
+    response: ResponseBody
+
+
+class ItemEvent(msgspec.Struct, kw_only=True):
+    """An item of the output begins or is complete."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(msgspec.Struct, kw_only=True):
+    """A part of a message or of a reasoning item begins or is complete."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputText | ReasoningText
+
+
+class TextDelta(msgspec.Struct, kw_only=True):
+    """New text of a message."""
+
+    type: Literal["response.output_text.delta"] = "response.output_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+    logprobs: list[TokenLogprob] = []
+
+
+class TextDone(msgspec.Struct, kw_only=True):
+    """The whole text of a message."""
+
+    type: Literal["response.output_text.done"] = "response.output_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningDelta(msgspec.Struct, kw_only=True):
+    """New text of a reasoning item."""
+
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDone(msgspec.Struct, kw_only=True):
+    """The whole text of a reasoning item."""
+
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+
+
+class SummaryPart(msgspec.Struct, kw_only=True):
+    """The summary of a reasoning item begins or is complete."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    part: SummaryText
+
+
+class SummaryDelta(msgspec.Struct, kw_only=True):
+    """Text of a summary."""
+
+    type: Literal["response.reasoning_summary_text.delta"] = "response.reasoning_summary_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    delta: str
+
+
+class SummaryDone(msgspec.Struct, kw_only=True):
+    """The whole text of a summary."""
+
+    type: Literal["response.reasoning_summary_text.done"] = "response.reasoning_summary_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int = 0
+    text: str
+
+
+class ArgumentsDelta(msgspec.Struct, kw_only=True):
+    """New characters of a function call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(msgspec.Struct, kw_only=True):
+    """All arguments of a function call."""
+
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class InputDelta(msgspec.Struct, kw_only=True):
+    """New text for a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(msgspec.Struct, kw_only=True):
+    """The whole text for a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
+Calls = ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
+Thoughts = ReasoningDelta | ReasoningDone | SummaryPart | SummaryDelta | SummaryDone
+Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | Thoughts | Calls

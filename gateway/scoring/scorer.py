@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from engine import wire
-from gateway.cache.base import ResultCache, Row
-from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError, NotReady
-from gateway.limits.base import Lease
+from gateway.limits.limiter import Lease
 from gateway.ops.metrics import Telemetry
 from gateway.ops.tracing import stage
 from gateway.pool.fanout import FanOut, Prompts
 from gateway.pool.placement import cut
 from gateway.pool.replica import ServedModel
-from gateway.process.time_slices import TimeSlice
+from gateway.process.event_loop import TimeSlice
+from gateway.store.results import CachePolicy, ResultCache, Row
 from gateway.text.prepared import PlacedIds, content_of
 
 HASHED_AT_ONCE = 256

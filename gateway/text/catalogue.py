@@ -1,12 +1,20 @@
-"""The items of a catalogue are tokenised once, and the queries of requests behind them. A template has pieces with ``{item}`` and,
-behind it, ``{query}``. Its pieces and control tokens divide a prompt, and nothing merges across them. If item and query are in one
-text, the tokens next to the seam depend on both. Then an item is stored up to its last safe cut, with the text behind the cut as
-its *tail*, and a request tokenises each distinct tail with the beginning of its query. A template with a safe cut, a control token
-or a new piece between item and query has one tail for all items.
+"""The packed form of a registered item, in memory and in Redis.
+
+=========  ==================================================================================
+bytes      meaning
+=========  ==================================================================================
+16         digest of the content: equal items have equal digests, in every catalogue
+4          number of token ids
+4 × ids    token ids, in the machine's byte order
+the rest   *tail*: the last characters of the item, as UTF-8, whose tokens depend on the query
+=========  ==================================================================================
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.presets.preset import Preset, fill
-from gateway.text.bounds import Bounds, TooManyTokens
+from gateway.text.prepared import ID_BYTES, Bounds, PlacedIds, TooManyTokens
 from gateway.text.prompts import common_suffix
 from gateway.text.tokenizer import Tokenizer
 
@@ -222,3 +230,45 @@ def _place(parts: Sequence[int | str], name: str) -> int:
     if len(found) != 1 or sum(text.count(name) for text in texts if isinstance(text, str)) != 1:
         raise TemplateError(f"`{name}` must occur exactly once")
     return found[0]
+
+
+_HEADER = struct.Struct("<16sI")
+HEADER_BYTES = _HEADER.size
+DIGEST_BYTES = 16
+_PLACE_AND_COUNT = struct.Struct("<Q8xI")
+"""The first 8 bytes of the digest, which place an item on a replica, and the number of token ids."""
+
+
+def packed(ids: Sequence[int], tail: str) -> bytes:
+    """Return the record of an item."""
+    content = array("I", ids).tobytes()
+    written = tail.encode()
+    # The length keeps ids and tail apart.
+    digest = hashlib.blake2b(struct.pack("<q", len(ids)) + content + written, digest_size=DIGEST_BYTES).digest()
+    return _HEADER.pack(digest, len(ids)) + content + written
+
+
+def row_of(record: bytes) -> tuple[PlacedIds, bytes]:
+    """Return the token ids of a record, and its tail."""
+    place, count = _PLACE_AND_COUNT.unpack_from(record)
+    end = HEADER_BYTES + ID_BYTES * count
+    row = PlacedIds("I", record[HEADER_BYTES:end])
+    row.place = place
+    row.content = record[:DIGEST_BYTES]
+    return row, record[end:]
+
+
+def digest_of(record: bytes) -> bytes:
+    """Return the digest of the content: the item's version."""
+    return record[:DIGEST_BYTES]
+
+
+def tokens_of(record: bytes) -> int:
+    """Return the number of token ids."""
+    count: int = _HEADER.unpack_from(record)[1]
+    return count
+
+
+def tail_bytes(record: bytes) -> int:
+    """Return the length of the tail."""
+    return len(record) - HEADER_BYTES - ID_BYTES * tokens_of(record)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
-from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
+from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
-from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
+from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]

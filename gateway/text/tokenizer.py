@@ -32,9 +32,9 @@ import msgspec
 import tokenizers
 
 from engine.wire import CONTROL_TOKEN, TokenizerFiles
-from gateway.output.compile import GrammarCompiler
-from gateway.text.bounds import TooManyTokens
+from gateway.output.constraint import GrammarCompiler
 from gateway.text.cuts import cuts_of
+from gateway.text.prepared import TooManyTokens
 from gateway.text.special import ControlTokens, Marked, any_of
 from gateway.text.vocabulary import BYTE_OF, Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
 

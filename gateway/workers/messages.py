@@ -13,8 +13,7 @@ import msgspec
 
 from gateway.images.decode import Reason
 from gateway.output.answer import Formats
-from gateway.text.bounds import Bounds, Facts
-from gateway.text.prepared import Packed
+from gateway.text.prepared import Bounds, Facts, Packed
 
 HEADER = struct.Struct("<II?")
 """Length of the message, length of the body (both in bytes), and whether the sender ends after this frame."""
@@ -44,7 +43,7 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     bounds: Bounds
     formats: Formats = Formats()
     earlier: int = 0
-    """Bytes of the body, before the contents of ``fetched``, that are :attr:`gateway.reading.endpoint.Model.earlier`."""
+    """Bytes of the body, before the contents of ``fetched``, that are :attr:`gateway.requests.endpoint.Model.earlier`."""
     fetched: list[Fetched] = []
     """Images that were fetched; their contents are the last bytes of the body."""
 
@@ -55,11 +54,11 @@ class Decoded(msgspec.Struct, tag="decoded", frozen=True):
     fields: bytes
     ignored: list[str]
     characters: int
-    """:attr:`gateway.reading.endpoint.Endpoint.characters` for a tokeniser without safe cuts."""
+    """:attr:`gateway.requests.endpoint.Endpoint.characters` for a tokeniser without safe cuts."""
     characters_cut: int
     """For one with safe cuts."""
     unbounded: bytes
-    """As :meth:`gateway.reading.endpoint.Endpoint.unbounded` returns it."""
+    """As :meth:`gateway.requests.endpoint.Endpoint.unbounded` returns it."""
 
 
 class Wanted(msgspec.Struct, tag="wanted", frozen=True):

@@ -358,7 +358,7 @@ def start_fork_server(control: socket.socket) -> Process:
     """Start a fork server that serves ``control``."""
     path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(  # noqa: S603 - runs at start and after a crash; takes 1 to 2 ms
-        [sys.executable, "-m", "gateway.reading.forkserver", str(control.fileno())],
+        [sys.executable, "-m", "gateway.requests.worker", str(control.fileno())],
         # A worker without memory could not print a backtrace: it would hang.
         env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
         pass_fds=[control.fileno()],

@@ -9,7 +9,7 @@ import sys
 from functools import partialmethod
 
 from gateway.ops.metrics import ProcessMetrics
-from gateway.process import watchdog
+from gateway.process import event_loop as watchdog
 from tests.tuned import main
 
 STEP_SECONDS, STEPS = 0.0005, 200

@@ -19,8 +19,7 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
-from gateway.pool.discovery import Endpoint, Source
-from gateway.pool.kubernetes import Access, endpoint_slices, find_access
+from gateway.pool.discovery import Access, Endpoint, Source, endpoint_slices, find_access
 from gateway.settings import ServiceAddress
 from tests.gateway.pool.test_discovery import following
 from tests.processes import until

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from gateway.reading.endpoints import ENDPOINTS
+from gateway.requests.worker import ENDPOINTS
 from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 
 Cell = Literal["works", "refused", "ignored"]

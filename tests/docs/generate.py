@@ -14,7 +14,7 @@ import msgspec
 
 from engine.server.options import Option, options_of
 from engine.settings import EngineSettings, ServerSettings
-from gateway.handling.openapi import attribute_docstrings
+from gateway.api.openapi import attribute_docstrings
 from gateway.ops.access_log import AccessLine
 from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
 from gateway.settings import FLAGS, PREFIX, Settings

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.requests.completions import CompletionRequest
+from gateway.requests.rerank import RerankRequest
+from gateway.requests.score import ScoreRequest
+from gateway.requests.texts import EmbeddingsRequest
 from gateway.schemas.chat import ChatRequest
-from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.embeddings import EmbeddingsRequest
-from gateway.schemas.rerank import RerankRequest
-from gateway.schemas.score import ScoreRequest
 from loadgen.arrivals import Share
 from loadgen.content import Content, Data, Uniform
 from loadgen.errors import LoadError

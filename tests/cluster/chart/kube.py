@@ -25,7 +25,7 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
-from gateway.pool.kubernetes import find_access
+from gateway.pool.discovery import find_access
 from tests.helm.chart import CHART, ROOT, Values
 
 READY_SECONDS = 240

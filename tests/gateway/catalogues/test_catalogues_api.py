@@ -13,8 +13,8 @@ import httpx
 import pytest
 from redis.exceptions import ResponseError
 
-from gateway.schemas.catalogue import MAX_ID
-from gateway.schemas.truncation import MAX_ITEMS
+from gateway.requests.catalogue import MAX_ID
+from gateway.schemas.common import MAX_ITEMS
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import gateways, metric
 from tests.prefixes import PrefixCache
@@ -483,7 +483,7 @@ def test_items_expire() -> None:
 
 
 def test_a_request_reads_a_bounded_number_of_bytes(client: httpx.Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.catalogues.catalogues.MOST_READ", 1000)
+    monkeypatch.setattr("gateway.api.catalogues.MOST_READ", 1000)
     register(client, name, {f"i{place}": "the quick brown fox " * 5 for place in range(10)})
     assert score(client, name, ["i1"]).status_code == 200
     refused = score(client, name, [f"i{place}" for place in range(10)])

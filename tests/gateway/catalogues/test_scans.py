@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.handling.catalogue_scan import PAGE_ITEMS, SLACK, Best, Result
+from gateway.api.catalogue_scores import PAGE_ITEMS, SLACK, Best, Result
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
@@ -92,7 +92,7 @@ def test_the_most_items_while_some_change(start: Start, monkeypatch: pytest.Monk
     """Items that were scored already come again, and take no place from one that moved behind them before its turn."""
     items = PAGE_ITEMS + 50
     engine = FakeEngine(limits=WIDE)
-    monkeypatch.setattr("gateway.handling.catalogue_scan.MOST_ITEMS", items)
+    monkeypatch.setattr("gateway.api.catalogue_scores.MOST_ITEMS", items)
     client = start(engine)
     load(client, items)
     engine.faults.hold = True

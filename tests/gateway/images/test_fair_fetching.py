@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from gateway.errors import Overloaded
 from gateway.images.fetch import MAX_URLS, ImageFetcher, ImageRoom
 from gateway.ops.metrics import ImageMetrics
-from gateway.process.fair_room import Tenant
+from gateway.process.bounds import Tenant
 from tests.pictures import picture
 from tests.processes import until
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from gateway.images.decode import InvalidImage
 from gateway.images.fetch import ImageFetcher
 from gateway.ops.metrics import ImageMetrics
-from gateway.process.fair_room import Tenant
+from gateway.process.bounds import Tenant
 from tests.pictures import picture
 
 MOST = 20_000

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gateway.admission.quotas import Quotas
+from gateway.api.access import Quotas
 from gateway.errors import Overloaded, RateLimited
 from gateway.http.context import RequestContext
-from gateway.ids import new_id
 from gateway.keys import ApiKey
-from gateway.limits.local import LocalLimiter
+from gateway.limits.limiter import LocalLimiter
 from gateway.ops.metrics import Telemetry
+from gateway.schemas.common import new_id
 from tests.gateway.limits.test_shared_limits import limiter
 from tests.redis import RedisServer
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.limits.base import Cost, Lease, Limits
-from gateway.limits.local import LocalLimiter
-from gateway.limits.shared import SharedLimiter
+from gateway.limits.limiter import Cost, Lease, Limits, LocalLimiter, SharedLimiter
 from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 from gateway.store.link import Link, open_client

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.schemas.structure import MAX_ALLOWED_TOKENS
+from gateway.schemas.generation import MAX_ALLOWED_TOKENS
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import gateways, metric
 from tests.gateway.output.test_grammar import accepts

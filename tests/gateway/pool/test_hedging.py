@@ -11,7 +11,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import EngineLost
-from gateway.limits.base import Lease, Limits
+from gateway.limits.limiter import Lease, Limits
 from gateway.ops.tracing import Stage
 from gateway.pool import hedging
 from gateway.pool.fanout import FanOut, Prompts

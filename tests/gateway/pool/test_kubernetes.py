@@ -19,9 +19,8 @@ import pytest
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.config import incluster_config
 
-from gateway.pool import kubernetes
-from gateway.pool.discovery import Endpoint
-from gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoints_of, find_access
+from gateway.pool import discovery as kubernetes
+from gateway.pool.discovery import Access, AccessError, Endpoint, endpoint_slices, endpoints_of, find_access
 from gateway.settings import ServiceAddress
 from tests.fakes import served
 from tests.gateway.pool.test_discovery import following

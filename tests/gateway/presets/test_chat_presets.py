@@ -16,14 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.wire import TokenizerFiles
 from gateway.presets.preset import builtin_presets
-from gateway.reading.endpoint import Model, TextSide
-from gateway.reading.rerank import RERANK
-from gateway.reading.texts import CLASSIFY
-from gateway.schemas.classify import ClassifyRequest
-from gateway.schemas.rerank import RerankRequest
-from gateway.text.bounds import UNBOUND, Facts
+from gateway.requests.endpoint import Model, TextSide
+from gateway.requests.rerank import RERANK, RerankRequest
+from gateway.requests.texts import CLASSIFY, ClassifyRequest
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import Prepared
+from gateway.text.prepared import UNBOUND, Facts, Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 

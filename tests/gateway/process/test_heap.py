@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from gateway.ops.metrics import Telemetry
-from gateway.process.heap import GarbageCollection
+from gateway.process.event_loop import GarbageCollection
 from gateway.store.base import Space
 from gateway.store.memory import MemoryStore
 from gateway.text.tokenizer import GPT2, Pieces

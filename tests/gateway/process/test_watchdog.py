@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gateway.ops.metrics import Telemetry
-from gateway.process.watchdog import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
+from gateway.process.event_loop import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
 
 
 def longest(telemetry: Telemetry) -> float:

@@ -11,15 +11,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from gateway.reading.chat import CHAT
-from gateway.reading.endpoint import Model, TextSide
-from gateway.reading.length import LENGTH
-from gateway.schemas.chat import ChatMessage, ChatRequest
-from gateway.schemas.content import TextPart
-from gateway.schemas.length import LengthRequest
-from gateway.schemas.tools import EarlierCall, FunctionCall
-from gateway.text.bounds import Bounds, Facts
+from gateway.requests.chat import CHAT
+from gateway.requests.endpoint import Model, TextSide
+from gateway.requests.length import LENGTH, LengthRequest
+from gateway.schemas.chat import ChatMessage, ChatRequest, EarlierCall, FunctionCall
+from gateway.schemas.common import TextPart
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.prepared import Bounds, Facts
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import byte_level, byte_level_with_bos, from_library, sentencepiece
 from tests.gateway.text.test_chat_template import CHATML, HEADERS, PARTS

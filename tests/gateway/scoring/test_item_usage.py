@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.handling.scoring import item_usage_of
-from gateway.schemas.truncation import MAX_ITEMS
+from gateway.api.scoring import item_usage_of
+from gateway.schemas.common import MAX_ITEMS
 from gateway.scoring.scorer import Scores
 from gateway.text.prepared import Prepared
 from tests.fakes import FakeEngine

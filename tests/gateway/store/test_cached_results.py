@@ -10,11 +10,11 @@ import httpx
 import pytest
 from redis.asyncio import Connection
 
-from gateway.cache.base import ResultCache
 from gateway.ops.metrics import Telemetry
 from gateway.settings import Settings
 from gateway.store.link import Link, open_client
 from gateway.store.redis import QUEUE_BYTES, QUEUE_VALUES, RedisStore
+from gateway.store.results import ResultCache
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.catalogues.record import digest_of, packed, row_of, tail_bytes, tokens_of
-from gateway.text.bounds import UNBOUND
-from gateway.text.catalogue import Frame, Template, TemplateError
+from gateway.text.catalogue import Frame, Template, TemplateError, digest_of, packed, row_of, tail_bytes, tokens_of
+from gateway.text.prepared import UNBOUND
 from gateway.text.tokenizer import Tokenizer
 
 TEMPLATES = [

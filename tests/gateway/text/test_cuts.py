@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 from engine.wire import TokenizerFiles
 from gateway.errors import InvalidRequest
 from gateway.text import tokenizer as module
-from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
 from gateway.text.cuts import cuts_of
+from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from gateway.text.prompts import PromptTooLongError, tokenise_items, tokenise_pairs
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import CUTTABLE, byte_level, from_library, sentencepiece_with_bos

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from tokenizers import Tokenizer as Library
 
-from gateway.reading.endpoint import Model, TextSide
-from gateway.reading.tokenize import TOKENIZE
+from gateway.requests.endpoint import Model, TextSide
+from gateway.requests.tokenize import TOKENIZE, TokenizeRequest, TokenizeResponse
 from gateway.schemas.chat import ChatMessage
-from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
-from gateway.text.bounds import Bounds, Facts
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.prepared import Bounds, Facts
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.reading.test_special import KINDS, Chat
 from tests.gateway.text.test_tokenizer import TEXT

@@ -25,10 +25,9 @@ from hypothesis import strategies as st
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
 from gateway.ops.metrics import Telemetry
-from gateway.reading.forkserver import FIRST_BYTES, receive
-from gateway.schemas.score import ScoreRequest
-from gateway.text.bounds import Bounds, Facts
-from gateway.text.prepared import Packed, unpack
+from gateway.requests.score import ScoreRequest
+from gateway.requests.worker import FIRST_BYTES, receive
+from gateway.text.prepared import Bounds, Facts, Packed, unpack
 from gateway.text.vocabulary import TokenizerError
 from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused
 from gateway.workers.queue import LEAST_COST, SECONDS_PER_BYTE, Capacity, JobQueue, QueuedJob
@@ -270,7 +269,7 @@ async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: py
 def test_the_fork_server_imports_no_server() -> None:
     program = "import sys; import gateway.reading.forkserver; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "gateway.reading.forkserver" in modules
+    assert "gateway.requests.worker" in modules
     assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)
 
 

@@ -1,0 +1,341 @@
+"""Streams of events and large answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Request, Response
+from litestar.response import Stream
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from gateway.errors import ClientGone, GatewayError, InternalError
+from gateway.http.connection import Cycle, Incoming
+from gateway.http.context import RequestContext
+from gateway.process.event_loop import TimeSlice
+
+logger = logging.getLogger(__name__)
+
+_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore: https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes."""
+
+
+def sse(chunk: msgspec.Struct) -> bytes:
+    """Encode one event."""
+    return b"data: %b\n\n" % _encoder.encode(chunk)
+
+
+class while_connected:
+    """An async context manager that cancels its block when the client leaves, and raises :class:`ClientGone` from it. The body must
+    have been read before. It starts no task, because every request enters it."""
+
+    __slots__ = ("_incoming", "_left", "_owner")
+
+    def __init__(self, scope: Scope) -> None:
+        self._incoming = Incoming.of(scope)
+        self._left = False
+        self._owner: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> None:
+        self._owner = asyncio.current_task()
+        self._incoming.at_disconnect.append(self._leave)
+        if (cycle := self._incoming.cycle()) is not None:
+            cycle.flow.resume_reading()  # the end of a connection is not seen while reading is paused
+        if self._incoming.left:
+            asyncio.get_running_loop().call_soon(self._leave)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        owner, self._owner = self._owner, None
+        self._incoming.at_disconnect.remove(self._leave)
+        if self._left and kind is asyncio.CancelledError and owner is not None:
+            owner.uncancel()
+            raise ClientGone("The client left before the answer was ready.") from None
+
+    def _leave(self) -> None:
+        if self._owner is not None and not self._left:
+            self._left = True
+            self._owner.cancel()
+
+
+class StreamHandle:
+    """A way to write events without resuming the iterator of events, for a response that has begun. The iterator must have yielded
+    all earlier events, and wait for news."""
+
+    writer: _EventWriter | None = None
+    """The response's connection; None before its beginning and after its end."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Creates responses of server-sent events."""
+
+    keepalive_seconds: float
+
+    def response(
+        self,
+        events: AsyncGenerator[bytes, None],
+        request: Request[Any, Any, Any],
+        failure: Callable[[GatewayError], bytes] | None = None,
+        handle: StreamHandle | None = None,
+    ) -> EventStream:
+        """Return the response. What ``events`` raises before the beginning is raised where the response is sent. ``events`` is
+        closed when the response ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the
+        error's body. ``handle``: lets events be written past ``events``."""
+        return EventStream(self, request, events, failure or (lambda error: sse(error.body)), handle or StreamHandle())
+
+
+class EventStream(Response[Any]):
+    """A response of events."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        request: Request[Any, Any, Any],
+        events: AsyncGenerator[bytes, None],
+        failure: Callable[[GatewayError], bytes],
+        handle: StreamHandle,
+    ) -> None:
+        self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        self._parts = (streams, request, events, failure, handle)
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIEventStream(*self._parts, headers=self.headers)
+
+
+class _ASGIEventStream(ASGIResponse):
+    def __init__(
+        self,
+        streams: Streams,
+        request: Request[Any, Any, Any],
+        events: AsyncGenerator[bytes, None],
+        failure: Callable[[GatewayError], bytes],
+        handle: StreamHandle,
+        *,
+        headers: dict[str, Any],
+    ) -> None:
+        self._fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._streams = streams
+        self._context = RequestContext.of(request)
+        self._scope = request.scope
+        self._events = events
+        self._failure = failure
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Send the head and all events, or those before the client leaves. Raises what happens before the beginning."""
+        writer = _EventWriter(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle(), fields=self._fields)
+        self._handle.writer = writer
+        try:
+            async with aclosing(self._events), while_connected(self._scope):
+                try:
+                    await self._send_events(writer)
+                finally:
+                    self._handle.writer = None
+                    writer.stop()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientGone:
+            if not writer.begun:
+                raise
+            self._context.outcome = "client_gone"
+
+    async def _send_events(self, writer: _EventWriter) -> None:
+        """Send the events; an error becomes the last event."""
+        try:
+            async for event in self._events:
+                if writer.writable:
+                    writer.write(event)
+                else:
+                    await writer.send(event)
+        except GatewayError as error:
+            await self._send_error(writer, error)
+        except asyncio.CancelledError:
+            cut_off = self._context.cut_off() if writer.begun else None
+            if cut_off is None:
+                raise
+            await self._send_error(writer, cut_off)
+        except Exception:
+            if not writer.begun:
+                raise
+            logger.exception("a stream failed")
+            await self._send_error(writer, InternalError("An internal error occurred."))
+
+    async def _send_error(self, writer: _EventWriter, error: GatewayError) -> None:
+        if not writer.begun:
+            raise error
+        self._context.failed(error)
+        await writer.send(self._failure(error))
+
+
+class _EventWriter:
+    """Sends events, and a comment whenever nothing was sent for ``seconds``. The first of them begins the response.
+
+    One timer compares the time of the last event, so that an event starts no timer. While an event waits for the client to read, no
+    comment is sent. At most one comment waits for the client.
+    """
+
+    def __init__(
+        self, send: Send, seconds: float, cycle: Cycle | None = None, *, fields: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """``cycle``: the server's side of the response; None: it is not known. ``fields``: the response's headers."""
+        self.begun = False
+        """Whether the response has begun."""
+        self._send = send
+        self._fields = fields
+        self.cycle = cycle
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._sent = self._loop.time()
+        self._sending = False
+        self._comment: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
+        return self.cycle is not None and self.cycle.writable
+
+    def write(self, event: bytes) -> None:
+        """Pass bytes of the body to the connection. Only while :attr:`writable`."""
+        assert self.cycle is not None
+        self.cycle.write(event)
+        self._sent = self._loop.time()
+
+    async def send(self, event: bytes) -> None:
+        """Send bytes of the body."""
+        self._sending = True
+        if self._comment is not None and not self._comment.done():  # it may be about to begin the response
+            await asyncio.wait({self._comment})
+        await self._send_part(event)
+        self._sending = False
+
+    def stop(self) -> None:
+        """Stop sending comments."""
+        self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def _look(self) -> None:
+        due, now = self._sent + self._seconds, self._loop.time()
+        if due <= now:
+            due = now + self._seconds
+            if not self._sending and (self._comment is None or self._comment.done()):
+                self._comment = asyncio.create_task(self._send_part(KEEP_ALIVE))
+        self._timer = self._loop.call_at(due, self._look)
+
+    async def _send_part(self, body: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(self._fields)})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sent = self._loop.time()
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C")
+
+PART_BYTES = 1 << 16
+"""Bytes of a large response after which a new part begins; each part is sent separately."""
+
+
+class JsonResponse(Response[C]):
+    """A response with ``content`` as JSON. It takes a fifth of the function calls of the framework's own."""
+
+    def __init__(self, content: C, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
+        self.content = content
+        self.headers = dict(headers or {})
+        self._status = status
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIJson(_encoder.encode(self.content), self.headers, self._status)
+
+
+class _ASGIJson(ASGIResponse):
+    def __init__(self, body: bytes, headers: Mapping[str, str], status: int) -> None:
+        self.body = body
+        self._status = status
+        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Send the response."""
+        await send({"type": "http.response.start", "status": self._status, "headers": self._fields})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+async def with_rows(
+    answer: T, name: str, rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None
+) -> Response[Any]:
+    """Return a response with ``rows`` in place of the empty list in the field ``name`` of ``answer``. ``large``: building and
+    encoding the rows takes more than a millisecond."""
+    if not large:
+        return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
+    return _in_parts(await _filled(answer, {name: rows}), headers)
+
+
+async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
+    """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
+    return _in_parts(await _filled(answer, lists), headers)
+
+
+async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
+    """Return ``answer`` as a server-sent event, with ``rows`` in place of the empty list in its field ``name``."""
+    return b"data: %b\n\n" % b"".join(await _filled(answer, {name: rows}))
+
+
+async def _filled(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]]) -> list[bytes]:
+    parts, rest = [], _encoder.encode(answer)
+    for _, name in sorted((rest.index(b'"%b":[]' % name.encode()), name) for name in lists):
+        before, rest = rest.split(b'"%b":[]' % name.encode(), 1)
+        parts += await _parts(before + b'"%b":[' % name.encode(), lists[name], b"]")
+    return [*parts, rest]
+
+
+async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:
+    """Return a response that is a list of ``rows``; see :func:`with_rows`."""
+    if not large:
+        return JsonResponse(list(rows), headers)
+    return _in_parts(await _parts(b"[", rows, b"]"), headers)
+
+
+async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
+    """Encode ``rows`` in slices."""
+    parts, part, time_slice = [], bytearray(before), TimeSlice()
+    separator = b""
+    for row in rows:
+        part += separator + _encoder.encode(row)
+        separator = b","
+        if len(part) > PART_BYTES:
+            parts.append(bytes(part))
+            part.clear()
+        if time_slice.over:
+            await time_slice.yield_to_loop()
+    return [*parts, bytes(part) + after]
+
+
+def encoded(body: bytes | memoryview) -> Response[Any]:
+    """Return a response with ``body``, which is JSON already. Its parts are views, because copying megabytes takes milliseconds."""
+    view = memoryview(body)
+    return _in_parts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
+
+
+def _in_parts(parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> Response[Any]:
+    """Return a response that sends ``parts`` one after another."""
+
+    async def each() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield bytes(part)
+            await asyncio.sleep(0)  # the transport joins writes of one event loop iteration
+
+    length = str(sum(map(len, parts)))
+    return Stream(each(), media_type="application/json", headers={**(headers or {}), "content-length": length})

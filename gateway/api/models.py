@@ -1,0 +1,159 @@
+"""``/v1/models``, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from litestar import Request, Response, get
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery, JSONBody
+
+from gateway.api.access import Quotas, requested_model, visible_models
+from gateway.api.answers import encoded
+from gateway.api.openapi import READ_ERRORS, ApiOperation
+from gateway.api.reader import Body, Reader, post_json
+from gateway.errors import ModelNotFound
+from gateway.http.context import RequestContext
+from gateway.pool.adapters import AdapterModel
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.presets.preset import Fitted
+from gateway.requests.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
+from gateway.text.prepared import Prepared
+from gateway.workers.workers import Workers
+
+
+class PresetInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The preset of a model; `yardstick presets NAME` prints a whole one."""
+
+    name: str
+    task: Literal["rerank", "classify", "embed"]
+    """The endpoint that it serves."""
+    instruction: str
+    """Default instruction; empty if there is none."""
+    labels: list[str]
+    """Tokens that are read; empty for a model with a head of its own."""
+    activation: Literal["softmax", "sigmoid", "difference", "none"]
+    """The score from what is read: a probability (`softmax`, `sigmoid`), or logits."""
+    fallback: bool = False
+    """Whether it prompts the model because no preset is for the model's name. A model that was trained with another prompt needs
+    another preset."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model or an adapter that engines serve."""
+
+    id: str
+    """The name to send as `model`."""
+    root: str
+    """Name of the model that answers; differs from `id` for an alias. For an adapter: `base:adapter`."""
+    parent: str | None = None
+    """Name of the model that an adapter changes; null for a model."""
+    digest: str | None = None
+    """Digest of an adapter's files; null for a model."""
+    object: Literal["model"] = "model"
+    created: int
+    """Time at which the gateway first saw the model, in seconds since 1970."""
+    owned_by: str = "yardstick"
+    max_model_len: int
+    """Largest number of prompt and completion tokens together."""
+    capabilities: list[str]
+    """Supported operations: `score`, `generate`, `classify`, `embed`, `length_guidance` (the request field and `/v1/length`)."""
+    preset: PresetInfo | None = None
+    """How the model is prompted and read by `/v1/rerank`, `/v1/classify` or `/v1/embeddings`; null if it serves none of these."""
+    lenvm_gamma: float | None = None
+    """Discount factor of its length model; null if it has none."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All models that engines serve."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
+    """Create the routes."""
+
+    @get("/v1/models", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
+    async def list_models(request: Request[Any, Any, Any]) -> ModelList:
+        """List the models that are served here and that the key may use."""
+        return ModelList(data=[_described(name, model) for name, model in visible_models(request, pool).items()])
+
+    @get("/v1/models/{model:path}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
+    async def show_model(request: Request[Any, Any, Any], model: FromPath[str]) -> Model:
+        """Describe one model."""
+        name = model.removeprefix("/")
+        found = visible_models(request, pool).get(name)
+        if found is None:
+            raise ModelNotFound(f"The model {name!r} does not exist; GET /v1/models lists what is served.", param="model")
+        return _described(name, found)
+
+    return [list_models, show_model]
+
+
+def _described(name: str, model: ServedModel) -> Model:
+    return Model(
+        id=name,
+        root=str(model.reference) if isinstance(model, AdapterModel) else model.name,
+        parent=model.base.name if isinstance(model, AdapterModel) else None,
+        digest=model.adapter_digest or None,
+        created=model.created,
+        max_model_len=model.context,
+        capabilities=list(model.info.capabilities),
+        preset=_preset(model.tokenizer.table.fitted, fallback=model.preset_is_fallback),
+        lenvm_gamma=model.info.lenvm_gamma,
+    )
+
+
+def _preset(fitted: Fitted | None, *, fallback: bool) -> PresetInfo | None:
+    if fitted is None:
+        return None
+    preset = fitted.preset
+    return PresetInfo(
+        name=preset.name,
+        task=preset.task,
+        instruction=preset.instruction,
+        labels=preset.flat_labels,
+        activation=preset.activation,
+        fallback=fallback,
+    )
+
+
+def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers) -> list[HTTPRouteHandler]:
+    """Create the routes. No engine takes part: the text workers read the requests and encode the responses."""
+
+    @post_json(["/tokenize", "/v1/tokenize"], TokenizeRequest, "tokens")
+    async def tokenize(request: Request[Any, Any, Any], data: JSONBody[Body[TokenizeRequest]]) -> Response[TokenizeResponse]:
+        """Convert a text or a conversation to token ids.
+
+        The ids are those that `/v1/completions` and `/v1/chat/completions` use for the same `prompt` or `messages`. A text may be
+        longer than the model's context.
+        """
+        async with reader.open(request, TokenizeRequest, data) as body:
+            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        return await _charged(request, prepared)
+
+    @post_json(["/detokenize", "/v1/detokenize"], DetokenizeRequest, "tokens")
+    async def detokenize(request: Request[Any, Any, Any], data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
+        """Convert token ids to text, with special tokens."""
+        async with reader.open(request, DetokenizeRequest, data) as body:
+            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        return await _charged(request, prepared)
+
+    async def _charged(request: Request[Any, Any, Any], prepared: Prepared) -> Response[Any]:
+        """Charge the tokens like those of a prompt, and respond with the body that the reader has encoded."""
+        RequestContext.of(request).account.prompt_tokens = prepared.tokens
+        await quotas.charge(request, tokens=prepared.tokens)
+        return encoded(prepared.response)
+
+    @get("/tokenizer_info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["tokens"])
+    async def tokenizer_info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TokenizerInfo:
+        """Describe the tokeniser of `model`, which is optional if only one is served: its special tokens and its chat template."""
+        served = requested_model(request, pool, model)
+        files = workers.files(served.text)
+        special = {name: text for name, text in files.special_tokens.items() if name in TokenizerInfo.__struct_fields__}
+        return TokenizerInfo(model_max_length=served.context, chat_template=files.chat_template, **special)
+
+    return [tokenize, detokenize, tokenizer_info]

@@ -1,0 +1,157 @@
+"""``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
+
+from gateway.api.access import priority_of, requested_model
+from gateway.api.answers import listed, sse, with_rows
+from gateway.api.catalogue_scores import LARGE_RESULTS, Scanner, by_labels, preset_of, rerank_catalogue
+from gateway.api.reader import Body, Reader, post_json
+from gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from gateway.errors import InvalidRequest
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.presets.preset import Fitted
+from gateway.process.event_loop import TimeSlice
+from gateway.requests.rerank import (
+    RerankChunk,
+    RerankMeta,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    RerankTokens,
+    TeiRank,
+    TextDocument,
+)
+from gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from gateway.scoring.scorer import Scores
+from gateway.store.results import Row
+from gateway.text.prepared import Prepared
+
+
+def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
+    """Create the route."""
+
+    @post_json(["/v1/rerank", "/v2/rerank", "/rerank"], RerankRequest, "scoring")
+    async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
+        """Order documents by their relevance to a query, the most relevant first.
+
+        The model's preset says how it is prompted, and how a score follows from its answer; `/v1/models` shows it. Requests may
+        have the form of Cohere, Jina, vLLM (`documents`) or Text Embeddings Inference (`texts`), whose answer is a bare list. A
+        text that is too long is an error unless the request allows cutting it. Scores are cached like those of `/v1/score`.
+        """
+        async with reader.open(request, RerankRequest, data) as body:
+            fields = body.fields
+            _check(fields)
+            priority = priority_of(request, fields.priority)
+            if fields.catalogue is not None and fields.ids is None:
+                return await rerank_catalogue(scanner, request, data, body)
+            if fields.catalogue is not None:
+                items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
+                model = items.model
+                preset = preset_of(request, model, items.spec)
+                prepared = await scanner.read(body, items, reads_labels=preset is None)
+                fitted = preset or by_labels(prepared.labels)
+            else:
+                model = requested_model(request, pool, fields.model)
+                fitted = fitted_of(request, model, "rerank")
+                prepared = await body.read(model)
+        id, raw = f"rerank-{new_id()}", fields.raw
+
+        def closing(scores: Scores) -> RerankResponse:
+            usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
+            return msgspec.structs.replace(_answer(id, model, prepared, scores), item_usage=usage)
+
+        job = ScoringJob(
+            request=request,
+            model=model,
+            prepared=prepared,
+            readout=fitted.readout,
+            priority=priority,
+            cache_salt=fields.cache_salt,
+            partial=bool(fields.partial_results),
+        )
+        if fields.stream:
+
+            def chunk(results: list[tuple[int, Row]]) -> RerankChunk:
+                ranks = [(index, fitted.score(row, raw=raw)) for index, row in results]
+                return RerankChunk(id=id, results=list(_results(ranks, prepared)))
+
+            async def last(scores: Scores) -> bytes:
+                return sse(closing(scores))
+
+            return await scoring.stream(job, chunk, last)
+        scores = await scoring.score(job)
+        ranks = (await ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
+        headers, large = headers_of(prepared, scores), len(ranks) > LARGE_RESULTS
+        if fields.texts is not None:
+            return await listed(tei_ranks(ranks, prepared), large=large, headers=headers)
+        return await with_rows(closing(scores), "results", _results(ranks, prepared), large=large, headers=headers)
+
+    return rerank
+
+
+def _check(fields: RerankRequest) -> None:
+    """Refuse fields that a stream cannot follow: it sends every result, in no order, in the form of Cohere."""
+    if fields.ids is not None and fields.catalogue is None:
+        raise InvalidRequest("`ids` goes with `catalogue`.", param="ids")
+    whole = fields.catalogue is not None and fields.ids is None
+    if whole and fields.return_item_usage:
+        raise InvalidRequest("`return_item_usage` goes with `documents` or `ids`.", param="return_item_usage")
+    if fields.stream and fields.top_n and not whole:
+        raise InvalidRequest("`top_n` does not go with `stream`, which sends every result.", param="top_n")
+    if fields.return_item_usage and fields.texts is not None:
+        raise InvalidRequest("`texts` does not go with `return_item_usage`, because its answer is a bare list.", param="texts")
+    if fields.stream and fields.texts is not None:
+        raise InvalidRequest("`texts` does not go with `stream`; send `documents`.", param="texts")
+
+
+def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> RerankResponse:
+    """Return the answer without results."""
+    tokens = prepared.tokens
+    return RerankResponse(
+        id=id,
+        object="rerank",
+        created=int(time.time()),
+        model=model.name,
+        results=[],
+        usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens)),
+        meta=RerankMeta(
+            tokens=RerankTokens(input_tokens=tokens),
+            truncated=prepared.truncated,
+            query_truncated=prepared.query_truncated,
+        ),
+        errors=errors_of(prepared, scores),
+    )
+
+
+async def ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bool) -> list[tuple[int, float]]:
+    """Return the index and score of each document, the most relevant first. The scores are computed in slices."""
+    ranks, time_slice = [], TimeSlice()
+    for index, row in zip(prepared.places, scores.rows, strict=True):
+        if row:
+            ranks.append((index, fitted.score(row, raw=raw)))
+        if time_slice.over:
+            await time_slice.yield_to_loop()
+    return sorted(ranks, key=lambda rank: -rank[1])
+
+
+def _results(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[RerankResult]:
+    for index, score in ranks:
+        document = TextDocument(prepared.texts[index]) if prepared.texts else None
+        id = prepared.ids[index] if prepared.ids is not None else msgspec.UNSET
+        yield RerankResult(index=index, relevance_score=score, document=document, id=id)
+
+
+def tei_ranks(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[TeiRank]:
+    """Yield the documents in the form of TEI."""
+    for index, score in ranks:
+        yield TeiRank(index=index, score=score, text=prepared.texts[index] if prepared.texts else None)

@@ -1,0 +1,537 @@
+"""``/v1/responses``: routes, answers and stored conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, delete, get
+from litestar.connection import ASGIConnection
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery, JSONBody
+
+from gateway.api.access import caller_of, priority_of, requested_model
+from gateway.api.answers import while_connected
+from gateway.api.chat import ChatAnswer
+from gateway.api.generation import Generator, small, system_fingerprint, usage_of
+from gateway.api.openapi import READ_ERRORS, ApiOperation
+from gateway.api.reader import Body, Reader, post_json
+from gateway.api.response_output import Output
+from gateway.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable
+from gateway.generation.generation import Generation
+from gateway.generation.length import gamma_of_values, guidance_of, with_section
+from gateway.generation.plan import check, plan
+from gateway.generation.sequence import Piece
+from gateway.http.context import RequestContext
+from gateway.ops.metrics import Telemetry
+from gateway.output.parser import Content, Part
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.process.event_loop import TimeSlice
+from gateway.requests.responses import as_chat, renamed
+from gateway.schemas.chat import ChatMessage
+from gateway.schemas.common import Usage, new_id
+from gateway.schemas.responses import (
+    DeletedResponse,
+    Event,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemList,
+    OutputItem,
+    OutputMessage,
+    OutputTokensDetails,
+    Reasoning,
+    ResponseBody,
+    ResponseError,
+    ResponseRequest,
+    ResponseUsage,
+    StateEvent,
+    TextConfig,
+    TextFormat,
+)
+from gateway.settings import Settings
+from gateway.store.base import Full, Missing, Space, Store, Unavailable
+from gateway.store.results import CachePolicy
+from gateway.text.prepared import Items, as_list
+
+
+class Draft:
+    """Builds the body from the request, of which it repeats the parameters."""
+
+    def __init__(self, fields: ResponseRequest, model: ServedModel, fingerprint: str, instructions: bytes) -> None:
+        """``instructions``: as JSON."""
+        self.id = f"resp_{new_id()}"
+        text = fields.text or TextConfig()
+        encoded: Any = msgspec.Raw(instructions)
+        self._body = ResponseBody(
+            id=self.id,
+            created_at=int(time.time()),
+            status="in_progress",
+            instructions=encoded,
+            max_output_tokens=fields.max_output_tokens,
+            model=model.name,
+            output=[],
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            previous_response_id=fields.previous_response_id,
+            reasoning=fields.reasoning or Reasoning(),
+            store=bool(fields.store),
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            text=TextConfig(text.format or TextFormat(), text.verbosity or "medium"),
+            tool_choice=fields.tool_choice or "auto",
+            tools=fields.tools or [],
+            top_logprobs=fields.top_logprobs or 0,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            truncation=fields.truncation or "disabled",
+            user=fields.user,
+            metadata=fields.metadata or {},
+            system_fingerprint=fingerprint,
+        )
+
+    def begun(self) -> ResponseBody:
+        """Return the body without output."""
+        return self._body
+
+    def ended(self, output: list[OutputItem], usage: Usage, *, whole: bool) -> ResponseBody:
+        """Return the body of a response. ``whole``: it ended by itself, and not at a limit."""
+        return msgspec.structs.replace(
+            self._body,
+            status="completed" if whole else "incomplete",
+            completed_at=int(time.time()) if whole else None,
+            incomplete_details=None if whole else IncompleteDetails(),
+            output=output,
+            usage=usage_of_response(usage),
+        )
+
+    def failed(self, error: GatewayError, output: list[OutputItem], usage: Usage) -> ResponseBody:
+        """Return the body of a response that broke off after its stream had begun. It is not stored."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        return msgspec.structs.replace(
+            self._body,
+            status="failed",
+            error=ResponseError(code, error.message),
+            output=output,
+            usage=usage_of_response(usage),
+            store=False,
+        )
+
+
+def usage_of_response(usage: Usage) -> ResponseUsage:
+    """Convert token counts."""
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    reasoning = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details else 0
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached),
+        output_tokens=usage.completion_tokens or 0,
+        output_tokens_details=OutputTokensDetails(reasoning),
+        total_tokens=usage.total_tokens,
+    )
+
+
+STORED_RESPONSES = 10_000
+"""Most stored responses; beyond it, the oldest of the API key with most responses are removed."""
+ENTRY_BYTES = 1024
+"""Bytes that a response takes besides its contents."""
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A stored response."""
+
+    response: bytes
+    """The response's body as JSON."""
+    context: bytes
+    """The items of the conversation up to this response, with its own: JSON values with commas between them."""
+    input: Items
+    """The items of the request."""
+
+
+_decoder = msgspec.msgpack.Decoder(Stored)
+
+
+def response_space(settings: Settings) -> Space:
+    """Return the bounds of stored responses."""
+    return Space(
+        name="responses",
+        bytes=settings.stored_responses_bytes,
+        entries=STORED_RESPONSES if settings.stored_responses_bytes else 0,
+        entry_bytes=ENTRY_BYTES,
+        seconds=settings.stored_responses_seconds,
+        evicts=True,
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The stored responses of all API keys."""
+
+    store: Store
+    space: Space
+    telemetry: Telemetry
+    most_bytes: int
+    """Most bytes of the conversation before a response that is stored."""
+
+    async def check(self) -> None:
+        """Raise :class:`InvalidRequest` if the server stores no responses, :class:`StoreUnavailable` if it cannot at present."""
+        if not self.space.entries:
+            raise InvalidRequest(
+                "This server stores no responses; send `store` as false, and the whole conversation.", param="store"
+            )
+        try:
+            await self.store.check()
+        except Unavailable:
+            raise _unavailable() from None
+
+    def check_size(self, instructions: bytes, earlier: bytes, items: Items) -> None:
+        """Raise :class:`InvalidRequest` if a conversation is too long to be stored."""
+        size = len(instructions) + len(earlier) + len(items.content)
+        if size > self.most_bytes:
+            message = f"A conversation of {size} bytes cannot be stored; at most {self.most_bytes} can. Send `store` as false."
+            raise InvalidRequest(message, param="store")
+
+    async def find(self, connection: ASGIConnection, id: str, *, param: str | None = None) -> Stored:  # type: ignore[type-arg]
+        """Return a response of the client's key. Raises :class:`ResponseNotFound`, :class:`StoreUnavailable`."""
+        value = None
+        try:
+            if _ID.fullmatch(id):
+                (value,) = (await self.store.get(self.space, _owner(connection), [id])).values
+        except Missing:
+            pass
+        except Unavailable:
+            raise _unavailable() from None
+        if value is None:
+            raise _unknown(id, param)
+        return _decoder.decode(value)
+
+    async def remove(self, connection: ASGIConnection, id: str) -> None:  # type: ignore[type-arg]
+        """Remove a response of the client's key. Raises as :meth:`find`."""
+        removed = 0
+        try:
+            if _ID.fullmatch(id):
+                removed = await self.store.remove(self.space, _owner(connection), [id])
+        except Missing:
+            pass
+        except Unavailable:
+            raise _unavailable() from None
+        if not removed:
+            raise _unknown(id, None)
+
+    async def keep(
+        self,
+        connection: ASGIConnection,  # type: ignore[type-arg]
+        id: str,
+        body: bytes,
+        earlier: bytes,
+        items: Items,
+        output: list[OutputItem],
+    ) -> bool:
+        """Store a response whose body is ``body``. Return whether it is stored."""
+        encoded = [_encoder.encode(_plain(item)) for item in output]
+        context = b",".join([part for part in (earlier, items.content, *encoded) if part])
+        value = msgspec.msgpack.encode(Stored(body, context, items))
+        try:
+            await self.store.put(self.space, _owner(connection), [(id, value)])
+            stored = True
+        except (Unavailable, Full):
+            stored = False
+        self.telemetry.stored_responses.labels("stored" if stored else "dropped").inc()
+        return stored
+
+
+def _plain(item: OutputItem) -> OutputItem:
+    """Return ``item`` as the input of a later request: without log-probabilities."""
+    if not isinstance(item, OutputMessage):
+        return item
+    content: list[Any] = [msgspec.structs.replace(part, logprobs=[]) for part in item.content]
+    return msgspec.structs.replace(item, content=content)
+
+
+def _owner(connection: ASGIConnection) -> str:  # type: ignore[type-arg]
+    """Return the owner of a client's responses: its API key. Without keys there is one owner."""
+    key = RequestContext.of(connection).key
+    return "" if key is None else key.id
+
+
+def _unknown(id: str, param: str | None) -> ResponseNotFound:
+    message = f"The response {id[:64]!r} is not stored here: it was not stored, has expired, was deleted, or is another key's."
+    return ResponseNotFound(message, param=param)
+
+
+def _unavailable() -> StoreUnavailable:
+    message = "Responses cannot be stored or read at present; try again, or send the whole conversation without `store`."
+    return StoreUnavailable(message, retry_after=1)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Responder:
+    """Creates the answers of ``/v1/responses``."""
+
+    generator: Generator
+    kept: Kept
+
+    async def respond(self, request: Request[Any, Any, Any], run: ResponseRun) -> Response[Any]:
+        """Charge the quota, run the generation and answer. Raises :class:`GatewayError` for failures before the first event."""
+        generation = run.generation
+        RequestContext.of(request).account.prompt_tokens = len(generation.request.prompt)
+        lease = await self.generator.quotas.charge(request, tokens=generation.expected_tokens)
+        events = self._events(request, run, lease)
+        if run.streamed:
+            return self.generator.streams.response(events, request, run.failed)
+        async with while_connected(request.scope), aclosing(events):
+            async for _ in events:
+                pass
+        return Response(run.body, media_type="application/json")
+
+    async def _events(self, request: Request[Any, Any, Any], run: ResponseRun, lease: Any) -> AsyncGenerator[bytes, None]:
+        """Yield the events, encoded if the response is streamed, and set ``run.body`` before the last one."""
+        account = RequestContext.of(request).account
+        opened = False
+        with self.generator.counted([run.generation], lease, account):
+            async with aclosing(run.generation.pieces(self.generator.dispatcher)) as batches:
+                async for batch in batches:
+                    chunks = [] if opened else run.opening()
+                    opened, time_slice = True, TimeSlice()
+                    for piece in small(batch):
+                        chunks += run.push(piece)
+                        if time_slice.over:
+                            yield b"".join(chunks)
+                            chunks = []
+                            await time_slice.yield_to_loop()
+                    if chunks:
+                        yield b"".join(chunks)
+        for event in run.closing():  # with log-probabilities, each repeats megabytes
+            yield event
+            await asyncio.sleep(0)
+        yield await self._finished(request, run)
+
+    async def _finished(self, request: Request[Any, Any, Any], run: ResponseRun) -> bytes:
+        """Store the response, if that was requested, and return its last event."""
+        body = run.ended()
+        run.body = _encoder.encode(body)
+        await asyncio.sleep(0)
+        if body.store and not await self.kept.keep(request, body.id, run.body, run.earlier, run.items, body.output):
+            body.store = False
+            run.body = _encoder.encode(body)
+        encoded: Any = msgspec.Raw(run.body)
+        return _event(run.last(body.status, encoded)) if run.streamed else b""
+
+
+class ResponseRun:
+    """One response being made."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        draft: Draft,
+        answer: ChatAnswer,
+        *,
+        streamed: bool,
+        earlier: bytes,
+        items: Items,
+    ) -> None:
+        """``answer``: converts log-probabilities. ``earlier``, ``items``: the conversation before, and the request's own items."""
+        self.streamed = streamed
+        self.generation = generation
+        self.draft = draft
+        self.earlier = earlier
+        self.items = items
+        self.body = b""
+        """The body as JSON, once the response has ended."""
+        self._answer = answer
+        reasoning = draft.begun().reasoning
+        self._output = Output(summary=(reasoning.summary or reasoning.generate_summary) is not None)
+        self._finish = ""
+
+    def opening(self) -> list[bytes]:
+        """Return the events that begin the stream."""
+        kinds = ("response.created", "response.in_progress")
+        return self._encoded([self._state(kind, self.draft.begun()) for kind in kinds])
+
+    def push(self, piece: Piece) -> list[bytes]:
+        """Return the events of one piece."""
+        self._finish = piece.finish or self._finish
+        logprobs = self._answer.logprobs(piece.tokens)
+        text: list[Part] = [Content(piece.text)] if piece.text else []
+        parts = text if piece.parts is None else piece.parts
+        offsets = [0 if piece.parts is None else token.offset for token in piece.tokens]
+        return self._encoded(self._output.push(parts, zip(offsets, logprobs.content, strict=True) if logprobs else ()))
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the events that complete the output."""
+        for event in self._output.finish("incomplete" if self._finish == "length" else "completed"):
+            yield _event(event) if self.streamed else b""
+
+    def ended(self) -> ResponseBody:
+        """Return the body."""
+        return self.draft.ended(self._output.items, usage_of([self.generation]), whole=self._finish != "length")
+
+    def last(self, status: str, body: ResponseBody) -> StateEvent:
+        """Return the event that ends the stream."""
+        return self._state(f"response.{status}", body)
+
+    def failed(self, error: GatewayError) -> bytes:
+        """Return the event that ends a stream that breaks off."""
+        body = self.draft.failed(error, self._output.items, usage_of([self.generation]))
+        return _event(self.last(body.status, body))
+
+    def _state(self, kind: Any, body: ResponseBody) -> StateEvent:
+        return StateEvent(type=kind, sequence_number=self._output.number(), response=body)
+
+    def _encoded(self, events: Iterable[Event]) -> list[bytes]:
+        encoded = [_event(event) if self.streamed else b"" for event in events]
+        return encoded if self.streamed else []
+
+
+def _event(event: Event) -> bytes:
+    """Encode one event, with its name as the event's type."""
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), _encoder.encode(event))
+
+
+PAGE_ITEMS = 20
+MOST_PAGE_ITEMS = 100
+PATH = "/v1/responses"
+_STAND_IN = [ChatMessage("user")]
+"""Messages of the chat request whose other fields the event loop checks; text workers read the messages."""
+
+
+def response_routes(pool: Pool, reader: Reader, responder: Responder) -> list[HTTPRouteHandler]:
+    """Create the routes."""
+    return [_create_route(pool, reader, responder), *_stored_routes(responder.kept, responder)]
+
+
+def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRouteHandler:
+    @post_json(PATH, ResponseRequest, "generation")
+    async def create(request: Request[Any, Any, Any], data: JSONBody[Body[ResponseRequest]]) -> Response[ResponseBody]:
+        """Answer a conversation of items.
+
+        With `stream` the answer is a stream of typed server-sent events. The last one is `response.completed`,
+        `response.incomplete` or `response.failed`, with the whole response.
+        """
+        async with reader.open(request, ResponseRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model, falls_back=True)
+            chat = as_chat(fields, _STAND_IN)
+            logprobs = (fields.top_logprobs or 0) if fields.includes_logprobs else None
+            with _renamed():
+                _check(fields)
+                check(model, chat, logprobs=logprobs)
+                guidance = guidance_of(model, chat, logprobs=logprobs)
+            priority = priority_of(request, fields.priority)
+            if fields.store:
+                if not CachePolicy.of(request).write:
+                    raise InvalidRequest("`store` contradicts `Cache-Control: no-store`; send one of them.", param="store")
+                await responder.kept.check()
+            earlier = b""
+            if fields.previous_response_id is not None:
+                stored = await responder.kept.find(request, fields.previous_response_id, param="previous_response_id")
+                earlier = stored.context
+            prepared = await body.read(model, earlier)
+        guidance = with_section(guidance, prepared.format)
+        instructions = bytes(prepared.response)
+        if fields.store:
+            responder.kept.check_size(instructions, earlier, prepared.items)
+        with _renamed():
+            generation = plan(
+                model,
+                chat,
+                as_list(prepared.rows[0]),
+                max_tokens=fields.max_output_tokens,
+                logprobs=logprobs,
+                guidance=guidance,
+                grammar=prepared.grammar,
+                bad_words=prepared.bad_words,
+                format=prepared.format,
+                param="input",
+                priority=priority,
+                caller=caller_of(request, cache_salt=fields.cache_salt),
+            )
+        draft = Draft(fields, model, system_fingerprint(model), instructions)
+        answer = ChatAnswer(model, chat, None, gamma=gamma_of_values(model, guidance))
+        run = ResponseRun(generation, draft, answer, streamed=bool(fields.stream), earlier=earlier, items=prepared.items)
+        response = await responder.respond(request, run)
+        if prepared.truncated:
+            response.headers["x-yardstick-truncated"] = str(len(prepared.truncated))
+        return response
+
+    return create
+
+
+def _check(fields: ResponseRequest) -> None:
+    if fields.top_logprobs and not fields.includes_logprobs:
+        message = '`top_logprobs` needs `include`: `["message.output_text.logprobs"]`.'
+        raise InvalidRequest(message, param="top_logprobs")
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    """Name the fields of this endpoint in errors of chat requests."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise renamed(error) from None
+
+
+def _stored_routes(kept: Kept, responder: Responder) -> list[HTTPRouteHandler]:
+    quotas = responder.generator.quotas
+
+    @get(f"{PATH}/{{id:str}}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
+    async def retrieve(
+        request: Request[Any, Any, Any],
+        id: FromPath[str],
+        stream: FromQuery[str] = "false",
+    ) -> Response[ResponseBody]:
+        """Return a stored response. `stream` is not supported, because a stored response is complete."""
+        if stream.lower() not in ("false", "0", ""):
+            raise InvalidRequest("A stored response is not streamed; leave `stream` out.", param="stream")
+        await quotas.charge(request, tokens=0)
+        stored = await kept.find(request, id)
+        return Response(stored.response, media_type="application/json")  # type: ignore[arg-type]
+
+    @get(f"{PATH}/{{id:str}}/input_items", responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
+    async def list_input_items(
+        request: Request[Any, Any, Any],
+        id: FromPath[str],
+        limit: FromQuery[str] = str(PAGE_ITEMS),
+        order: FromQuery[str] = "desc",
+        after: FromQuery[str | None] = None,
+    ) -> ItemList:
+        """List the items of the `input` that a stored response answers, the last one first unless `order` is `asc`; at most `limit`
+        (1 to 100), from the one behind the item `after` on."""
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_PAGE_ITEMS):
+            raise InvalidRequest(f"`limit` is a number from 1 to {MOST_PAGE_ITEMS}.", param="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("`order` is `asc` or `desc`.", param="order")
+        await quotas.charge(request, tokens=0)
+        items = (await kept.find(request, id)).input
+        places = range(len(items.ids)) if order == "asc" else range(len(items.ids))[::-1]
+        begin = 0
+        if after is not None:
+            if after not in items.ids:
+                raise InvalidRequest("`after` is not the id of an item of this response.", param="after")
+            begin = places.index(items.ids.index(after)) + 1
+        page = places[begin : begin + int(limit)]
+        data: list[Any] = [msgspec.Raw(items.at(place)) for place in page]
+        return ItemList(
+            data=data,
+            first_id=items.ids[page[0]] if page else None,
+            last_id=items.ids[page[-1]] if page else None,
+            has_more=begin + int(limit) < len(places),
+        )
+
+    @delete(f"{PATH}/{{id:str}}", status_code=200, responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])
+    async def remove(request: Request[Any, Any, Any], id: FromPath[str]) -> DeletedResponse:
+        """Delete a stored response. Responses that continue it keep the conversation."""
+        await quotas.charge(request, tokens=0)
+        await kept.remove(request, id)
+        return DeletedResponse(id=id)
+
+    return [retrieve, list_input_items, remove]

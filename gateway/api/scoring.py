@@ -1,0 +1,383 @@
+"""What the endpoints that score share: running a request, and the forms of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+from litestar import Request
+
+from engine import wire
+from gateway.api.access import Quotas, caller_of
+from gateway.api.answers import DONE, EventStream, Streams, sse, while_connected
+from gateway.errors import InvalidRequest
+from gateway.generation.sequence import LEAST_LOGPROB
+from gateway.http.context import RequestContext
+from gateway.ops.metrics import Telemetry
+from gateway.pool.fanout import Prompts
+from gateway.pool.placement import cut
+from gateway.pool.replica import ServedModel, check_fallback, paths_of
+from gateway.presets.preset import Fitted, Task, softmax
+from gateway.process.event_loop import TimeSlice
+from gateway.requests.score import (
+    ItemLikelihood,
+    ItemScores,
+    LikelihoodChunk,
+    Likelihoods,
+    PairChunk,
+    PairScore,
+    PairScores,
+    ScoreChunk,
+    ScoreRequest,
+    ScoreResponse,
+)
+from gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, PromptTokensDetails, Usage
+from gateway.scoring.scorer import Arrived, Scorer, Scores
+from gateway.store.results import CachePolicy, Row
+from gateway.text.prepared import Prepared
+
+RESULTS_PER_EVENT = 200
+NUMBERS_PER_EVENT = 1 << 12
+"""Most results of one event, and most numbers of several; building it takes about a millisecond."""
+NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringJob:
+    """A request whose prompts are ready to be scored."""
+
+    request: Request[Any, Any, Any]
+    model: ServedModel
+    prepared: Prepared
+    readout: wire.ScoreReadout
+    priority: int
+    cache_salt: str | None
+    partial: bool = False
+    """Whether items without a result are accepted."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Charges a request, scores its prompts, and accounts for it."""
+
+    scorer: Scorer
+    quotas: Quotas
+    telemetry: Telemetry
+    streams: Streams
+
+    async def score(self, job: ScoringJob) -> Scores:
+        """Return the rows of the job's readout. Raises :class:`GatewayError`."""
+        async with while_connected(job.request.scope):
+            return await self._score(job)
+
+    async def stream(
+        self,
+        job: ScoringJob,
+        chunk: Callable[[list[tuple[int, Row]]], msgspec.Struct],
+        closing: Callable[[Scores], Awaitable[bytes]],
+    ) -> EventStream:
+        """Return a response that sends each result as soon as it is known. ``chunk`` builds an event from the indices of items and
+        their rows, ``closing`` encodes the last event before ``[DONE]``. Raises :class:`GatewayError` for failures before the first
+        one."""
+        queue: asyncio.Queue[list[tuple[int, Row]] | None] = asyncio.Queue()
+        places = job.prepared.places
+
+        def arrived(results: list[tuple[int, Row]]) -> None:
+            queue.put_nowait([(places[index], row) for index, row in results])
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            work = asyncio.create_task(self._score(job, arrived))
+            work.add_done_callback(lambda _: queue.put_nowait(None))
+            time_slice = TimeSlice()  # an event that can be written at once is no pause
+            try:
+                while (results := await queue.get()) is not None:
+                    for few in cut(results, per_event([row for _, row in results])):
+                        yield sse(chunk(few))
+                        if time_slice.over:
+                            await time_slice.yield_to_loop()
+                yield await closing(await work)
+                yield DONE
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+        return self.streams.response(events(), job.request)
+
+    async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
+        prepared = job.prepared
+        caller = caller_of(job.request, cache_salt=job.cache_salt)
+        prompts = Prompts(
+            prepared.prefix, prepared.rows, job.readout, job.priority, caller, prepared.suffix, images=prepared.images
+        )
+        account = RequestContext.of(job.request).account
+        account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
+        lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)
+        policy = CachePolicy.of(job.request)
+        scores = await self.scorer.score(job.model, prompts, policy, lease, arrived=arrived, partial=job.partial)
+        account.cache_hits, account.cached_tokens, account.queue_seconds = scores.hits, scores.cached_tokens, scores.queue_seconds
+        if prepared.suffix:
+            self.telemetry.catalogues.scored(account.model, prepared.tokens, scores.cached_tokens)
+        if isinstance(job.readout, wire.LengthValue):
+            self.telemetry.valued(account)
+        else:
+            self.telemetry.scored(account)
+        return scores
+
+
+def per_event(rows: Iterable[Row]) -> int:
+    """Return the most results of one event with ``rows``, of which there is at least one."""
+    return max(1, min(RESULTS_PER_EVENT, NUMBERS_PER_EVENT // max(1, max(map(len, rows)))))
+
+
+def headers_of(prepared: Prepared, scores: Scores) -> dict[str, str]:
+    """Return the response headers that tell how many results were reused, and how many texts were cut."""
+    headers = {"x-yardstick-cache": f"{scores.hits}/{len(scores.rows)}"}
+    if prepared.truncated or prepared.query_truncated:
+        query = ", query" if prepared.query_truncated else ""
+        headers["x-yardstick-truncated"] = f"{len(prepared.truncated)}{query}"
+    return headers
+
+
+def item_usage_of(prepared: Prepared, scores: Scores, *, asked: bool | None) -> ItemUsage | msgspec.UnsetType:
+    """Return the usage of each item that has a result, if it is ``asked`` for. Takes some milliseconds for the most items."""
+    if not asked:
+        return msgspec.UNSET
+    known = [place for place, row in enumerate(scores.rows) if row]
+    items, lengths, free = prepared.places, [*map(len, prepared.rows)], scores.repeated
+    shared = len(prepared.prefix)
+    return ItemUsage(
+        index=[items[place] for place in known],
+        prompt_tokens=[shared + lengths[place] for place in known],
+        computed_tokens=[0 if scores.reused[place] or place in free else lengths[place] for place in known],
+        reused=[scores.reused[place] for place in known],
+    )
+
+
+def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:
+    """Return the errors of a request's items: those that were not sent to engines, and those that engines could not compute."""
+    refused = [
+        ItemError(index=each.index, message=each.message, type=InvalidRequest.type, code=each.code) for each in prepared.refused
+    ]
+    places = prepared.places
+    failed = [
+        ItemError(index=places[row], message=error.message, type=error.type, code=error.code)
+        for row, error in scores.errors.items()
+    ]
+    return sorted([*refused, *failed], key=lambda error: error.index)
+
+
+def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -> Fitted:
+    """Return the preset of ``model`` for ``task``; a header of the response names one that is a fallback. Raises
+    :class:`InvalidRequest` that says what the model can do."""
+    fitted = model.tokenizer.table.fitted
+    if fitted is not None and fitted.serves(task):
+        check_fallback(fitted, model, task)
+        if model.preset_is_fallback:
+            RequestContext.of(request).headers.append((b"x-yardstick-preset-fallback", fitted.preset.name.encode()))
+        return fitted
+    raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {paths_of(model)}.", param="model")
+
+
+ScoreAnswer = ScoreResponse | PairScores | Likelihoods
+LARGE_SCORES = 2000
+"""Number of scores above which the response is built in slices; this many take about a millisecond."""
+
+
+class Form(ABC):
+    """One of the forms of request and answer."""
+
+    field: ClassVar[str]
+    """Field of the answer that holds the results."""
+    readout: wire.ScoreReadout
+
+    @abstractmethod
+    def numbers(self, scores: Scores) -> int:
+        """Return the amount of numbers in the results. A struct takes as much time as four."""
+
+    async def arrange(self, scores: Scores) -> None:  # noqa: B027 - most forms have all items
+        """Choose the items of the answer, in slices. Called once, before :meth:`answer` and :meth:`rows`."""
+
+    @abstractmethod
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreAnswer:
+        """Return the answer without results."""
+
+    @abstractmethod
+    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[object]:
+        """Yield the results in the order of the items."""
+
+    @abstractmethod
+    def chunk(self, id: str, results: list[tuple[int, Row]]) -> msgspec.Struct:
+        """Return an event with some results."""
+
+
+class LabelForm(Form):
+    """Probabilities of labels."""
+
+    field = "scores"
+
+    def __init__(self, labels: list[int], *, softmax: bool, ids: Sequence[str] | None = None, top_n: int | None = None) -> None:
+        """``ids``: of the items, if they are those of a catalogue. ``top_n``: most items of the answer, the best first."""
+        self.readout = wire.Labels(labels, raw=softmax)  # the sum over the vocabulary cancels
+        self._labels = len(labels)
+        self._softmax = softmax
+        self._ids = ids
+        self._top_n = top_n
+        self._best: Sequence[int] = ()
+        """Places of the items of an answer with ``top_n``, the best first."""
+
+    def numbers(self, scores: Scores) -> int:
+        return len(scores.rows) * self._labels
+
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse:
+        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        answer = ScoreResponse(id=id, object="scoring", created=created, model=model.name, scores=[], usage=usage, errors=errors)
+        if self._ids is None:
+            return answer
+        places = range(len(scores.rows)) if self._top_n is None else self._best
+        return msgspec.structs.replace(answer, ids=[self._ids[place] for place in places])
+
+    async def arrange(self, scores: Scores) -> None:
+        if self._top_n is None:
+            return
+        ranks, time_slice = [], TimeSlice()
+        for row in scores.rows:
+            ranks.append(-self.rank(row))
+            if time_slice.over:
+                await time_slice.yield_to_loop()
+        self._best = sorted(range(len(ranks)), key=ranks.__getitem__)[: self._top_n]
+
+    def rank(self, row: Row) -> float:
+        """Return the score of the first label."""
+        return softmax(row)[0] if self._softmax else math.exp(row[0])
+
+    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[list[float] | None]:
+        if self._top_n is not None:
+            yield from (self._probabilities(scores.rows[place]) for place in self._best)
+            return
+        if not prepared.refused and not scores.errors and not self._softmax:
+            yield from ([*map(math.exp, row)] for row in scores.rows)
+            return
+        refused = {refusal.index for refusal in prepared.refused}
+        rows = iter(scores.rows)
+        for place in range(len(scores.rows) + len(refused)):
+            row = () if place in refused else next(rows)
+            yield self._probabilities(row) if row else None
+
+    def chunk(self, id: str, results: list[tuple[int, Row]]) -> ScoreChunk:
+        ids = self._ids
+        if ids is None:
+            return ScoreChunk(id=id, data=[ItemScores(index=index, scores=self._probabilities(row)) for index, row in results])
+        return ScoreChunk(id=id, data=[self.item(index, ids[index], row) for index, row in results])
+
+    def item(self, index: int, id: str, row: Row) -> ItemScores:
+        """Return the scores of an item of a catalogue."""
+        return ItemScores(index=index, scores=self._probabilities(row), id=id)
+
+    def _probabilities(self, row: Row) -> list[float]:
+        return softmax(row) if self._softmax else [math.exp(value) for value in row]
+
+
+class PairForm(Form):
+    """One score for each pair, as the preset prescribes."""
+
+    field = "data"
+
+    def __init__(self, fitted: Fitted, *, raw: bool) -> None:
+        """``raw``: the scores are the numbers before the preset's activation."""
+        self.readout = fitted.readout
+        self._fitted = fitted
+        self._raw = raw
+
+    def numbers(self, scores: Scores) -> int:
+        return 4 * len(scores.rows)
+
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> PairScores:
+        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        return PairScores(id=id, object="list", created=created, model=model.name, data=[], usage=usage, errors=errors)
+
+    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[PairScore]:
+        for index, row in zip(prepared.places, scores.rows, strict=True):
+            if row:
+                yield PairScore(index=index, score=self._fitted.score(row, raw=self._raw))
+
+    def chunk(self, id: str, results: list[tuple[int, Row]]) -> PairChunk:
+        scores = ((index, self._fitted.score(row, raw=self._raw)) for index, row in results)
+        return PairChunk(id=id, data=[PairScore(index=index, score=score) for index, score in scores])
+
+
+class LikelihoodForm(Form):
+    """Log-probability of each item's own tokens."""
+
+    field = "data"
+    readout = wire.Likelihood()
+
+    def __init__(self, *, each_token: bool) -> None:
+        self._each_token = each_token
+
+    def numbers(self, scores: Scores) -> int:
+        return 4 * len(scores.rows) + sum(map(len, scores.rows))
+
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> Likelihoods:
+        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        return Likelihoods(id=id, object="likelihood", created=created, model=model.name, data=[], usage=usage, errors=errors)
+
+    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[ItemLikelihood]:
+        return (self._item(index, row) for index, row in zip(prepared.places, scores.rows, strict=True) if row)
+
+    def chunk(self, id: str, results: list[tuple[int, Row]]) -> LikelihoodChunk:
+        return LikelihoodChunk(id=id, data=[self._item(index, row) for index, row in results])
+
+    def _item(self, index: int, row: Row) -> ItemLikelihood:
+        *logprobs, greedy = row
+        total, count = sum(logprobs), len(logprobs)
+        if total == -math.inf:  # JSON has no infinity
+            logprobs = [max(logprob, LEAST_LOGPROB) for logprob in logprobs]
+            total = sum(logprobs)
+        return ItemLikelihood(
+            index=index,
+            logprob=total,
+            mean_logprob=total / count,
+            tokens=count,
+            is_greedy=greedy == 1,
+            token_logprobs=logprobs if self._each_token else None,
+        )
+
+
+def form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> Form:
+    if fitted:
+        return PairForm(fitted, raw=fields.raw)
+    if fields.readout == "likelihood":
+        return LikelihoodForm(each_token=bool(fields.return_token_logprobs))
+    return LabelForm(prepared.labels, softmax=bool(fields.apply_softmax), ids=prepared.ids, top_n=fields.top_n)
+
+
+def _usage(prepared: Prepared, scores: Scores) -> Usage:
+    tokens = prepared.tokens
+    return Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
+
+
+def check_score(model: ServedModel, fields: ScoreRequest) -> None:
+    """Raise :class:`InvalidRequest` for fields that contradict each other, and for a model that does not score."""
+    given = next((name for name in ("ids", "top_n") if getattr(fields, name) is not None), None)
+    if given is not None and fields.catalogue is None:
+        more = " Without it, every item is scored; sort the answer." if given == "top_n" else ""
+        raise InvalidRequest(f"`{given}` goes with `catalogue`.{more}", param=given)
+    if fields.return_item_usage and fields.catalogue is not None and (fields.ids is None or fields.top_n):
+        raise InvalidRequest("`return_item_usage` goes with `items`, or with `ids` without `top_n`.", param="return_item_usage")
+    if not fields.paired:
+        _check_activation(fields)
+    if not fields.paired and "score" not in model.info.capabilities:
+        raise InvalidRequest(f"The model {model.name!r} does not score; it serves {paths_of(model)}.", param="model")
+
+
+def _check_activation(fields: ScoreRequest) -> None:
+    """Raise :class:`InvalidRequest` for a field that says how the scores of pairs follow from logits."""
+    given = next((name for name in NAMES_OF_VLLM if getattr(fields, name) is not None), "raw_scores" if fields.raw_scores else None)
+    if given is not None:
+        raise InvalidRequest(f"`{given}` goes with `text_1` and `text_2`; for labels, use `apply_softmax`.", param=given)

@@ -1,0 +1,182 @@
+"""Endpoints of Text Embeddings Inference (TEI) that depend on the model's task, and ``GET /info``.
+
+``/embed``, ``/rerank`` and ``/tokenize`` are with the other forms of these requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import mul
+from typing import Any
+
+from litestar import Request, Response, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromQuery, JSONBody
+
+from engine import wire
+from gateway.api.access import priority_of, requested_model
+from gateway.api.answers import listed
+from gateway.api.catalogue_scores import LARGE_RESULTS
+from gateway.api.openapi import READ_ERRORS, ApiOperation
+from gateway.api.reader import Body, Reader, post_json
+from gateway.api.rerank import ranked, tei_ranks
+from gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from gateway.api.texts import LARGE_EMBEDDINGS, LARGE_NUMBERS, check_numbers, class_names, probabilities, readout_of
+from gateway.errors import InvalidRequest, NotFound
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel, paths_of
+from gateway.presets.preset import Fitted, Task, sigmoid, softmax
+from gateway.process.event_loop import TimeSlice
+from gateway.requests.rerank import RerankRequest
+from gateway.requests.score import ScoreRequest
+from gateway.requests.tei import Prediction, Sentences, TaskRequest, TeiInfo, TeiParameters, TeiRequest, request_of_task
+from gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
+from gateway.scoring.scorer import Scores
+from gateway.store.results import Row
+from gateway.text.prepared import Prepared
+from tracing.version import project_version
+
+SIMILARITY = {"inputs": {"source_sentence": "red running shoes", "sentences": ["blue running shoes", "oak table"]}}
+"""Example of a body of ``/similarity``."""
+NOT_SERVED = {
+    "/embed_all": "This server returns one embedding for each text, not one for each token; use /embed.",
+    "/embed_sparse": "No model of this server has sparse embeddings; use /embed.",
+}
+"""Endpoints of TEI that no model can serve, with the error."""
+
+
+def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
+    """Create the routes."""
+
+    @post_json("/", TeiRequest, "scoring")
+    async def infer(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+        """Embed, classify or rerank, by the task of the model, in the form of Text Embeddings Inference.
+
+        Hugging Face's `InferenceClient` posts `feature_extraction`, `sentence_similarity` and `text_classification` here.
+        """
+        return await answer(request, data, TaskRequest)
+
+    @post_json("/predict", TeiRequest, "scoring")
+    async def predict(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+        """Classify a text or a list of lists of one text, or with a reranker score pairs of texts, in the form of Text Embeddings
+        Inference. The classes of a text come with the most probable first."""
+        return await answer(request, data, ClassifyRequest | ScoreRequest)
+
+    @post_json("/similarity", TeiRequest, "scoring", example=SIMILARITY)
+    async def similarity(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+        """Return the cosine similarity of a sentence to each of several others, in the form of Text Embeddings Inference."""
+        return await answer(request, data, Sentences)
+
+    @post(list(NOT_SERVED), include_in_schema=False)
+    async def not_served(request: Request[Any, Any, Any]) -> None:
+        """Refuse what no model can do."""
+        raise NotFound(NOT_SERVED[request.scope["path"].rstrip("/")])
+
+    async def answer(request: Request[Any, Any, Any], data: Body[TeiRequest], accepts: Any) -> Response[Any]:
+        """Answer a request whose form, or whose form of ``inputs``, is one of ``accepts``."""
+        async with reader.open(request, TeiRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            asked, fitted = _of_task(request, model, fields)
+            if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
+                message = (
+                    f"{request.scope['path']} does not take this; see /schema for its fields, and the endpoint / for all forms."
+                )
+                raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
+            embeds = isinstance(asked, EmbeddingsRequest)
+            readout = readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        if embeds:
+            check_numbers(len(prepared.rows), readout, model, "inputs")
+        job = ScoringJob(
+            request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=fields.cache_salt
+        )
+        return await _answered(fields, asked, fitted, model, prepared, await scoring.score(job))
+
+    @get("/info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
+    async def info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TeiInfo:
+        """Describe `model`, which is optional if only one is served, in the form of Text Embeddings Inference."""
+        served = requested_model(request, pool, model)
+        return TeiInfo(
+            model_id=served.name,
+            model_type=_model_type(served),
+            max_input_length=served.context,
+            max_batch_tokens=reader.bounds.max_request_tokens,
+            version=project_version(),
+        )
+
+    return [infer, predict, similarity, not_served, info]
+
+
+def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
+    """Return the request of the model's task, and the model's preset. Raises :class:`InvalidRequest`."""
+    fitted = model.tokenizer.table.fitted
+    asked = request_of_task(fields, None if fitted is None else fitted.preset.task)
+    needed: Task = "rerank"
+    if isinstance(asked, EmbeddingsRequest):
+        needed = "embed"
+    elif isinstance(asked, ClassifyRequest):
+        needed = "classify"
+    elif fitted is None:
+        raise InvalidRequest(f"The model {model.name!r} has no task of this endpoint; it serves {paths_of(model)}.", param="model")
+    return asked, fitted_of(request, model, needed)
+
+
+async def _answered(
+    fields: TeiRequest, asked: TaskRequest, fitted: Fitted, model: ServedModel, prepared: Prepared, scores: Scores
+) -> Response[Any]:
+    """Return the answer in the form of TEI."""
+    headers, numbers = headers_of(prepared, scores), sum(map(len, scores.rows))
+    if isinstance(asked, EmbeddingsRequest):
+        if isinstance(fields.inputs, Sentences):
+            return await listed(await _similarities(scores.rows), large=len(scores.rows) > LARGE_RESULTS, headers=headers)
+        return await listed(scores.rows, large=numbers > LARGE_EMBEDDINGS, headers=headers)
+    if isinstance(asked, RerankRequest):
+        ranks = await ranked(fitted, prepared, scores, raw=fields.raw)
+        return await listed(tei_ranks(ranks, prepared), large=len(ranks) > LARGE_RESULTS, headers=headers)
+    if isinstance(asked, ClassifyRequest):
+        predictions = _classes(fields, fitted, model, scores.rows)
+    else:
+        (label, *_) = class_names(fitted, model)
+        predictions = ([Prediction(label=label, score=fitted.score(row, raw=fields.raw))] for row in scores.rows)
+    # InferenceClient, which alone sends `parameters`, reads the first list of a list
+    single = not fields.batched and fields.parameters is None
+    return await listed(next(predictions) if single else predictions, large=not single and numbers > LARGE_NUMBERS, headers=headers)
+
+
+async def _similarities(rows: Sequence[Row]) -> list[float]:
+    """Return the similarity of each embedding but the last to the last. All have length 1."""
+    found, time_slice = [], TimeSlice()
+    for row in rows[:-1]:
+        found.append(math.fsum(map(mul, row, rows[-1])))
+        if time_slice.over:
+            await time_slice.yield_to_loop()
+    return found
+
+
+def _classes(fields: TeiRequest, fitted: Fitted, model: ServedModel, rows: Sequence[Row]) -> Iterator[list[Prediction]]:
+    """Yield the classes of each text, the most probable first. With categories, each text has two rows."""
+    options, names = fields.parameters or TeiParameters(), class_names(fitted, model)
+    function = options.function_to_apply
+    for row in rows[:: 2 if fitted.categories else 1]:
+        numbers = probabilities(fitted, row, model.info, raw=fields.raw or function is not None)
+        if function == "softmax":
+            numbers = softmax(numbers)
+        elif function == "sigmoid":
+            numbers = [sigmoid(number) for number in numbers]
+        best = sorted(zip(names, numbers, strict=True), key=lambda found: -found[1])
+        yield [Prediction(label=name, score=score) for name, score in best[: options.top_k]]
+
+
+def _model_type(model: ServedModel) -> dict[str, dict[str, Any]]:
+    """Return TEI's description of the model's task."""
+    fitted = model.tokenizer.table.fitted
+    if fitted is None:
+        return {}
+    if isinstance(fitted.readout, wire.Embedding):
+        return {"embedding": {}}
+    names = class_names(fitted, model)[: 1 if fitted.preset.task == "rerank" else None]
+    classes = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    return {"reranker" if fitted.preset.task == "rerank" else "classifier": classes}

@@ -1,0 +1,301 @@
+"""``/v1/embeddings``, ``/v2/embed``, ``/classify`` and ``/v1/length``: routes and answers."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from litestar import Request, Response
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
+
+from engine import wire
+from gateway.api.access import priority_of, requested_model
+from gateway.api.answers import listed, with_lists, with_rows
+from gateway.api.reader import Body, Reader, post_json
+from gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from gateway.errors import InvalidRequest
+from gateway.generation.length import require_lenvm, value_and_remaining
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.presets.preset import Fitted, sigmoid, softmax
+from gateway.requests.length import LengthRequest, LengthResponse, Remaining
+from gateway.requests.rerank import ApiVersion
+from gateway.requests.texts import (
+    Category,
+    Classification,
+    ClassifyRequest,
+    ClassifyResponse,
+    CohereEmbeddings,
+    CohereEmbedRequest,
+    EmbeddingEntry,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbeddingType,
+    EmbedMeta,
+    EmbedUnits,
+)
+from gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from gateway.store.results import Row
+
+LARGE_NUMBERS = 1000
+"""Number of probabilities above which the response is built in slices; this many take about a millisecond."""
+
+
+def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
+    """Create the route."""
+
+    @post_json(["/v1/classify", "/classify"], ClassifyRequest, "scoring")
+    async def classify(request: Request[Any, Any, Any], data: JSONBody[Body[ClassifyRequest]]) -> Response[ClassifyResponse]:
+        """Classify texts.
+
+        A model with a classification head gives the probability of each class, and a reward model its reward. A guard model gives
+        the probability of its verdicts and of the categories that it knows. Results are cached like those of `/v1/score`.
+        """
+        async with reader.open(request, ClassifyRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            fitted = fitted_of(request, model, "classify")
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        job = ScoringJob(
+            request=request,
+            model=model,
+            prepared=prepared,
+            readout=fitted.readout,
+            priority=priority,
+            cache_salt=fields.cache_salt,
+        )
+        scores = await scoring.score(job)
+        names = class_names(fitted, model)
+        rows = _classifications(fitted, model.info, names, scores.rows, raw=fields.raw)
+        tokens = prepared.tokens
+        answer = ClassifyResponse(
+            id=f"classify-{new_id()}",
+            created=int(time.time()),
+            model=model.name,
+            classes=list(names),
+            data=[],
+            usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens)),
+        )
+        large = sum(map(len, scores.rows)) > LARGE_NUMBERS
+        return await with_rows(answer, "data", rows, large=large, headers=headers_of(prepared, scores))
+
+    return classify
+
+
+def class_names(fitted: Fitted, model: ServedModel) -> Sequence[str]:
+    """Return the names of the classes of a head, or of the preset's labels."""
+    return model.info.classes if isinstance(fitted.readout, wire.Classes) else fitted.names
+
+
+def probabilities(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
+    """Return the probability of each class, or with ``raw`` the number before the activation."""
+    return _head(fitted, row, info, raw=raw) if isinstance(fitted.readout, wire.Classes) else _verdicts(fitted, row, raw=raw)
+
+
+def _classifications(
+    fitted: Fitted, info: wire.Info, names: Sequence[str], rows: Sequence[Row], *, raw: bool
+) -> Iterator[Classification]:
+    """Yield the classification of each text, with ``raw`` before the activation. With categories, each text has two rows."""
+    step = 2 if fitted.categories else 1
+    for index in range(len(rows) // step):
+        row = rows[step * index]
+        probs = probabilities(fitted, row, info, raw=raw)
+        categories = _categories(fitted, rows[step * index + 1]) if fitted.categories else None
+        label = names[max(range(len(probs)), key=probs.__getitem__)]
+        yield Classification(index=index, label=label, probs=probs, num_classes=len(probs), categories=categories)
+
+
+def _head(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
+    """Return the probabilities of a head's classes; its logits with ``raw``, and for one class, a regression or no activation."""
+    activation = fitted.preset.activation
+    if raw or len(row) == 1 or info.regression or activation == "none":
+        return list(row)
+    return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
+
+
+def _verdicts(fitted: Fitted, row: Row, *, raw: bool) -> list[float]:
+    """Return the probabilities of a guard model's labels, or with ``raw`` their logits (log-probabilities with categories)."""
+    logits = fitted.label_logits(row)
+    return logits if raw else softmax(logits)
+
+
+def _categories(fitted: Fitted, row: Row) -> list[Category]:
+    assert fitted.preset.categories is not None
+    named = zip(fitted.preset.categories.names.values(), fitted.category_logprobs(row), strict=True)
+    categories = [Category(name=name, prob=math.exp(logprob)) for name, logprob in named]
+    return sorted(categories, key=lambda category: -category.prob)
+
+
+MAX_NUMBERS = 1 << 22
+"""Most numbers of an answer, such as 1,024 embeddings of 4,096; the gateway holds them all, in about 130 MiB."""
+LARGE_EMBEDDINGS = 4000
+"""Numbers of an answer above which it is built in slices; this many take about a millisecond."""
+
+
+def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
+    """Create the routes."""
+
+    @post_json(["/v1/embeddings", "/embeddings", "/embed"], EmbeddingsRequest, "scoring")
+    async def embed(request: Request[Any, Any, Any], data: JSONBody[Body[EmbeddingsRequest]]) -> Response[EmbeddingsResponse]:
+        """Embed texts.
+
+        Queries and documents are prompted as the model's preset prescribes. With `inputs`, the answer has the form of Text
+        Embeddings Inference: a list of lists of numbers. Embeddings are cached like the scores of `/v1/score`.
+        """
+        async with reader.open(request, EmbeddingsRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            fitted_of(request, model, "embed")
+            readout = readout_of(model, fields)
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        check_numbers(len(prepared.rows), readout, model, "input" if fields.inputs is None else "inputs")
+        job = ScoringJob(
+            request=request,
+            model=model,
+            prepared=prepared,
+            readout=readout,
+            priority=priority,
+            cache_salt=fields.cache_salt,
+        )
+        scores = await scoring.score(job)
+        headers = headers_of(prepared, scores)
+        large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
+        if fields.inputs is not None:
+            return await listed(scores.rows, large=large, headers=headers)
+        tokens = prepared.tokens
+        usage = Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
+        answer = EmbeddingsResponse(data=[], model=model.name, usage=usage)
+        return await with_rows(answer, "data", _entries(scores.rows, fields.encoding_format), large=large, headers=headers)
+
+    @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
+    async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
+        """Embed texts, in the form of Cohere.
+
+        Texts that are longer than the model's context are cut at their end unless `truncate` says otherwise.
+        """
+        async with reader.open(request, CohereEmbedRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            fitted_of(request, model, "embed")
+            readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
+        check_numbers(len(prepared.rows) * len(kinds), readout, model, "texts")
+        job = ScoringJob(request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=None)
+        scores = await scoring.score(job)
+        plain = fields.embedding_types is None and request.scope["path"].startswith("/v1/")
+        answer = CohereEmbeddings(
+            id=f"embed-{new_id()}",
+            response_type="embeddings_floats" if plain else "embeddings_by_type",
+            embeddings=[] if plain else {kind: [] for kind in kinds},
+            texts=[],
+            meta=EmbedMeta(ApiVersion(version=request.scope["path"][2]), EmbedUnits(prepared.tokens)),
+        )
+        lists: dict[str, Iterable[object]] = {"embeddings" if plain else kind: map(FORMS[kind], scores.rows) for kind in kinds}
+        return await with_lists(answer, lists | {"texts": prepared.texts or []}, headers=headers_of(prepared, scores))
+
+    return [embed, embed_cohere]
+
+
+def readout_of(model: ServedModel, fields: EmbeddingsRequest, param: str = "dimensions") -> wire.Embedding:
+    """Return the readout. ``param``: the client's name of ``dimensions``. Raises :class:`InvalidRequest`."""
+    most = model.info.embedding_size
+    if fields.dimensions is not None and fields.dimensions > most:
+        message = f"`{param}` is {fields.dimensions}; embeddings of {model.name!r} have {most} numbers."
+        raise InvalidRequest(message, param=param)
+    return wire.Embedding(fields.dimensions, normalize=fields.normalize is not False)
+
+
+def check_numbers(texts: int, readout: wire.ScoreReadout, model: ServedModel, param: str) -> None:
+    """Raise :class:`InvalidRequest` if the embeddings have too many numbers. ``param``: the field with the texts."""
+    numbers = texts * wire.row_length(readout, (), model.info)
+    if numbers > MAX_NUMBERS:
+        message = f"{texts} embeddings have {numbers} numbers; at most {MAX_NUMBERS} are answered at once. Send several requests."
+        raise InvalidRequest(message, param=param)
+
+
+def _entries(rows: Sequence[Row], form: str | None) -> Iterator[EmbeddingEntry]:
+    for index, row in enumerate(rows):
+        yield EmbeddingEntry(index=index, embedding=_base64(row) if form == "base64" else row)
+
+
+def _base64(row: Row) -> str:
+    numbers = array("f", row)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return b64encode(numbers.tobytes()).decode()
+
+
+def _bits(row: Row) -> bytes:
+    """Return the signs of the numbers as bits, 1 for positive ones, the first in the highest bit of the first byte."""
+    text = "".join("1" if number > 0 else "0" for number in row)
+    size = -(-len(text) // 8)
+    return int(text.ljust(8 * size, "0"), 2).to_bytes(size)
+
+
+FORMS: dict[EmbeddingType, Callable[[Row], object]] = {
+    "float": lambda row: row,
+    "base64": _base64,
+    "ubinary": lambda row: list(_bits(row)),
+    "binary": lambda row: [byte - 128 for byte in _bits(row)],
+}
+"""Forms of an embedding in Cohere's answer."""
+
+
+LARGE_TEXTS = 500
+"""Number of texts above which the response is built in slices; this many take about a millisecond."""
+
+
+def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
+    """Create the route."""
+
+    @post_json("/v1/length", LengthRequest, "length")
+    async def length(request: Request[Any, Any, Any], data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:
+        """Estimate how much text is still to come.
+
+        For each text, the length model's value and what it means in tokens. Give whole texts as `input`, or a `prompt` or
+        `messages` with the `partial` answers that have been written so far. Values are cached like scores, see `/v1/score`.
+        """
+        async with reader.open(request, LengthRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            own_gamma = require_lenvm(model, "model")
+            gamma = fields.gamma or own_gamma
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        job = ScoringJob(
+            request=request,
+            model=model,
+            prepared=prepared,
+            readout=wire.LengthValue(),
+            priority=priority,
+            cache_salt=fields.cache_salt,
+        )
+        values = await scoring.score(job)
+        tokens, texts = prepared.tokens, len(prepared.rows)
+        answer = LengthResponse(
+            id=f"length-{new_id()}",
+            created=int(time.time()),
+            model=model.name,
+            gamma=gamma,
+            data=[],
+            usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(values.cached_tokens)),
+        )
+        rows = (_remaining(index, logit, gamma) for index, (logit,) in enumerate(values.rows))
+        return await with_rows(answer, "data", rows, large=texts > LARGE_TEXTS, headers=headers_of(prepared, values))
+
+    return length
+
+
+def _remaining(index: int, logit: float, gamma: float) -> Remaining:
+    value, tokens = value_and_remaining(logit, gamma)
+    return Remaining(index=index, value=value, remaining_tokens=tokens)

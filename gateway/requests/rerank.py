@@ -1,0 +1,204 @@
+"""``/v1/rerank`` and ``/v2/rerank``: query and documents to token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+from gateway.requests.catalogue import NAMING_BYTES, query_prompts
+from gateway.requests.endpoint import Endpoint, Model
+from gateway.requests.images import reading_content, text_of
+from gateway.requests.pairs import Pairs, preset_of
+from gateway.schemas.common import (
+    CUTS,
+    MAX_ITEMS,
+    Activation,
+    CacheSalt,
+    CatalogueIds,
+    Content,
+    ItemError,
+    ItemUsage,
+    Priority,
+    Usage,
+)
+from gateway.schemas.parameters import EndpointName
+from gateway.text.cuts import may_be_cut
+from gateway.text.prepared import Prepared
+
+
+class TextDocument(msgspec.Struct, frozen=True):
+    """A document as an object. Other fields are ignored."""
+
+    text: str
+
+
+Documents = Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+
+
+class RerankRequest(Activation, kw_only=True):
+    """Order documents by their relevance to a query."""
+
+    endpoint: ClassVar[EndpointName] = "rerank"
+    query: str | Content
+    """A text, or an object with `text`, `image` or `content`."""
+    documents: Documents | None = None
+    """Documents: texts, or objects with `text`, `image` (Jina's form) or `content` (a list of parts, vLLM's form)."""
+    texts: Documents | None = None
+    """The form of TEI: used instead of `documents`, it makes the answer a bare list."""
+    catalogue: str | None = None
+    """Name of a catalogue with labels: its items are ranked in place of `documents`, as its template prescribes."""
+    ids: CatalogueIds | None = None
+    """With `catalogue`: ids of items; all of the catalogue by default, with `top_n` or `stream`."""
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Number of results; all by default, or with 0."""
+    return_documents: bool | None = None
+    """Repeat each document in its result."""
+    return_text: bool | None = None
+    """`return_documents` in the form of TEI."""
+    instruction: str | None = None
+    """Instruction for the model; the preset's own by default."""
+    instruct: str | None = None
+    """Another name of `instruction`."""
+    model: str | None = None
+    """Name of the model; optional if only one is served."""
+    priority: Priority | None = None
+    """Requests with lower numbers run earlier; 0 by default."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    stream: bool | None = False
+    """Send results as they become known, as server-sent events."""
+    partial_results: bool | None = False
+    """Answer with the results that there are, and an error for each item without one, instead of one error for the request."""
+    return_item_usage: bool | None = False
+    """Return the token counts of each item, and whether its result was reused. A stream has them at its end."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One document."""
+
+    index: int
+    """Index of the document in the request; of an item of a whole catalogue, its place in the order of scoring."""
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    """Only with `catalogue`."""
+    relevance_score: float
+    """Greater is more relevant. The preset says in which range."""
+    document: TextDocument | None = None
+
+
+class ApiVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """Version of Cohere's interface that the answer follows."""
+
+    version: str = "2"
+
+
+class BilledUnits(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of Cohere's answer."""
+
+    search_units: int = 1
+
+
+class RerankTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts in Cohere's answer."""
+
+    input_tokens: int
+    output_tokens: int = 0
+
+
+class RerankMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of Cohere's answer, and what was cut."""
+
+    api_version: ApiVersion = msgspec.field(default_factory=ApiVersion)
+    billed_units: BilledUnits = msgspec.field(default_factory=BilledUnits)
+    tokens: RerankTokens
+    truncated: list[int] = []
+    """Indices of the documents that were cut."""
+    query_truncated: bool = False
+    """Whether the query was cut."""
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Results, the most relevant document first."""
+
+    id: str
+    object: Literal["rerank"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+    results: list[RerankResult]
+    usage: Usage
+    item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
+    """Only with `return_item_usage`."""
+    meta: RerankMeta
+    errors: list[ItemError] = []
+    """Documents without a result, with `partial_results`."""
+
+
+class RerankChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream: results of some documents, in no order."""
+
+    id: str
+    object: Literal["rerank.chunk"] = "rerank.chunk"
+    results: list[RerankResult]
+
+
+class TeiRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One document in the form of TEI, whose answer is a list of these."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+WITHOUT_CATALOGUE = (
+    "documents",
+    "texts",
+    "return_documents",
+    "return_text",
+    "instruction",
+    "instruct",
+    "partial_results",
+    *CUTS,
+)
+"""Fields that requests for items of a catalogue must not have: their prompts were made when the items were registered."""
+
+
+def _read(request: RerankRequest, model: Model) -> Prepared:
+    if request.catalogue is not None:
+        wrong = next((name for name in WITHOUT_CATALOGUE if getattr(request, name) not in (None, False)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"`{wrong}` does not go with `catalogue`.", param=wrong)
+        return query_prompts(text_of(request.query), [], model)
+    if (request.documents is None) == (request.texts is None):
+        raise InvalidRequest("Give either `documents` or `texts`.", param="documents")
+    if request.instruction is not None and request.instruct is not None:
+        raise InvalidRequest("Give either `instruction` or `instruct`.", param="instruct")
+    instruction = request.instruct if request.instruction is None else request.instruction
+    given, param = (request.documents, "documents") if request.documents is not None else (request.texts or [], "texts")
+    documents = [*map(text_of, given)]
+    partial = bool(request.partial_results)
+    pairs = Pairs(model, preset_of(model, "rerank"), request, param, text_of(request.query), instruction, partial=partial)
+    return pairs.prepared(documents, texts=bool(request.return_documents or request.return_text))
+
+
+def _characters(request: RerankRequest, query_once: bool) -> int:
+    if request.catalogue is not None:
+        return len(text_of(request.query))
+    documents, query = request.documents or request.texts or [], text_of(request.query)
+    texts = sum(len(text_of(document)) for document in documents)
+    return texts + len(query) * (2 if query_once and may_be_cut(query) else len(documents))
+
+
+RERANK = reading_content(
+    Endpoint(
+        kind=RerankRequest,
+        bulk={"query": "", "documents": [""], "texts": [""], "instruction": "", "instruct": "", "user": ""},
+        read=_read,
+        is_light=lambda _: False,
+        characters=_characters,
+        most_fields_bytes=NAMING_BYTES,
+    )
+)

@@ -1,0 +1,262 @@
+"""``/v1/embeddings``, ``/v2/embed`` and ``/classify``: texts to token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+from gateway.presets.preset import Task
+from gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
+from gateway.requests.endpoint import Endpoint, Model
+from gateway.requests.length import MAX_TEXTS, Texts
+from gateway.requests.pairs import Pairs, preset_of
+from gateway.requests.rerank import ApiVersion
+from gateway.schemas.common import CUTS, MAX_ITEMS, Activation, CacheSalt, Priority, Truncation, Usage
+from gateway.schemas.parameters import EndpointName, Parameters
+from gateway.text.prepared import Prepared
+from gateway.text.prompts import share_prefix
+
+
+class ClassifyRequest(Activation, kw_only=True):
+    """Classify texts with a model's classification head, or with a guard model."""
+
+    endpoint: ClassVar[EndpointName] = "classify"
+    input: Texts
+    """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
+    model: str | None = None
+    """Name of the model; optional if only one is served."""
+    priority: Priority | None = None
+    """Requests with lower numbers run earlier; 0 by default."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+class Category(msgspec.Struct, frozen=True, kw_only=True):
+    """A category of a guard model."""
+
+    name: str
+    prob: float
+    """Probability that the model names this category first, if its verdict is the first label."""
+
+
+class Classification(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The classes of one text."""
+
+    index: int
+    label: str
+    """The most probable class."""
+    probs: list[float]
+    """Probability of each class. Its logit with `raw_scores`, and for a model with one class (a reward model)."""
+    num_classes: int
+    categories: list[Category] | None = None
+    """From a guard model, the most probable category first."""
+
+
+class ClassifyResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry for each text, in the order of the request."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    classes: list[str]
+    """Names of the classes, in the order of `probs`."""
+    data: list[Classification]
+    usage: Usage
+
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+InputType = Literal["search_query", "search_document", "classification", "clustering"]
+
+
+class CohereEmbedRequest(Parameters, kw_only=True):
+    """Embed texts, in the form of Cohere."""
+
+    endpoint: ClassVar[EndpointName] = "cohere_embed"
+    texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+    """Texts to embed."""
+    input_type: InputType | None = None
+    """`search_query` puts the preset's instruction before each text; the others embed the texts as documents."""
+    embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1, max_length=4)] | None = None
+    """Forms of the embeddings: numbers, base64 of float32 in little-endian order, or the signs as bits, eight in a number of 0
+    to 255 (`ubinary`) or of -128 to 127 (`binary`). By default `float`."""
+    output_dimension: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Cut each text to this many tokens."""
+    truncate: Literal["NONE", "START", "END"] | None = "END"
+    """Where texts that are longer than the model's context are cut; with `NONE` they are errors."""
+    model: str | None = None
+    """Name of the model; optional if only one is served."""
+    priority: Priority | None = None
+    """Requests with lower numbers run earlier; 0 by default."""
+
+    @property
+    def cuts(self) -> Truncation:
+        """How the texts are cut."""
+        side = self.truncate or "END"
+        return Truncation(
+            truncate=side != "NONE", truncation_direction="left" if side == "START" else "right", max_tokens_per_doc=self.max_tokens
+        )
+
+
+class EmbedUnits(msgspec.Struct, frozen=True):
+    """Part of Cohere's answer."""
+
+    input_tokens: int
+
+
+class EmbedMeta(msgspec.Struct, frozen=True):
+    """Part of Cohere's answer."""
+
+    api_version: ApiVersion
+    billed_units: EmbedUnits
+
+
+class CohereEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """The embeddings of the texts, in their order."""
+
+    id: str
+    response_type: Literal["embeddings_floats", "embeddings_by_type"]
+    embeddings: list[list[float]] | dict[str, list[str | list[float]]]
+    """By type; from `/v1/embed` without `embedding_types`, lists of numbers."""
+    texts: list[str]
+    meta: EmbedMeta
+
+
+class EmbeddingsRequest(Truncation, kw_only=True):
+    """Embed texts."""
+
+    endpoint: ClassVar[EndpointName] = "embeddings"
+    input: Texts | None = None
+    """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
+    inputs: Texts | None = None
+    """`input` in the form of TEI."""
+    input_type: Literal["query", "document"] | None = None
+    """`query` puts the preset's instruction before each text; `document` is the default."""
+    prompt_name: Literal["query", "document"] | None = None
+    """`input_type` in the form of TEI."""
+    instruction: str | None = None
+    """Instruction for queries; the preset's own by default. It implies `input_type` `query`."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` is that of the numbers as float32 in little-endian order."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
+    normalize: bool | None = True
+    """Scale embeddings to length 1."""
+    model: str | None = None
+    """Name of the model; optional if only one is served."""
+    priority: Priority | None = None
+    """Requests with lower numbers run earlier; 0 by default."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedding of one text."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: tuple[float, ...] | str
+    """Numbers, or base64 text."""
+
+
+class EmbeddingsResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry for each text, in the order of the request."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingEntry]
+    model: str
+    usage: Usage
+
+
+def read_classified(request: ClassifyRequest, model: Model, param: str = "input") -> Prepared:
+    """Read texts to classify. ``param``: field of the client's body that holds them. Raises :class:`InvalidRequest`."""
+    prepared = _read(model, "classify", request, request.input, param)
+    categories = None if model.text is None or model.text.preset is None else model.text.preset.fitted.categories_prefix
+    if not categories:
+        return prepared
+    # Each text has a second prompt, which ends with what the model writes before a category.
+    rows = []
+    for index, row in enumerate(prepared.rows):
+        rows += [[*row], [*row, *categories]]
+        model.facts.check_prompt(len(prepared.prefix) + len(rows[-1]), prepared.param_of(index))
+    model.bounds.check("max_request_tokens", len(prepared.prefix) + sum(map(len, rows)), "tokens", param)
+    return Prepared(rows, prepared.prefix, param=prepared.param, truncated=prepared.truncated)
+
+
+def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
+    if (request.input is None) == (request.inputs is None):
+        raise InvalidRequest("Give either `input` or `inputs`.", param="input")
+    given, param = (request.input, "input") if request.input is not None else (request.inputs, "inputs")
+    assert given is not None
+    as_query = "query" in (request.input_type, request.prompt_name) or request.instruction is not None
+    if as_query and "document" in (request.input_type, request.prompt_name):
+        raise InvalidRequest("`instruction` is for queries; set `input_type` to query.", param="instruction")
+    return _read(model, "embed", request, given, param, as_query=as_query, instruction=request.instruction)
+
+
+def _cohere_embed(request: CohereEmbedRequest, model: Model) -> Prepared:
+    texts, as_query = request.texts, request.input_type == "search_query"
+    return Pairs(model, preset_of(model, "embed"), request.cuts, "texts", as_query=as_query).prepared(texts, texts=True)
+
+
+def _read(
+    model: Model, task: Task, cuts: Truncation, given: Texts, param: str, *, as_query: bool = False, instruction: str | None = None
+) -> Prepared:
+    if not is_text(given):
+        if instruction is not None:
+            raise InvalidRequest("`instruction` goes with texts; token ids are complete prompts.", param="instruction")
+        check_uncut(cuts)
+        prepared = read_prompts(model, given, param, at_most=MAX_TEXTS, sequences=0)
+        for index, row in enumerate(prepared.rows):
+            if not row:
+                empty = prepared.param_of(index)
+                raise InvalidRequest(f"`{empty}` is empty; there is no token to read.", param=empty)
+            model.facts.check_prompt(len(row), prepared.param_of(index))
+        prefix, rows = share_prefix([[*row] for row in prepared.rows])
+        return Prepared(rows, prefix, param=prepared.param)
+    texts, _, _ = sorted_out(given, param, MAX_TEXTS)
+    pairs = Pairs(model, preset_of(model, task), cuts, param, instruction=instruction, as_query=as_query)
+    return pairs.prepared(texts)
+
+
+def check_uncut(cuts: Truncation) -> None:
+    """Raise :class:`InvalidRequest` for fields that would cut token ids, which are complete prompts."""
+    wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False)), None)
+    if wrong is not None:
+        raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts, so shorten them yourself.", param=wrong)
+
+
+def _light(given: Texts | None) -> bool:
+    return given is None or (not is_text(given) and (len(given) <= LIGHT_TEXTS or isinstance(given[0], int)))
+
+
+CLASSIFY = Endpoint(
+    kind=ClassifyRequest,
+    bulk={"input": "", "user": ""},
+    read=read_classified,
+    is_light=lambda _: False,
+    characters=lambda request, _: characters_of(request.input),
+)
+EMBEDDINGS = Endpoint(
+    kind=EmbeddingsRequest,
+    bulk={"input": "", "inputs": "", "instruction": "", "user": ""},
+    read=_embed,
+    is_light=lambda request: _light(request.input) and _light(request.inputs),
+    characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),
+)
+COHERE_EMBED = Endpoint(
+    kind=CohereEmbedRequest,
+    bulk={"texts": [""]},
+    read=_cohere_embed,
+    is_light=lambda _: False,
+    characters=lambda request, _: sum(map(len, request.texts)),
+)

@@ -117,7 +117,7 @@ from engine.runner.attention.flashinfer import compiled, problem, import_module
 from engine.runner.attention.select import backend_of
 from engine.settings import ATTENTION_BACKENDS
 import engine.loop.build, benchmarks.engine.score, gateway.app
-from gateway.handling.openapi import openapi_config
+from gateway.api.openapi import openapi_config
 assert openapi_config().version, "also where the project itself is not installed"
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
 bf16, fp16 = torch.bfloat16, torch.float16

@@ -15,17 +15,16 @@ import pytest
 
 from engine.wire import TokenizerFiles
 from gateway.presets.preset import builtin_presets
-from gateway.reading.endpoint import Model, TextSide
-from gateway.reading.pairs import Pairs
-from gateway.reading.rerank import RERANK
-from gateway.reading.texts import CLASSIFY
-from gateway.schemas.classify import ClassifyRequest
-from gateway.schemas.rerank import RerankRequest
-from gateway.schemas.truncation import Truncation
-from gateway.text.bounds import UNBOUND, Facts
+from gateway.reading.endpoint import Model
+from gateway.requests.endpoint import TextSide
+from gateway.requests.pairs import Pairs
+from gateway.requests.rerank import RERANK, RerankRequest
+from gateway.requests.texts import CLASSIFY, ClassifyRequest
+from gateway.schemas.common import Truncation
 from gateway.text.catalogue import Frame, TemplateError
 from gateway.text.catalogue import template_of as template_for_items
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.prepared import UNBOUND, Facts
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.prompts import PrefixAndBranches
 from gateway.text.tokenizer import Tokenizer

@@ -15,8 +15,7 @@ import pytest
 
 from engine.wire import TokenizerFiles
 from gateway.presets.preset import builtin_presets
-from gateway.reading.endpoint import Model
-from gateway.requests.endpoint import TextSide
+from gateway.requests.endpoint import Model, TextSide
 from gateway.requests.pairs import Pairs
 from gateway.requests.rerank import RERANK, RerankRequest
 from gateway.requests.texts import CLASSIFY, ClassifyRequest

@@ -3,7 +3,7 @@
 Differences from uvicorn, all of which docs/http.md describes:
 
 - Requests that are not HTTP, too large or too slow get a response in OpenAI's error format.
-- Requests with ``Upgrade`` are refused: the parser does not read their bodies.
+- ``Upgrade`` is ignored, as RFC 9110 7.8 allows, and the body of such a request is read: Java's ``HttpClient`` sends it.
 - One request at a time: bytes after a request are dropped until its response is complete, and the connection is then closed.
 - A connection is closed in two steps if the client may still be sending, so that a TCP reset does not destroy the response.
 """
@@ -409,6 +409,7 @@ CHUNK_OVERHEAD = 12
 """Bytes of framing that are allowed for each chunk."""
 MAX_OVERHEAD = 64 * 1024
 """Bytes of a chunked body that are allowed beyond data and normal framing: chunk extensions and trailers."""
+_OF_UPGRADES = (b"upgrade", b"http2-settings", b"connection")
 _NOT_HTTP = "This is not a valid HTTP/1.1 request: {}. Check the client and any proxy between it and this server."
 
 
@@ -468,6 +469,8 @@ class Protocol(BoundedConnection):
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._parse_failed(error)
 
@@ -491,6 +494,22 @@ class Protocol(BoundedConnection):
         else:
             words = f"Request line and headers are longer than {MAX_HEADER_BYTES} bytes; shorten them."
             self._refuse(HeadersTooLarge(words), "headers")
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse the request again without its upgrade headers, because the parser skips the bodies of upgrade requests."""
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(MethodNotAllowed("CONNECT is not supported, because this server is not a proxy."), "parse")
+            return
+        tokens = [part.strip() for name, value in self.headers if name == b"connection" for part in value.lower().split(b",")]
+        kept = b", ".join(token for token in tokens if token not in _OF_UPGRADES)
+        headers = [(name, value) for name, value in self.headers if name not in _OF_UPGRADES]
+        headers += [(b"connection", kept)] if kept else []
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._feed(b"".join([line, *(b"%b: %b\r\n" % header for header in headers), b"\r\n"]))
+        if rest and not self._dropping:
+            self.data_received(rest)
 
     def _parse_failed(self, error: httptools.HttpParserError) -> None:
         cause = error.__context__
@@ -522,9 +541,7 @@ class Protocol(BoundedConnection):
         """Check the complete head and start the application."""
         parser, scope = self.parser, self.scope
         if parser.should_upgrade():
-            if parser.get_method() == b"CONNECT":
-                raise MethodNotAllowed("CONNECT is not supported, because this server is not a proxy.")
-            raise InvalidRequest("This server upgrades no connections; send the request as HTTP/1.1 without an Upgrade header.")
+            return  # _ignore_upgrade parses it again
         incoming = Incoming(self.headers)
         headers = incoming.headers
         version = parser.get_http_version()

@@ -61,12 +61,22 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
     ],
     ids=["Java's HttpClient", "websocket", "unknown"],
 )
-def test_an_upgrade_is_refused(gateway: Program, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("pieces", ["one packet", "two packets", "many packets"])
+def test_an_upgrade_is_ignored_and_the_body_is_read(gateway: Program, headers: dict[str, str], pieces: str) -> None:
+    whole = request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers)
+    head = len(whole) - len(SCORE)
+    size = {"one packet": len(whole), "two packets": head, "many packets": 37}[pieces]
     with connected(gateway) as connection:
-        connection.sendall(request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers))
-        answer = parse(read_to_end(connection))
-    assert (answer.status, "without an Upgrade header" in answer.error["message"]) == (400, True)
-    assert "upgrade" not in answer.headers
+        for _ in range(2):  # the connection is kept
+            for start in range(0, len(whole), size):
+                connection.sendall(whole[start : start + size])
+                time.sleep(0.02)
+            answer = read_answer(connection)
+            assert (answer.status, answer.rest) == (200, b""), answer
+            assert "upgrade" not in answer.headers
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
 
 
 def test_connect_is_refused(gateway: Program) -> None:

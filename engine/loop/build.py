@@ -62,6 +62,8 @@ from kernels.largest import MOST
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
 
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 """Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is computed
@@ -400,9 +402,6 @@ def make_graphs(
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
     """Capture the length model's passes over candidates; see :func:`make_graphs`."""
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
-
-
-T = TypeVar("T")
 
 
 def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]) -> T | None:

@@ -14,6 +14,7 @@ import torch
 
 from engine import wire
 from engine.kvcache.prefix_cache import SlotPool
+from engine.loop.images import ImageIntake
 from engine.loop.loop import Loop
 from engine.loop.warm_up import warm_up
 from engine.models.config import ModelConfig, load_config
@@ -29,7 +30,7 @@ from engine.models.lora.registry import AdapterRegistry
 from engine.models.lora.slots import WHOLE, DeviceSlots, Layout
 from engine.models.source import ADAPTER_FILES, locate, located, split_revision
 from engine.models.vision.tower import VisionDecoder
-from engine.requests.images import EmbeddingCache, ImageIntake
+from engine.requests.images import EmbeddingCache
 from engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
 from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from engine.runner.attention.select import make_attention, problem_of

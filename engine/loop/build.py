@@ -14,6 +14,7 @@ import torch
 
 from engine import wire
 from engine.kvcache.prefix_cache import SlotPool
+from engine.loop.images import ImageIntake
 from engine.loop.loop import Loop
 from engine.loop.warm_up import warm_up
 from engine.models.config import ModelConfig, load_config
@@ -29,7 +30,7 @@ from engine.models.lora.registry import AdapterRegistry
 from engine.models.lora.slots import WHOLE, DeviceSlots, Layout
 from engine.models.source import ADAPTER_FILES, locate, located, split_revision
 from engine.models.vision.tower import VisionDecoder
-from engine.requests.images import EmbeddingCache, ImageIntake
+from engine.requests.images import EmbeddingCache
 from engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
 from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from engine.runner.attention.select import make_attention, problem_of
@@ -62,6 +63,8 @@ from kernels.largest import MOST
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
 
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 """Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is computed
@@ -400,9 +403,6 @@ def make_graphs(
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
     """Capture the length model's passes over candidates; see :func:`make_graphs`."""
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
-
-
-T = TypeVar("T")
 
 
 def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]) -> T | None:

@@ -18,13 +18,13 @@ import msgspec
 
 from engine import wire
 from engine.loop.checks import check
+from engine.loop.images import ImageIntake
 from engine.loop.replies import Counters, Deltas, Ending, Message, Refusals, RequestLog, aborted, overloaded, step_failed
 from engine.models.lora.registry import AdapterRegistry
 from engine.models.lora.slots import LoadedAdapter
 from engine.requests.batch import Batch
 from engine.requests.core import Branch, ItemGroup, Request, ScoringRequest, without_padding
 from engine.requests.generation import GenerateRequest
-from engine.requests.images import ImageIntake
 from engine.runner.graphs import Compilations
 from engine.runner.readouts.base import StepResult
 from engine.runner.runner import PendingStep, Runner

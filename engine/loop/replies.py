@@ -25,6 +25,8 @@ from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Counters:
@@ -102,8 +104,6 @@ class Counters:
             **structured.counts if structured is not None else {},
         )
 
-
-logger = logging.getLogger(__name__)
 
 LINES_PER_SECOND = 10.0
 BURST = 200

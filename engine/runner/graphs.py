@@ -32,6 +32,9 @@ from engine.models.lora.linear import CapturedRows
 from engine.requests.batch import ExtendSegment
 from kernels.runtime import AVAILABLE, INTERPRETED, triton
 
+logger = logging.getLogger(__name__)
+
+
 STREAMS = 32
 """Streams of a device that torch hands out, one after the other (``kStreamsPerPool`` in its ``c10/cuda/CUDAStream.cpp``)."""
 
@@ -152,9 +155,6 @@ class Graphs(Generic[Key]):
     def buckets(self) -> list[Key]:
         """All buckets in the order in which they were added."""
         return list(self._captured)
-
-
-logger = logging.getLogger(__name__)
 
 
 class Compilations:

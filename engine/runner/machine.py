@@ -24,6 +24,10 @@ from engine.runner.graphs import BUCKETS
 from engine.settings import GPU_BATCHED_TOKENS, MAX_RUNNING_REQUESTS, RUNNING_REQUESTS, EngineSettings
 from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
 ROOT = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -75,9 +79,6 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
-
-
-logger = logging.getLogger(__name__)
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
@@ -135,8 +136,6 @@ def set_threads(settings: EngineSettings) -> None:
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
 
-
-T = TypeVar("T")
 
 MOST_PRODUCTS = 64_000_000
 """Multiplications of a layer, or of the head, up to which one thread computes a step: 137 tokens of the demo model. One thread took

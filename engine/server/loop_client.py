@@ -24,6 +24,9 @@ from engine.server import channel
 from engine.server.channel import BEAT_SECONDS
 from engine.settings import EngineSettings
 
+logger = logging.getLogger(__name__)
+
+
 SAMPLE_SECONDS = 0.25
 """Time between two calls of :meth:`Pulse.sample`."""
 LATE_SECONDS = 0.1
@@ -217,8 +220,6 @@ class Addresses:
         self.release()
         self._folder.cleanup()
 
-
-logger = logging.getLogger(__name__)
 
 GONE = "The engine's loop ended; try again."
 DRAINING = "The engine is shutting down; send the request to another one."

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -33,6 +32,9 @@ from engine.models.lora.registry import AdapterRegistry, LoraManager
 from engine.models.source import located, tokenizer_files
 from engine.server import channel
 from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_QUEUED = 1000
@@ -78,8 +80,6 @@ def start_logs(stream: TextIO = sys.stderr) -> DroppingHandler:
     root.setLevel(logging.INFO)
     return handler
 
-
-logger = logging.getLogger(__name__)
 
 GROWTH_BYTES = 256 << 20
 """Growth of the resident memory since the last time that makes it worth while: more than requests of one size need again."""
@@ -197,37 +197,30 @@ def digest_problem(images: list[wire.Image]) -> str | None:
     return None
 
 
-class AdapterThread:
-    """Passes commands to the thread and its answers to the server."""
+def start_adapters(
+    registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> Callable[[channel.AdapterCommand], None]:
+    """Load the watched adapters and start the thread that changes them; returns what queues a command of the server.
 
-    def __init__(
-        self, registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
-    ) -> None:
-        """Load the watched adapters and start the thread. ``address``: of the server's events. It has a socket of its own, because
-        sockets are not shared between threads."""
-        self._events = context.socket(zmq.PUSH)
-        self._events.set(zmq.LINGER, 0)
-        self._events.connect(address)
-        self._lock = threading.Lock()
-        """A full queue is answered by the loop's thread."""
-        self.manager = LoraManager(
-            registry,
-            lambda adapters: self._send(channel.AdaptersChanged(adapters)),
-            root=None if settings.lora_root is None else Path(settings.lora_root),
-            watched=None if settings.lora_directory is None else Path(settings.lora_directory),
-        )
-        self.manager.start()
+    ``address``: of the server's events. The thread has a socket of its own, because sockets are not shared between threads; a full
+    queue of commands is answered by the loop's thread, so there is a lock.
+    """
+    events, lock = context.socket(zmq.PUSH), threading.Lock()
+    events.set(zmq.LINGER, 0)
+    events.connect(address)
 
-    def submit(self, message: channel.AdapterCommand) -> None:
-        """Queue a command of the server."""
-        self.manager.submit(message.command, partial(self._answer, message.id))
+    def send(event: channel.Event) -> None:
+        with lock:
+            events.send(wire.encode(event))
 
-    def _answer(self, command_id: str, result: wire.Adapter | wire.Failed | None) -> None:
-        self._send(channel.AdapterDone(command_id, result))
-
-    def _send(self, event: channel.Event) -> None:
-        with self._lock:
-            self._events.send(wire.encode(event))
+    manager = LoraManager(
+        registry,
+        lambda adapters: send(channel.AdaptersChanged(adapters)),
+        root=None if settings.lora_root is None else Path(settings.lora_root),
+        watched=None if settings.lora_directory is None else Path(settings.lora_directory),
+    )
+    manager.start()
+    return lambda message: manager.submit(message.command, lambda result: send(channel.AdapterDone(message.id, result)))
 
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
@@ -250,7 +243,7 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
             if loop.structured is not None:
                 loop.structured.start()
             files = tokenizer_files(Path(settings.model))
-            adapters = AdapterThread(loop.adapters, settings, context, events_address)
+            adapters = start_adapters(loop.adapters, settings, context, events_address)
             ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
         except ModelError as error:
             events.send(wire.encode(channel.StartFailed(str(error))))
@@ -260,7 +253,12 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
     return 0
 
 
-def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], adapters: AdapterThread | None = None) -> None:
+def _serve(
+    loop: Loop,
+    requests: zmq.Socket[bytes],
+    events: zmq.Socket[bytes],
+    adapters: Callable[[channel.AdapterCommand], None],
+) -> None:
     inbox = Inbox(loop, adapters)
     garbage = GarbageCollection()
     heap = Heap()
@@ -283,8 +281,8 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], a
 class Inbox:
     """Decodes messages for the loop. The server has read their headers only, so a body may be faulty."""
 
-    def __init__(self, loop: Loop, adapters: AdapterThread | None = None) -> None:
-        """``adapters``: None if the engine takes no adapters through HTTP."""
+    def __init__(self, loop: Loop, adapters: Callable[[channel.AdapterCommand], None]) -> None:
+        """``adapters``: queues a command for adapters."""
         self._loop = loop
         self._adapters = adapters
         self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)
@@ -301,10 +299,10 @@ class Inbox:
             kind = type(header).__name__.removesuffix("Header")
             self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
         else:
-            if not isinstance(message, channel.AdapterCommand):
+            if isinstance(message, channel.AdapterCommand):
+                self._adapters(message)
+            else:
                 self.digests.add(message, received)
-            elif self._adapters is not None:
-                self._adapters.submit(message)
 
 
 class GarbageCollection:

@@ -18,6 +18,9 @@ from engine.models.lora.config import CONFIG_FILE, MODEL_FILE, AdapterError, che
 from engine.models.lora.reader import WEIGHTS_FILE, AdapterReader
 from engine.models.lora.slots import DeviceSlots, LoadedAdapter
 
+logger = logging.getLogger(__name__)
+
+
 OFF = "it was started without --lora, --lora-directory and --lora-root"
 
 
@@ -121,8 +124,6 @@ class AdapterRegistry:
         if old is not None:
             self._unloaded.add(old)
 
-
-logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 2.0
 """Time between two looks at the watched directory."""

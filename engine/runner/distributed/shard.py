@@ -46,6 +46,9 @@ from engine.requests.core import Request
 from engine.runner.attention.base import AttentionBackend
 from engine.settings import EngineSettings
 
+logger = logging.getLogger(__name__)
+
+
 READY = "ready"
 LENGTH_BYTES = 8
 """Before each order: its length."""
@@ -213,9 +216,6 @@ def join(rank: int, size: int, port: int, device: torch.device, listener: socket
 def _sum_over_processes(module: nn.Module, arguments: object, out: Tensor) -> Tensor:  # noqa: ARG001 (a forward hook)
     dist.all_reduce(out)
     return out
-
-
-logger = logging.getLogger(__name__)
 
 
 class PartLost(Exception):

@@ -37,6 +37,9 @@ from engine.runner.lenvm.passes import Kept
 from kernels.candidates import Candidates
 from kernels.counted_linear import counted_linear
 
+logger = logging.getLogger(__name__)
+
+
 COUNTED = "mlp.gate_up_proj"
 """The product that a counted pass computes for needed candidates only: three fifths of a layer's operations. The others are narrow.
 On an H100 a counted down_proj of 512 of 1,280 rows took 72 µs, and cuBLAS 53 µs for all rows (docs/benchmarks)."""
@@ -139,8 +142,6 @@ def counted_view(model: LenVM, count: Tensor) -> LenVM | None:
         convert_parts(layer, {COUNTED: lambda like: CountedLinear(like, count)})
     return view
 
-
-logger = logging.getLogger(__name__)
 
 PARTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 104, 128, 160, 192, 256)
 """Numbers of parts of the buckets. Beyond the last one, 1,280 candidates, a pass takes longer to compute than to launch, and

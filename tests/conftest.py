@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -132,19 +133,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which ``scripts/test.sh`` selects nothing: imports take most of the time of a collection."""
+    chosen = config.option.markexpr
+    if "not cluster" in chosen and collection_path == CLUSTER:
+        return True
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
-    chosen = config.option.markexpr
-    all_alone = _is_alone(collection_path)
-    if "not cluster" in chosen and CLUSTER in collection_path.parents:
-        return True
+    text, all_alone = collection_path.read_text(), _is_alone(collection_path)
+    left_out = "not slow" in chosen and re.search(r"^pytestmark = .*mark\.slow", text, re.M)
     if chosen.startswith("not alone and"):
-        return all_alone or None
-    if chosen.startswith("waits and"):
-        return "mark.waits" not in collection_path.read_text() or None
-    if chosen.startswith("alone and") and not all_alone:
-        return "mark.alone" not in collection_path.read_text() or None
-    return None
+        left_out = left_out or all_alone
+    elif chosen.startswith("waits and"):
+        left_out = left_out or "mark.waits" not in text
+    elif chosen.startswith("alone and"):
+        left_out = left_out or not (all_alone or "mark.alone" in text)
+    return bool(left_out) or None
 
 
 def pytest_collection_finish() -> None:

@@ -160,7 +160,7 @@ def distance(case: Case, found: list[float]) -> float:
     return off
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@settings(max_examples=3, deadline=None, phases=[Phase.generate])
 @given(cases=st.lists(rows(), min_size=24, max_size=24))
 def test_the_kernel_is_the_reference(device: torch.device, cases: list[Case]) -> None:
     kernel, reference = (compute(some, cases, device) for some in (length_tilt_triton, length_tilt_reference))

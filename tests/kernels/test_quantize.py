@@ -117,12 +117,6 @@ def test_what_a_gpus_product_does_not_take() -> None:
         scaled_linear(*x, *weight, dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    """The bounds on the share of codes that differ are statistics, which one set of random numbers in some hundred misses."""
-    torch.manual_seed(0)
-
-
 def test_arguments_are_checked(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"x has shape \[2, 3, 8\], where \[2, 8\] is expected"):
         quantize_rows_triton(torch.randn(2, 3, 8, device=device))

@@ -96,9 +96,10 @@ def test_greedy_takes_the_lowest_of_equals(operation: Operation, device: torch.d
 
 @BOTH
 @INFINITIES
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("threshold", [None, -1.0])
-@pytest.mark.parametrize("logit", [-math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("temperature", "threshold", "logit"),
+    [(0.0, None, math.nan), (0.0, -1.0, -math.inf), (1.0, None, -math.inf), (1.0, -1.0, math.nan)],
+)
 def test_a_row_without_any_possible_token_gives_a_valid_id(
     operation: Operation, temperature: float, threshold: float | None, logit: float, device: torch.device
 ) -> None:

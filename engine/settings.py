@@ -136,7 +136,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     lora: list[str] = []
     """A LoRA adapter in PEFT's format to load at the start, as ``NAME=PATH``; may be given several times. PATH is a directory or a
-    hub id, which ``@`` and a branch, tag or commit may follow. See [lora.md](lora.md).
+    hub id, which ``@`` and a branch, tag or commit may follow. See [lora.md](models.md#lora-adapters).
     """
     lora_directory: Annotated[str | None, unset("none")] = None
     """A watched directory: each directory in it is a LoRA adapter of that name, loaded, replaced and unloaded as it changes."""

@@ -71,7 +71,7 @@ CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 alone."""
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
 """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token. Measured for
-CPUs (docs/prompt-lookup.md), not for GPUs."""
+CPUs (docs/generation.md), not for GPUs."""
 
 
 def describe(

@@ -1,6 +1,6 @@
 """Trains the thinking model and its length-value model: ``python -m examples.thinking_model.train --out DIRECTORY``.
 
-See docs/thinking.md.
+See docs/generation.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ CONSTRAINT_MIN_P = 0.01
 right length; with the demo models the text became meaningless without this bound."""
 THINKING_MIN_P = 0.1
 """Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length
-(docs/thinking.md)."""
+(docs/generation.md)."""
 LARGEST = 1 - wire.SMALLEST_VALUE
 """Largest single-precision value that is converted exactly; larger ones only mean "long"."""
 _SECTION = "length_guidance.applies_to"

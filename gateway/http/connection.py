@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection: uvicorn's protocol with bounds on the size of all input and on the time that it takes.
 
-Differences from uvicorn, all of which docs/http.md describes:
+Differences from uvicorn, all of which docs/limits.md describes:
 
 - Requests that are not HTTP, too large or too slow get a response in OpenAI's error format.
 - ``Upgrade`` is ignored, as RFC 9110 7.8 allows, and the body of such a request is read: Java's ``HttpClient`` sends it.

@@ -242,7 +242,7 @@ class Telemetry(Metrics):
         self.rejected = self._counter(
             "rejected_requests", "Requests and connections refused by the HTTP edge, by reason.", "reason"
         )
-        """docs/http.md lists the reasons."""
+        """docs/limits.md lists the reasons."""
         self.open_connections = self._gauge("open_connections", "Open connections of clients.")
         self.bytes_in_flight = self._gauge("bytes_in_flight", "Bytes of the bodies of requests in progress.")
         self.uploads = self._gauge("uploads", "Requests whose body is arriving.")

@@ -183,7 +183,7 @@ class StructuredRequest(Parameters, kw_only=True):
     """Fields that constrain the output. At most one of those before `allowed_token_ids` is given."""
 
     response_format: ResponseFormat | None = None
-    """Let the output be JSON, see [structured output](structured-output.md)."""
+    """Let the output be JSON, see [structured output](generation.md#structured-output)."""
     structured_outputs: StructuredOutputs | None = None
     """Constrain the output to a schema, a pattern, a choice or a grammar."""
     guided_json: Schema | str | None = None

@@ -43,11 +43,11 @@ NOT_RUN = {
         "yardstick catalogue load",
     ): "names a file of the reader; tests/gateway/commands/test_catalogue_command.py runs it",
     ("docs/catalogue.md", "python -m benchmarks"): LONG_WORK,
-    ("docs/keys.md", "http://engine:8100"): OTHER_SERVERS,
-    ("docs/length.md", "--lenvm-model /models"): "names models of the reader",
-    ("docs/lora.md", "--lora support"): "names models of the reader",
-    ("docs/lora.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
-    ("docs/lora.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
+    ("docs/limits.md", "http://engine:8100"): OTHER_SERVERS,
+    ("docs/generation.md", "--lenvm-model /models"): "names models of the reader",
+    ("docs/models.md", "--lora support"): "names models of the reader",
+    ("docs/models.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
+    ("docs/models.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
     (
         "docs/offline.md",
         "--input pairs.jsonl",
@@ -57,10 +57,10 @@ NOT_RUN = {
         "--items items.txt",
     ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
     ("docs/offline.md", "examples/ray_data.py"): "needs a cluster; tests/gateway/commands/test_file_tasks.py calls its function",
-    ("docs/thinking.md", "examples.thinking_model"): LONG_WORK,
-    ("docs/tools.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",
-    ("docs/tracing.md", "YARDSTICK_TRACING_ENDPOINT"): OTHER_SERVERS,
-    ("docs/vision.md", "data:image/png"): "needs a model of 7 GB; tests/test_vision_end_to_end.py has such calls",
+    ("docs/generation.md", "examples.thinking_model"): LONG_WORK,
+    ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",
+    ("docs/operations.md", "YARDSTICK_TRACING_ENDPOINT"): OTHER_SERVERS,
+    ("docs/models.md", "data:image/png"): "needs a model of 7 GB; tests/test_vision_end_to_end.py has such calls",
 }
 """Snippets that cannot run here: page and a text of the snippet, and why. Whole pages have their own table."""
 PAGES_NOT_RUN = {
@@ -139,7 +139,7 @@ def test_snippets_run(demo: Program, snippet: Snippet) -> None:
 
 @pytest.mark.slow
 def test_the_first_example_of_structured_output_always_ends(demo: Program) -> None:
-    (first,) = [snippet for snippet in RUN if snippet.page == "docs/structured-output.md"]
+    (first,) = [snippet for snippet in RUN if "class Shoe" in snippet.text]
     test_snippets_run(demo, first._replace(text=f"for _ in range(10):\n    exec({first.text!r})\n"))
 
 

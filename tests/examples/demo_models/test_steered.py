@@ -1,4 +1,4 @@
-"""The program reproduces docs/length.md's table of one prompt at five scales."""
+"""The program reproduces docs/generation.md's table of one prompt at five scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from examples.demo_models import steered
 from examples.demo_models.steered import SCALES, measure, table
 
-PAGE = Path(__file__).parents[3] / "docs" / "length.md"
+PAGE = Path(__file__).parents[3] / "docs" / "generation.md"
 MARK = "<!-- python -m examples.demo_models.steered -->\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/presets.md describes every preset and every key, and its example is valid."""
+"""docs/models.md describes every preset and every key, and its example is valid."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from gateway.presets.preset import Preset, builtin, parse_preset
 
-PAGE = (Path(__file__).parents[3] / "docs" / "presets.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
 
 
 def rows(heading: str) -> list[str]:
     """The first cells of the table under a heading."""
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n##")[0]
     return re.findall(r"^\| `([^`]+)` \|", section, flags=re.M)
 
 

@@ -1,0 +1,1 @@
+"""Endpoints: routes and answers, one file for each family, and what they share."""

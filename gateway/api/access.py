@@ -1,4 +1,8 @@
-"""Who asks, for which model, and what the request is charged."""
+"""Who asks, for which model, and what the request is charged.
+
+A key may be restricted to some models, and a model without engines may have a fallback. Tenant, weight, cache salt and priority
+come from the key and the request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Streams of events and large answers."""
+"""Streams of events and large answers.
+
+A response begins with its first event, so an error before it is a response with its own status. If the first event takes longer
+than ``keepalive_seconds``, the response begins with a comment. A further comment follows whenever nothing has been sent for that
+time. An error after the beginning is sent as the last event, without ``[DONE]``. When the client leaves, all work for it is
+cancelled, including the call to the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Scores and ranks of registered items: of some, or of a whole catalogue in parts."""
+"""Scores and ranks of registered items: of some, or of a whole catalogue in parts.
+
+Prompts are built of stored token ids and the query; only the query is tokenised. A whole catalogue is scored in parts, so that its
+items are in memory for a moment only and other requests run in between. A few parts are computed at one time: placement divides
+each of them among the engines, and while an engine waits for the others to end a part, it computes its share of the next ones.
+"""
 
 from __future__ import annotations
 

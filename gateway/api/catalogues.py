@@ -1,4 +1,8 @@
-"""``/v1/catalogues``: routes, and the catalogues in the store."""
+"""``/v1/catalogues``: routes, and the catalogues in the store.
+
+A catalogue is a box of the gateway's store. It belongs to the trust group of an API key. Its model and template never change; its
+items do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``/v1/responses``: routes, answers and stored conversations."""
+"""``/v1/responses``: routes, answers and stored conversations.
+
+When the bound on entries is reached, the key with most responses loses its oldest ones first, and when that on bytes is reached,
+the key with most bytes. So no key can displace the responses of one that stores less.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""Limits kept in Redis and shared by all gateways: one script call in one round trip decides, on the clock of Redis.
+"""Limits of API keys: rates and concurrency, in memory or in Redis for all gateways.
+
+Requests, tokens and items per minute follow the *generic cell rate algorithm* (ITU-T I.371; a leaky bucket stored as one time). A
+limit of ``n`` per minute lets ``n`` through at once after a minute of rest, and then one more every ``60 / n`` s. The only state of
+a rate is the time at which its allowance is whole again: a cost moves the time ahead, and a refund moves it back. Reasons for this
+algorithm instead of windows:
+
+- One number per limit is cheap to store and to change atomically, in Redis as here.
+- The allowance returns continuously: there is no burst at the start of each minute, and the waiting time is exact.
+- The remaining allowance and its reset time, which the headers report, follow from the same number.
+
+In the worst minute, which begins after a rest, twice the limit passes; over longer times the average approaches the limit.
+
+A request takes its expected cost when it begins, in two steps if a text worker reads it, and is settled once, when it ends:
+:func:`used` computes the final charge, and the difference from the expected cost is given back, or taken if more was used. Over any
+time since the start, the final charges sum to at most the limit times the minutes, plus one limit.
+
+Concurrency is a set of leases, one for each request in progress. A lease ends with its request; the leases of a gateway that died
+expire.
 
 The entries of the key with id ``ID`` (all in one slot of a cluster):
 

@@ -2,6 +2,9 @@
 
 A line records the key, model and endpoint of a request, its costs and its outcome. Its only text from the request is the request
 id, which is sanitised: it has no path, prompt or other header.
+
+The threads that log only append to a bounded queue. If the reader of the pipe does not read, or the disk is full, lines are dropped
+and counted: no thread that logs waits, and memory stays bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Compiles grammars in text workers, to refuse those that engines could not follow.
+"""Constraints of an output: schemas, patterns, choices and grammars become one grammar, which is compiled once to refuse those that
+engines could not follow.
+
+:func:`constraint_of` finds the constraint of a request in whichever field it comes, and :func:`grammar_of` converts it.
+``compile.py`` checks the result.
 
 A worker compiles a grammar as an engine will, and computes what may come first. Whatever takes longer than
 :data:`COMPILE_SECONDS` is refused. llguidance cannot be interrupted and may overflow its stack, so each new grammar is compiled in

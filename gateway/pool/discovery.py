@@ -1,4 +1,4 @@
-"""Engines behind a Kubernetes Service: the gateway lists its EndpointSlices once and then watches them.
+"""Where engines are: at fixed addresses, at those of a DNS name, or behind a Kubernetes Service.
 
 The package ``kubernetes`` reads credentials and makes the calls, in one thread for each Service
 (docs/decisions/kubernetes-client.md). This module has the rules above it, which follow

@@ -1,4 +1,11 @@
-"""The event loop: slices of long work, delays, and collections of garbage while it is idle."""
+"""The event loop: slices of long work, delays, and collections of garbage while it is idle.
+
+A timer expires every :data:`BUSY_SECONDS` while the loop has work. A late timer was delayed by this process or by others on the
+machine. Only the former counts: the delay is bounded by the CPU time that the loop's thread used since the previous timer. The
+error is therefore at most one interval in either direction. The delay covers all callbacks of one event loop iteration, so it is an
+upper bound for the longest callback. A loop that is mostly idle gets longer intervals, because each timer wakes the process, which
+costs as much as a streamed token.
+"""
 
 from __future__ import annotations
 

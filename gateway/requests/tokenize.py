@@ -1,4 +1,8 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize`` and ``/detokenize``.
+
+The fields are those of vLLM (``vllm/entrypoints/serve/tokenize/protocol.py``) and those that the remote tokeniser of lm-eval reads
+(``RemoteTokenizer`` in ``lm_eval/utils.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Reading of request bodies as structs: fields of several endpoints, and errors that name what is wrong."""
+"""Reading of request bodies as structs: fields of several endpoints, and errors that name what is wrong.
+
+A parameter that would change the answer is refused with status 400, unless its value requests the behaviour that the server has
+anyway. One that would not change the answer is accepted, ignored, and named in ``x-yardstick-ignored``. The names come from
+OpenAI's API reference, vLLM's and SGLang's ``protocol.py``, Text Embeddings Inference, Text Generation Inference, llama.cpp and
+Ollama, and from the API references of Cohere, Jina and Voyage. ``docs/api.md`` shows this table.
+
+A decoder that refuses unknown fields decodes each body. Only if it meets one, the body is decoded again, leniently, and searched
+for unknown names. A body longer than ``SEARCHED_BYTES`` is decoded leniently at once and is not searched; of its ignored fields,
+only those in :data:`gateway.schemas.parameters.IGNORED` are named.
+
+**Misspelt and misplaced fields.** An unknown name is refused if it is nearly that of a known field, or that of a field of an object
+that refuses unknown ones (such as ``length_guidance``), and the value fits that field. Other unknown names are ignored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Cache use that a client allows with ``Cache-Control``."""
+"""The cache of results in the store, and the use of it that a client allows with ``Cache-Control``.
+
+Keys are digests that cover all inputs of a result (``gateway/scoring/scorer.py``: engine fingerprint, readout, tokens), so an entry
+never changes and is never invalidated. Rows are stored as float32, the precision of the engines; softmax is applied after the
+lookup.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packed form of a registered item, in memory and in Redis.
+"""Registered items: their template, the seam between an item and a query, and the packed form of an item in a store.
 
 =========  ==================================================================================
 bytes      meaning

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES, MOST_FILES = 3700, 40
+MOST_LINES, MOST_FILES = 4200, 40
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -1,1 +1,0 @@
-"""Whether a request is let in: the requests in flight, and the quotas of its key."""

@@ -1,1 +1,0 @@
-"""Caches of scores, and sharing of scores that are being computed."""

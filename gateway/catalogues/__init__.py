@@ -1,1 +1,0 @@
-"""Registered items: catalogues of token ids that requests name by id."""

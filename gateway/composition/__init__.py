@@ -1,1 +1,0 @@
-"""Parts that the composition root creates together, from the settings."""

@@ -1,1 +1,0 @@
-"""Code that endpoints share: reading a body, running its request, answering."""

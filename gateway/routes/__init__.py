@@ -1,1 +1,0 @@
-"""HTTP endpoints, one file for each family."""

@@ -1,4 +1,4 @@
-"""Generates texts of one prompt at five scales; ``python -m examples.demo_models.steered`` prints the table of docs/generation.md."""
+"""Generates texts of one prompt at five scales, for docs/generation.md: ``python -m examples.demo_models.steered``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.helm.chart import Manifest, Values, helm, manifests, one, render
 
-DIGEST = f"sha256:{'0a' * 32}"
-
 
 def engine(values: Values, name: str = "yardstick-engine") -> Manifest:
     return one(manifests(values), "StatefulSet", name)["spec"]["template"]["spec"]

@@ -20,7 +20,6 @@ from tests.cluster.chart.readme import commands, follow
 from tests.helm.chart import ROOT
 
 JOB = "yardstick-load"
-LABEL = "app.kubernetes.io/name=yardstick-load"
 DEPLOY = ROOT / "loadgen" / "deploy"
 OVERLAY = """
 resources: [{deploy}]

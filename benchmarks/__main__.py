@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _restart_as_engine(arguments: Sequence[str]) -> None:
     """Restart the process with the variables of the engine's loop, unless it has them."""
-    from engine.server.loop_client import with_defaults
+    from yardstick_llm.engine.server.loop_client import with_defaults
 
     environment = with_defaults(os.environ)
     if environment != dict(os.environ):

@@ -17,9 +17,9 @@ DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
 ATTENTION_BACKENDS = {
-    "reference": "engine.runner.attention.reference:ReferenceAttention",
-    "triton": "engine.runner.attention.triton:TritonAttention",
-    "flashinfer": "engine.runner.attention.flashinfer:FlashInferAttention",
+    "reference": "yardstick_llm.engine.runner.attention.reference:ReferenceAttention",
+    "triton": "yardstick_llm.engine.runner.attention.triton:TritonAttention",
+    "flashinfer": "yardstick_llm.engine.runner.attention.flashinfer:FlashInferAttention",
 }
 """Attention backends and their classes, which are imported where one of them is chosen."""
 ATTENTION = ("auto", *ATTENTION_BACKENDS)

@@ -1,4 +1,4 @@
-"""``python -m gateway`` runs the gateway as a process, and ``yardstick`` a subcommand.
+"""``python -m yardstick_llm.gateway`` runs the gateway as a process, and ``yardstick`` a subcommand.
 
 The imports of both take a second, in which signals end them as they do later.
 """
@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 
-from gateway.process.signals import INTERRUPTED, end_quietly
+from yardstick_llm.gateway.process.signals import INTERRUPTED, end_quietly
 
 
 def yardstick() -> None:
     """Run a subcommand of ``yardstick``. Ctrl-C ends it with one status at any time, without a traceback."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    from gateway.cli import main
+    from yardstick_llm.gateway.cli import main
 
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +26,6 @@ def yardstick() -> None:
 
 if __name__ == "__main__":
     end_quietly()
-    from gateway.server import main
+    from yardstick_llm.gateway.server import main
 
     sys.exit(main())

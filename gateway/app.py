@@ -15,61 +15,61 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import HTTPScope
 
-from gateway.adapters.manager import AdapterManager
-from gateway.adapters.store import LoadedStore, MemoryLoaded, RedisLoaded
-from gateway.api.access import Quotas
-from gateway.api.adapters import adapter_routes
-from gateway.api.answers import Streams
-from gateway.api.catalogue_scores import Scanner
-from gateway.api.catalogues import Catalogues, catalogue_routes, catalogue_space
-from gateway.api.chat import chat_route
-from gateway.api.completions import completion_route
-from gateway.api.console import console_routes
-from gateway.api.generation import Generator
-from gateway.api.health import health_routes
-from gateway.api.models import model_routes, tokenize_routes
-from gateway.api.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
-from gateway.api.reader import Reader
-from gateway.api.rerank import rerank_route
-from gateway.api.responses import Kept, Responder, response_routes, response_space
-from gateway.api.score import score_route
-from gateway.api.scoring import Scoring
-from gateway.api.tei import tei_routes
-from gateway.api.texts import classify_route, embeddings_routes, length_route
-from gateway.errors import GatewayError, from_status
-from gateway.http.auth import KeyRing, RequireKey
-from gateway.http.body import InFlightLimit
-from gateway.http.connection import protocol_factory
-from gateway.http.context import RequestContext, answer_request
-from gateway.http.origins import LocalGuard, Origins
-from gateway.http.origins import answer_refusal as answer_early
-from gateway.images.fetch import ImageFetcher, ImageRoom
-from gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
-from gateway.ops.access_log import AccessLog, LineWriter
-from gateway.ops.collectors import dropped_lines, dropped_spans
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import Tracer
-from gateway.pool.client import EngineClient, EngineToken
-from gateway.pool.discovery import discover
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.fanout import FanOut
-from gateway.pool.pool import Names, Pool
-from gateway.pool.replica import Health, Replica
-from gateway.process.event_loop import Watchdog
-from gateway.process.signals import Lifecycle
-from gateway.scoring.scorer import Scorer
-from gateway.settings import Settings, SettingsError
-from gateway.store.base import Store
-from gateway.store.link import Link, open_client
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisStore
-from gateway.store.results import ResultCache
-from gateway.text.prepared import Bounds
-from gateway.workers.queue import Capacity
-from gateway.workers.workers import Workers, default_workers
-from tracing.export import Exporter, TracingError
-from tracing.sampling import sampler_of
-from tracing.setup import open_exporter
+from yardstick_llm.gateway.adapters.manager import AdapterManager
+from yardstick_llm.gateway.adapters.store import LoadedStore, MemoryLoaded, RedisLoaded
+from yardstick_llm.gateway.api.access import Quotas
+from yardstick_llm.gateway.api.adapters import adapter_routes
+from yardstick_llm.gateway.api.answers import Streams
+from yardstick_llm.gateway.api.catalogue_scores import Scanner
+from yardstick_llm.gateway.api.catalogues import Catalogues, catalogue_routes, catalogue_space
+from yardstick_llm.gateway.api.chat import chat_route
+from yardstick_llm.gateway.api.completions import completion_route
+from yardstick_llm.gateway.api.console import console_routes
+from yardstick_llm.gateway.api.generation import Generator
+from yardstick_llm.gateway.api.health import health_routes
+from yardstick_llm.gateway.api.models import model_routes, tokenize_routes
+from yardstick_llm.gateway.api.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
+from yardstick_llm.gateway.api.reader import Reader
+from yardstick_llm.gateway.api.rerank import rerank_route
+from yardstick_llm.gateway.api.responses import Kept, Responder, response_routes, response_space
+from yardstick_llm.gateway.api.score import score_route
+from yardstick_llm.gateway.api.scoring import Scoring
+from yardstick_llm.gateway.api.tei import tei_routes
+from yardstick_llm.gateway.api.texts import classify_route, embeddings_routes, length_route
+from yardstick_llm.gateway.errors import GatewayError, from_status
+from yardstick_llm.gateway.http.auth import KeyRing, RequireKey
+from yardstick_llm.gateway.http.body import InFlightLimit
+from yardstick_llm.gateway.http.connection import protocol_factory
+from yardstick_llm.gateway.http.context import RequestContext, answer_request
+from yardstick_llm.gateway.http.origins import LocalGuard, Origins
+from yardstick_llm.gateway.http.origins import answer_refusal as answer_early
+from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
+from yardstick_llm.gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
+from yardstick_llm.gateway.ops.access_log import AccessLog, LineWriter
+from yardstick_llm.gateway.ops.collectors import dropped_lines, dropped_spans
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import Tracer
+from yardstick_llm.gateway.pool.client import EngineClient, EngineToken
+from yardstick_llm.gateway.pool.discovery import discover
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.fanout import FanOut
+from yardstick_llm.gateway.pool.pool import Names, Pool
+from yardstick_llm.gateway.pool.replica import Health, Replica
+from yardstick_llm.gateway.process.event_loop import Watchdog
+from yardstick_llm.gateway.process.signals import Lifecycle
+from yardstick_llm.gateway.scoring.scorer import Scorer
+from yardstick_llm.gateway.settings import Settings, SettingsError
+from yardstick_llm.gateway.store.base import Store
+from yardstick_llm.gateway.store.link import Link, open_client
+from yardstick_llm.gateway.store.memory import MemoryStore
+from yardstick_llm.gateway.store.redis import RedisStore
+from yardstick_llm.gateway.store.results import ResultCache
+from yardstick_llm.gateway.text.prepared import Bounds
+from yardstick_llm.gateway.workers.queue import Capacity
+from yardstick_llm.gateway.workers.workers import Workers, default_workers
+from yardstick_llm.tracing.export import Exporter, TracingError
+from yardstick_llm.tracing.sampling import sampler_of
+from yardstick_llm.tracing.setup import open_exporter
 
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection to an engine."""

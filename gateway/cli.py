@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from gateway.commands import CommandError, WrongUsage
-from gateway.process.signals import end_quietly
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.process.signals import end_quietly
 
 if TYPE_CHECKING:
-    from gateway.commands.client import Server
-    from gateway.commands.runner import Task
+    from yardstick_llm.gateway.commands.client import Server
+    from yardstick_llm.gateway.commands.runner import Task
 
 app = typer.Typer(
     help="Score lists of items with a language model, and generate text, behind an OpenAI-compatible gateway.",
@@ -62,7 +62,7 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from tracing.version import project_version
+        from yardstick_llm.tracing.version import project_version
 
         print(project_version())
         raise typer.Exit
@@ -104,7 +104,7 @@ def serve(
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
     options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engines."""
     end_quietly()
-    from gateway.commands.serve import ServeOptions, serve
+    from yardstick_llm.gateway.commands.serve import ServeOptions, serve
 
     options = ServeOptions(
         model=model,
@@ -125,7 +125,7 @@ def serve(
 def gateway(context: typer.Context) -> None:
     """Run a gateway alone, in front of engines."""
     end_quietly()
-    from gateway.commands.processes import become
+    from yardstick_llm.gateway.commands.processes import become
 
     become("gateway", context.args)
 
@@ -134,7 +134,7 @@ def gateway(context: typer.Context) -> None:
 def engine(context: typer.Context) -> None:
     """Run an engine alone."""
     end_quietly()
-    from gateway.commands.processes import become
+    from yardstick_llm.gateway.commands.processes import become
 
     become("engine", context.args)
 
@@ -142,7 +142,7 @@ def engine(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure engine, kernels and gateway on this machine; needs a source checkout."""
-    from gateway.commands.processes import become_benchmarks
+    from yardstick_llm.gateway.commands.processes import become_benchmarks
 
     become_benchmarks(context.args)
 
@@ -150,7 +150,7 @@ def bench(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Load-test a running server and report the results."""
-    from gateway.commands.processes import become
+    from yardstick_llm.gateway.commands.processes import become
 
     become("loadgen", context.args)
 
@@ -158,7 +158,7 @@ def load(context: typer.Context) -> None:
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="Preset to print, or a .toml file to check.")] = None) -> None:
     """List the presets, which say how models are prompted and read, or print one."""
-    from gateway.commands.presets import list_presets, show_preset
+    from yardstick_llm.gateway.commands.presets import list_presets, show_preset
 
     if name is None:
         list_presets()
@@ -191,7 +191,7 @@ def new_key(
 ) -> None:
     """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
     the key at once."""
-    from gateway.commands.keys import new
+    from yardstick_llm.gateway.commands.keys import new
 
     fields = {
         "models": model or None,
@@ -262,13 +262,13 @@ def rerank(
     for_lists = ("query", "top_n", "format")
     for_rows = ("query_column", "documents_column", "document_column", "keep", "concurrency", "retry_seconds")
     _check_form(context, "documents", for_lists, for_rows)
-    from gateway.commands.runner import Rerank
+    from yardstick_llm.gateway.commands.runner import Rerank
 
     fields = {"model": model if url or documents else None, "instruction": instruction, "truncate": truncate or None}
     size = batch or (_ROWS_A_REQUEST if documents is None else _ITEMS_A_REQUEST)
     task = Rerank(_given(fields), size, keep or (), documents_column, document_column, query_column, query)
     if documents is not None:
-        from gateway.commands import lists
+        from yardstick_llm.gateway.commands import lists
 
         results = lists.compute(task, _server(url, api_key), lists.read_lines(documents))
         lists.write(results.best(top_n), format or "table", output)
@@ -314,7 +314,7 @@ def score(
         raise WrongUsage("--readout likelihood goes without --labels" if labels else "give --labels, such as Yes,No")
     for_rows = ("readout", "query_column", "items_column", "item_column", "keep", "concurrency", "retry_seconds")
     _check_form(context, "items", ("sort", "format"), for_rows)
-    from gateway.commands.runner import Score
+    from yardstick_llm.gateway.commands.runner import Score
 
     fields: dict[str, Any] = {"readout": "likelihood"} if labels is None else {"labels": labels.split(",")}
     fields |= {"model": model if url or items else None, "apply_softmax": apply_softmax or None, "item_first": item_first or None}
@@ -322,7 +322,7 @@ def score(
     column = query_column if query is None else None
     task = Score(_given(fields), size, keep or (), items_column, item_column, column, query, suffix=suffix)
     if items is not None:
-        from gateway.commands import lists
+        from yardstick_llm.gateway.commands import lists
 
         results = lists.compute(task, _server(url, api_key), lists.read_lines(items))
         lists.write(results.best() if sort else results, format or "table", output)
@@ -350,7 +350,7 @@ def embed(
     retry_seconds: RetrySeconds = 600,
 ) -> None:
     """Embed the texts in a file."""
-    from gateway.commands.runner import Embed
+    from yardstick_llm.gateway.commands.runner import Embed
 
     fields = {"model": model if url else None, "dimensions": dimensions, "input_type": input_type}
     fields |= {"instruction": instruction, "truncate": truncate or None}
@@ -369,13 +369,13 @@ def batch(
     retry_seconds: RetrySeconds = 600,
 ) -> None:
     """Send the requests of an OpenAI batch file."""
-    from gateway.commands.runner import Batch
+    from yardstick_llm.gateway.commands.runner import Batch
 
     _run_file(Batch(), input, output, url, api_key, model, concurrency, retry_seconds)
 
 
 def _server(url: str | None, api_key: str | None) -> Server:
-    from gateway.commands.client import Server
+    from yardstick_llm.gateway.commands.client import Server
 
     return Server(url or _LOCAL, api_key)
 
@@ -411,14 +411,14 @@ def _run_file(
     retry_seconds: float,
 ) -> NoReturn:
     """Run ``task`` for a file, on the gateway at ``url`` or on a server that starts for it."""
-    from gateway.commands.runner import execute
+    from yardstick_llm.gateway.commands.runner import execute
 
     @contextmanager
     def server() -> Iterator[Server]:
         if url is not None:
             yield _server(url, api_key)
             return
-        from gateway.commands.serve import own_server
+        from yardstick_llm.gateway.commands.serve import own_server
 
         with own_server(model, api_key) as running:
             yield running
@@ -452,7 +452,7 @@ def load_items(
 ) -> None:
     """Create a catalogue if there is none, and register the items of a file. Repeating the command changes nothing: items that
     the server has with the same text keep their cached keys, values and scores."""
-    from gateway.commands.catalogue import Columns, load
+    from yardstick_llm.gateway.commands.catalogue import Columns, load
 
     fields = {"model": model, "template": template or None, "labels": label or None, "ttl_seconds": ttl_seconds}
     form = _given(fields | {"preset": preset or None})
@@ -463,7 +463,7 @@ def load_items(
 @catalogues.command()
 def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
     """Print what a catalogue holds, as JSON."""
-    from gateway.commands.catalogue import status
+    from yardstick_llm.gateway.commands.catalogue import status
 
     status(_server(url, api_key), catalogue)
 
@@ -471,7 +471,7 @@ def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = N
 @catalogues.command()
 def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
     """Delete a catalogue and its items."""
-    from gateway.commands.catalogue import delete
+    from yardstick_llm.gateway.commands.catalogue import delete
 
     delete(_server(url, api_key), catalogue)
 

@@ -54,7 +54,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

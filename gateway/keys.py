@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from gateway.limits.limiter import Limits
+from yardstick_llm.gateway.limits.limiter import Limits
 
 SHARED_GROUP = ""
 """Trust group of every request if ``cache_isolation`` is "none". No entry of a file can name it."""

@@ -17,12 +17,12 @@ from types import FrameType
 
 import uvicorn
 
-from gateway.app import create_app
-from gateway.http import connection
-from gateway.ops.access_log import LineWriter, LogHandler
-from gateway.process.event_loop import GarbageCollection, return_freed_memory
-from gateway.process.signals import Lifecycle
-from gateway.settings import FLAGS, LISTS, Settings, SettingsError, load_settings
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.http import connection
+from yardstick_llm.gateway.ops.access_log import LineWriter, LogHandler
+from yardstick_llm.gateway.process.event_loop import GarbageCollection, return_freed_memory
+from yardstick_llm.gateway.process.signals import Lifecycle
+from yardstick_llm.gateway.settings import FLAGS, LISTS, Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.ops.access_log import Format
-from gateway.output.answer import NO_FORMAT, THINKING, Formats
-from gateway.output.families import FAMILIES
-from gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
-from tracing.export import TracingError
-from tracing.setup import check_endpoint
+from yardstick_llm.gateway.ops.access_log import Format
+from yardstick_llm.gateway.output.answer import NO_FORMAT, THINKING, Formats
+from yardstick_llm.gateway.output.families import FAMILIES
+from yardstick_llm.gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
+from yardstick_llm.tracing.export import TracingError
+from yardstick_llm.tracing.setup import check_endpoint
 
 PREFIX = "YARDSTICK_"
 FLAGS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kernels.soft_cap import NO_CAP
+from yardstick_llm.kernels.soft_cap import NO_CAP
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.attention_layout import MIN_CHUNK, NARROW, PROGRAMS
-from kernels.paged_attention import attend_block, block_keys, expect_heads, merge_partials, merged_heads, precision
-from kernels.runtime import expect, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.attention_layout import MIN_CHUNK, NARROW, PROGRAMS
+from yardstick_llm.kernels.paged_attention import attend_block, block_keys, expect_heads, merge_partials, merged_heads, precision
+from yardstick_llm.kernels.runtime import expect, jit, launches, power_of_two, tl
 
 MAX_ROWS = 128
 """Branches × query heads a key head, of one row."""

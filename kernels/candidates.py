@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.keep_thresholds import scale
-from kernels.largest import (
+from yardstick_llm.kernels.keep_thresholds import scale
+from yardstick_llm.kernels.largest import (
     LARGEST_ID,
     SMALLEST_TEMPERATURE,
     expect_width,
@@ -23,8 +23,8 @@ from kernels.largest import (
     row_sum,
     survey,
 )
-from kernels.row_chunks import row_chunks
-from kernels.runtime import expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.row_chunks import row_chunks
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, tl
 
 LEAST = torch.finfo(torch.float32).tiny
 """A smaller probability counts as none: float32 holds it with few bits, and a GPU's exponential makes it 0."""

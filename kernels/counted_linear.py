@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 
 def counted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP8, quantize_rows_reference
-from kernels.runtime import launches, needs_gradient
-from kernels.silu_mul import launch_silu_mul
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference
+from yardstick_llm.kernels.runtime import launches, needs_gradient
+from yardstick_llm.kernels.silu_mul import launch_silu_mul
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
-from kernels.quantize import FP8, scaled_linear_reference
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.quantize import FP8, scaled_linear_reference
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 ROW_BLOCKS = 16, 64
 """Pairs of a block: of a step with few pairs, and with more than :data:`FEW_PAIRS`."""

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantize import MIN_PEAK
-from kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.quantize import MIN_PEAK
+from yardstick_llm.kernels.row_chunks import cached_spans
 
 MAX_CODE = 127.0
 ZERO = 128

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.largest import GROUP, MOST, STEP, STEPS, filters, largest_keys, logit_of, rate_of, row_sum, survey
-from kernels.row_chunks import row_chunks
-from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.largest import GROUP, MOST, STEP, STEPS, filters, largest_keys, logit_of, rate_of, row_sum, survey
+from yardstick_llm.kernels.row_chunks import row_chunks
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
 FIRST_LOOK = 2048
 """Number of largest logits that usually suffices for top-p; a CPU takes ten times as long to sort a vocabulary of 150,000."""

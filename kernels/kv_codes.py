@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP8, MAX_CODE
+from yardstick_llm.kernels.quantize import FP8, MAX_CODE
 
 _EXPONENT_GAP = 2.0**8
 """An e4m3 number has the bits of a float16 number that is smaller by this factor: exponents are counted from 7 and from 15."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.linear import PackedWeight, linear
-from kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
-from kernels.soft_cap import NO_CAP, capped, soft_cap
+from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.soft_cap import NO_CAP, capped, soft_cap
 
 WAVES = 4
 """Programs for each multiprocessor, so that the last ones to end leave little of the GPU idle."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.row_chunks import row_chunks
-from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.row_chunks import row_chunks
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
 MOST = 64
 """Largest logits of a row at most."""

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kernels.candidates import Candidates
-from kernels.largest import MOST
-from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.candidates import Candidates
+from yardstick_llm.kernels.largest import MOST
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
 RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "eq_soft")
 

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
-from kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
-from kernels.qk_norm_rope import bounded, check_qk_norm_rope, qk_norm_rope_write_reference, store_halves
-from kernels.quantize import FP8, scaled_linear_reference
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
+from yardstick_llm.kernels.qk_norm_rope import bounded, check_qk_norm_rope, qk_norm_rope_write_reference, store_halves
+from yardstick_llm.kernels.quantize import FP8, scaled_linear_reference
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 MIN_ROWS = 1024
 """With fewer rows, too few tiles occupy a GPU."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gelu_mul import gelu_mul_reference
-from kernels.linear import linear
-from kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
-from kernels.silu_mul import gated, silu_mul_reference
+from yardstick_llm.kernels.gelu_mul import gelu_mul_reference
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.silu_mul import gated, silu_mul_reference
 
 MIN_ROWS = 1024
 """With fewer rows, too few tiles occupy a GPU."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
-from kernels.lora_layout import ALIGNMENT, MOST_PARTS, RANK_ALIGNMENT, ROW_BLOCKS, LoraDelta, LoraProduct, LoraRows
-from kernels.lora_tiles import RANK_TILE, UNIT, entry
-from kernels.quantize import FP8
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.lora_layout import ALIGNMENT, MOST_PARTS, RANK_ALIGNMENT, ROW_BLOCKS, LoraDelta, LoraProduct, LoraRows
+from yardstick_llm.kernels.lora_tiles import RANK_TILE, UNIT, entry
+from yardstick_llm.kernels.quantize import FP8
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 
 def add_lora(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gelu_mul import gelu_mul_reference
-from kernels.lora import check_delta, expand_lora_reference, orders, tables
-from kernels.lora_layout import ROW_BLOCKS, LoraDelta
-from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
-from kernels.silu_mul import gated, silu_mul_reference
+from yardstick_llm.kernels.gelu_mul import gelu_mul_reference
+from yardstick_llm.kernels.lora import check_delta, expand_lora_reference, orders, tables
+from yardstick_llm.kernels.lora_layout import ROW_BLOCKS, LoraDelta
+from yardstick_llm.kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.silu_mul import gated, silu_mul_reference
 
 
 def lora_gate(gate_up: Tensor, delta: LoraDelta, *, gelu: bool) -> Tensor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.lora import check_delta, expand_lora_reference, tables
-from kernels.lora_layout import ROW_BLOCKS, LoraDelta
-from kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
-from kernels.qk_norm_rope import check_qk_norm_rope, halves, qk_norm_rope_write_reference, rotated, store_halves
-from kernels.runtime import jit, launches, power_of_two, tl
+from yardstick_llm.kernels.lora import check_delta, expand_lora_reference, tables
+from yardstick_llm.kernels.lora_layout import ROW_BLOCKS, LoraDelta
+from yardstick_llm.kernels.lora_tiles import RANK_TILE, REGISTERS, UNIT, entry, expanded_pair
+from yardstick_llm.kernels.qk_norm_rope import check_qk_norm_rope, halves, qk_norm_rope_write_reference, rotated, store_halves
+from yardstick_llm.kernels.runtime import jit, launches, power_of_two, tl
 
 HEADS_OF_LARGE_BLOCKS = 2
 """Heads of a program with a whole large block: cosines and sines are as many bytes as a head, and are read for the first one."""

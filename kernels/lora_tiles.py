@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kernels.lora_layout import RANK_ALIGNMENT
-from kernels.runtime import jit, tl
+from yardstick_llm.kernels.lora_layout import RANK_ALIGNMENT
+from yardstick_llm.kernels.runtime import jit, tl
 
 RANK_TILE = 16
 """Ranks that one step of a product adds up; tensor cores take no fewer."""

@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.attention_layout import NARROW, Layout
-from kernels.attention_spec import PLAIN, AttentionSpec
-from kernels.quantize import FP8
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
-from kernels.soft_cap import NO_CAP, capped, soft_cap
+from yardstick_llm.kernels.attention_layout import NARROW, Layout
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+from yardstick_llm.kernels.quantize import FP8
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.soft_cap import NO_CAP, capped, soft_cap
 
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)

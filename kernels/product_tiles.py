@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.runtime import INTERPRETED, jit, tl
+from yardstick_llm.kernels.runtime import INTERPRETED, jit, tl
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs that the tiles are chosen for."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import kv_codes
-from kernels.quantize import FP8, MAX_CODE
-from kernels.rms_norm import rms_norm_reference
-from kernels.rope import rope
-from kernels.row_chunks import cached_spans
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+from yardstick_llm.kernels import kv_codes
+from yardstick_llm.kernels.quantize import FP8, MAX_CODE
+from yardstick_llm.kernels.rms_norm import rms_norm_reference
+from yardstick_llm.kernels.rope import rope
+from yardstick_llm.kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
 FP8 = torch.float8_e4m3fn
 

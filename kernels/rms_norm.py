@@ -10,9 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP8, quantize_rows_reference, row_codes
-from kernels.row_chunks import cached_spans
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference, row_codes
+from yardstick_llm.kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
 
 TILE = 2048
 """Elements a program takes where rows are narrower than that: heads of 64 or 128 go many to a program."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.runtime import needs_gradient
+from yardstick_llm.kernels.runtime import needs_gradient
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.keep_thresholds import scale
-from kernels.row_argmax import row_argmax
-from kernels.row_chunks import row_chunks
-from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.keep_thresholds import scale
+from yardstick_llm.kernels.row_argmax import row_argmax
+from yardstick_llm.kernels.row_chunks import row_chunks
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment and its two multipliers
 MIX_1 = 0xBF58476D1CE4E5B9

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP8, quantize_rows_reference, row_codes
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference, row_codes
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
 
 BLOCK = 1024
 """Elements of the result that a program computes where nothing needs the whole row."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.runtime import jit, tl
+from yardstick_llm.kernels.runtime import jit, tl
 
 NO_CAP = 0.0
 """Stands for the absence of a cap."""

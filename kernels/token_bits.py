@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.runtime import expect, expect_device, jit, launches, tl
+from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, tl
 
 BLOCK = 4096
 """Tokens of a row that a program takes."""

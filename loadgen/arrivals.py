@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from loadgen.errors import LoadError, reason_of
+from yardstick_llm.loadgen.errors import LoadError, reason_of
 
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from loadgen import records
-from loadgen import report as reports
-from loadgen import search as searches
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError
-from loadgen.scenario import Scenario, load
-from loadgen.statistics import Results, evaluate
+from yardstick_llm.loadgen import records
+from yardstick_llm.loadgen import report as reports
+from yardstick_llm.loadgen import search as searches
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.scenario import Scenario, load
+from yardstick_llm.loadgen.statistics import Results, evaluate
 
 KEY_VARIABLES = ["YARDSTICK_LOAD_KEY", "YARDSTICK_API_KEY"]
 
@@ -81,7 +81,7 @@ def run(
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met, and 130 if a signal ends it."""
-    from loadgen.runner import run as send
+    from yardstick_llm.loadgen.runner import run as send
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
@@ -115,7 +115,7 @@ def search(
     out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
 ) -> None:
     """Search for the highest rate that meets the objectives; exit code 1 if no rate does, and 130 if a signal ends the search."""
-    from loadgen.runner import run as send
+    from yardstick_llm.loadgen.runner import run as send
 
     plan, key = searches.Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
     flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}

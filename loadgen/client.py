@@ -16,11 +16,11 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from loadgen.arrivals import Closed, Share
-from loadgen.maker import Due, Maker
-from loadgen.records import Failure, Record
-from loadgen.scenario import Scenario
-from loadgen.workloads import AnyWorkload, Chat, Embeddings, Generation, Rerank, Score, follow_up
+from yardstick_llm.loadgen.arrivals import Closed, Share
+from yardstick_llm.loadgen.maker import Due, Maker
+from yardstick_llm.loadgen.records import Failure, Record
+from yardstick_llm.loadgen.scenario import Scenario
+from yardstick_llm.loadgen.workloads import AnyWorkload, Chat, Embeddings, Generation, Rerank, Score, follow_up
 
 SETTLE_SECONDS = 0.1
 """Pause between the last preparation and the first arrival."""

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError, reason_of
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError, reason_of
 
 T = TypeVar("T")
 Whole = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]

@@ -1,4 +1,4 @@
-"""Creates the requests of a run ahead of the process that sends them. ``python -m loadgen.maker``
+"""Creates the requests of a run ahead of the process that sends them. ``python -m yardstick_llm.loadgen.maker``
 
 It is a separate process, because creating a body takes as long as sending it. It reads one :class:`Order` from standard input and
 writes frames to standard output, until the schedule ends or the reader closes the pipe.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadgen.arrivals import Closed, Share, schedule
-from loadgen.content import Content
-from loadgen.errors import LoadError
-from loadgen.scenario import Scenario
+from yardstick_llm.loadgen.arrivals import Closed, Share, schedule
+from yardstick_llm.loadgen.content import Content
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.scenario import Scenario
 
 _FRAME = struct.Struct("<dIIII")
 """Due time, index of the workload, number of items, and the lengths of body and later turns that follow."""
@@ -88,7 +88,14 @@ class Maker:
         """Start the process and wait until the run can begin. Raises :class:`LoadError` with its reason if it fails."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "loadgen.maker", stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 20, start_new_session=True
+            sys.executable,
+            "-m",
+            "yardstick_llm.loadgen.maker",
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            limit=1 << 20,
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._order))

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError, reason_of
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError, reason_of
 
 Failure = Literal["connect", "exhausted", "lost", "timeout", "status", "bad_body", "cut", "stream_error", "unfinished"]
 """

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.errors import LoadError
-from loadgen.records import RECORDS, Run, writing
-from loadgen.statistics import LAG_LIMIT, Results, Summary, failure_kind
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.records import RECORDS, Run, writing
+from yardstick_llm.loadgen.statistics import LAG_LIMIT, Results, Summary, failure_kind
 
 WIDTH = 110
 """Columns of text if there is no terminal."""

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import uvloop
 
-from loadgen.arrivals import Share
-from loadgen.client import Client, tidy
-from loadgen.errors import LoadError, reason_of
-from loadgen.maker import Maker, Order
-from loadgen.records import Recorder, Run, RunInfo
-from loadgen.scenario import Scenario, as_settings
-from loadgen.scrapes import Scraper
-from loadgen.statistics import failure_kind, percentile
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.client import Client, tidy
+from yardstick_llm.loadgen.errors import LoadError, reason_of
+from yardstick_llm.loadgen.maker import Maker, Order
+from yardstick_llm.loadgen.records import Recorder, Run, RunInfo
+from yardstick_llm.loadgen.scenario import Scenario, as_settings
+from yardstick_llm.loadgen.scrapes import Scraper
+from yardstick_llm.loadgen.statistics import failure_kind, percentile
 
 WAIT_SECONDS = 600.0
 """Longest wait for the other workers."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
-from loadgen.arrivals import Arrivals, Poisson, Stage
-from loadgen.content import Data, Empirical, LogNormal, Uniform
-from loadgen.errors import LoadError, reason_of
-from loadgen.workloads import AnyWorkload, Score
+from yardstick_llm.loadgen.arrivals import Arrivals, Poisson, Stage
+from yardstick_llm.loadgen.content import Data, Empirical, LogNormal, Uniform
+from yardstick_llm.loadgen.errors import LoadError, reason_of
+from yardstick_llm.loadgen.workloads import AnyWorkload, Score
 
 if TYPE_CHECKING:
-    from loadgen.records import Record
+    from yardstick_llm.loadgen.records import Record
 
 TIMES = ("latency", "ttft", "tpot", "itl", "lag")
 """Times with percentiles; ``p99`` alone means the latency. ``itl``: gaps between pieces of a stream."""

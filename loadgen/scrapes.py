@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.records import Scrape
+from yardstick_llm.loadgen.records import Scrape
 
 PAGE_BYTES = 4 << 20
 KEPT_BYTES = 64 << 20

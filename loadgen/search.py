@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 import msgspec
 from rich.text import Text
 
-from loadgen.arrivals import Constant, Poisson
-from loadgen.errors import LoadError
-from loadgen.records import writing
-from loadgen.report import milliseconds, print_parts, table
-from loadgen.scenario import Scenario, as_settings
-from loadgen.statistics import LAG_LIMIT, Results
+from yardstick_llm.loadgen.arrivals import Constant, Poisson
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.records import writing
+from yardstick_llm.loadgen.report import milliseconds, print_parts, table
+from yardstick_llm.loadgen.scenario import Scenario, as_settings
+from yardstick_llm.loadgen.statistics import LAG_LIMIT, Results
 
 LEAST_RATE = 0.01
 """Requests a second below which no rate is tried."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from loadgen.records import Record, Run, Scrape
-from loadgen.scenario import TIMES, Objective
+from yardstick_llm.loadgen.records import Record, Run, Scrape
+from yardstick_llm.loadgen.scenario import TIMES, Objective
 
 PERCENTILES = (50.0, 90.0, 99.0)
 LAG_LIMIT = 0.005

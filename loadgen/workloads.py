@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from loadgen.content import Content, Data, Distribution, Row, Writer, draw, most
+from yardstick_llm.loadgen.content import Content, Data, Distribution, Row, Writer, draw, most
 
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e9)]

@@ -21,9 +21,9 @@ import hypothesis
 import pytest
 import torch
 
-import kernels
 from tests import warm
 from tests.parts import required
+from yardstick_llm import kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CLUSTER = Path(__file__).parent / "cluster"

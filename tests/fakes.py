@@ -28,9 +28,9 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine import wire
 from tests.pictures import VISION_TEMPLATE, VISION_TOKENS, seen
 from tests.prefixes import PrefixCache
+from yardstick_llm.engine import wire
 
 EOS = "<|im_end|>"
 TEMPLATE = (

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from PIL import Image as Pillow
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 T = TypeVar("T", wire.Score, wire.Generate)
 

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 
 class PrefixCache:

@@ -15,7 +15,7 @@ from typing import Self
 import httpx
 import msgspec
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 START_SECONDS = 60
 
@@ -44,6 +44,9 @@ class Program:
     ) -> None:
         """``directory``: the checkout that ``module`` is imported from; None for the current one."""
         self.port = port or free_port()
+        old = directory is not None and not (directory / "src").is_dir()  # a checkout from before there was the package
+        if not module.startswith("tests.") and not old:
+            module = f"yardstick_llm.{module}"
         command = [sys.executable, "-m", module, "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
         self.url = f"http://127.0.0.1:{self.port}"

@@ -18,9 +18,9 @@ from tests.warm import as_in_production
 
 DEMO = Path(__file__).parents[1] / "engine" / "demo" / "models" / "base"
 PROGRAMS = {
-    "gateway": ["gateway", "--engine", "http://127.0.0.1:9"],
-    "engine": ["engine", "--model", str(DEMO)],
-    "serve": ["gateway.cli", "serve", "--model", str(DEMO)],
+    "gateway": ["yardstick_llm.gateway", "--engine", "http://127.0.0.1:9"],
+    "engine": ["yardstick_llm.engine", "--model", str(DEMO)],
+    "serve": ["yardstick_llm.gateway.cli", "serve", "--model", str(DEMO)],
 }
 
 
@@ -64,7 +64,7 @@ def test_ctrl_c_ends_a_command_with_130_at_any_time(command: str, seconds: float
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         places = {"FILE": str(tmp_path / "items.txt"), "URL": url, "PORT": str(free_port())}
         program = (
-            "import signal; from gateway.__main__ import yardstick; handle = signal.signal; "
+            "import signal; from yardstick_llm.gateway.__main__ import yardstick; handle = signal.signal; "
             "signal.signal = lambda *both: (handle(*both), setattr(signal, 'signal', handle), print('began', flush=True)); "
             "yardstick()"
         )

@@ -18,14 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import wire
-from engine.demo import MODELS
-from engine.models.lenvm import load_lenvm
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.lenvm import GAMMA
 from examples.demo_models.text import load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.lenvm import load_lenvm
 
 TOUR = Path(__file__).parent / "gateway" / "routes" / "sdk_tour.py"
 SDK_2 = Path(sys.prefix) / "openai-2"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -34,18 +33,28 @@ def test_only_sources_go_into_the_context() -> None:
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
     kept = {line[1:] for line in rules if line.startswith("!")}
-    assert kept == {"gateway", "engine", "kernels", "loadgen", "tracing", "pyproject.toml", "constraints.txt", "wheels"}
+    assert kept == {
+        "gateway",
+        "engine",
+        "kernels",
+        "loadgen",
+        "tracing",
+        "src/yardstick_llm/*.py",
+        "pyproject.toml",
+        "constraints.txt",
+        "wheels",
+    }
 
 
 def test_benchmarks_examples_and_tests_are_not_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    shipped = {name for name in packages if any(fnmatch(name, pattern) for pattern in setuptools["packages"]["find"]["include"])}
-    assert shipped == {"gateway", "engine", "kernels", "loadgen", "tracing"}
+    assert setuptools["packages"]["find"] == {"where": ["src"]}
+    links = {path.name for path in (ROOT / "src" / "yardstick_llm").iterdir() if path.is_symlink()}
+    assert links == {"gateway", "engine", "kernels", "loadgen", "tracing"}
     assert setuptools["package-data"] == {
-        "engine.demo": ["models/**/*"],
-        "gateway.console": ["*.html", "*.css", "*.js", "*.svg"],
-        "gateway.presets": ["builtin/*.toml"],
+        "yardstick_llm.engine.demo": ["models/**/*"],
+        "yardstick_llm.gateway.console": ["*.html", "*.css", "*.js", "*.svg"],
+        "yardstick_llm.gateway.presets": ["builtin/*.toml"],
     }
 
 
@@ -54,5 +63,5 @@ def test_the_cuda_image_compiles_launchers_and_no_kernels_of_flashinfer() -> Non
     last = text.rpartition("\nFROM ")[2]
     assert re.search(r"apt-get install --yes --no-install-recommends gcc libc6-dev \$\{headers\}", last)
     assert not re.search(r"cuda-toolkit|nvidia-cuda-nvcc|cuda:", text)
-    assert text.index("USER 10001") < text.index("python -m engine.server.image_check"), "as the user of the pods"
+    assert text.index("USER 10001") < text.index("python -m yardstick_llm.engine.server.image_check"), "as the user of the pods"
     assert "yardstick_flashinfer_modules-*.whl" in text

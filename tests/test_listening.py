@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.server.process import _listen
-from gateway.server import bind
 from tests.processes import free_port
+from yardstick_llm.engine.server.process import _listen
+from yardstick_llm.gateway.server import bind
 
 
 def engine_listener(host: str, port: int) -> socket.socket:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import Share
-from loadgen.runner import run
-from loadgen.scenario import load
-from loadgen.statistics import Results, evaluate
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.runner import run
+from yardstick_llm.loadgen.scenario import load
+from yardstick_llm.loadgen.statistics import Results, evaluate
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("as_in_production")]
 

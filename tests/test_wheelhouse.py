@@ -113,11 +113,11 @@ def test_the_wheelhouse_is_all_that_a_host_with_torch_needs(tmp_path: Path) -> N
     )
     program = """
 import torch, flashinfer
-from engine.runner.attention.flashinfer import compiled, problem, import_module
-from engine.runner.attention.select import backend_of
-from engine.settings import ATTENTION_BACKENDS
-import engine.loop.build, benchmarks.engine.score, gateway.app
-from gateway.api.openapi import openapi_config
+from yardstick_llm.engine.runner.attention.flashinfer import compiled, problem, import_module
+from yardstick_llm.engine.runner.attention.select import backend_of
+from yardstick_llm.engine.settings import ATTENTION_BACKENDS
+import yardstick_llm.engine.loop.build, benchmarks.engine.score, gateway.app
+from yardstick_llm.gateway.api.openapi import openapi_config
 assert openapi_config().version, "also where the project itself is not installed"
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
 bf16, fp16 = torch.bfloat16, torch.float16

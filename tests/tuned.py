@@ -1,6 +1,6 @@
 """Gateways with other constants than those in the code, so that tests need not wait or send as much as clients may.
 
-``python -m tests.tuned`` is ``python -m gateway`` with the constants in the variable ``TUNED``, a JSON object.
+``python -m tests.tuned`` is ``python -m yardstick_llm.gateway`` with the constants in the variable ``TUNED``, a JSON object.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from unittest import mock
 
 import msgspec
 
-from gateway.settings import Settings
-from gateway.text.prepared import Bounds
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.text.prepared import Bounds
 
 VARIABLE = "TUNED"
 CONSTANTS = {
-    "api_keys_stale_seconds": "gateway.app:KEYS_STALE_SECONDS",
-    "body_bytes_per_second": "gateway.http.connection:BODY_BYTES_PER_SECOND",
-    "body_seconds": "gateway.http.connection:BODY_SECONDS",
-    "cache_ttl_seconds": "gateway.app:CACHE_TTL_SECONDS",
-    "header_seconds": "gateway.http.connection:HEADER_SECONDS",
-    "image_seconds": "gateway.app:IMAGE_SECONDS",
-    "keepalive_seconds": "gateway.app:KEEPALIVE_SECONDS",
-    "silence_seconds": "gateway.app:SILENCE_SECONDS",
-    "stored_responses": "gateway.api.responses:STORED_RESPONSES",
-    "text_job_mib": "gateway.app:TEXT_JOB_MIB",
-    "write_seconds": "gateway.http.connection:WRITE_SECONDS",
+    "api_keys_stale_seconds": "yardstick_llm.gateway.app:KEYS_STALE_SECONDS",
+    "body_bytes_per_second": "yardstick_llm.gateway.http.connection:BODY_BYTES_PER_SECOND",
+    "body_seconds": "yardstick_llm.gateway.http.connection:BODY_SECONDS",
+    "cache_ttl_seconds": "yardstick_llm.gateway.app:CACHE_TTL_SECONDS",
+    "header_seconds": "yardstick_llm.gateway.http.connection:HEADER_SECONDS",
+    "image_seconds": "yardstick_llm.gateway.app:IMAGE_SECONDS",
+    "keepalive_seconds": "yardstick_llm.gateway.app:KEEPALIVE_SECONDS",
+    "silence_seconds": "yardstick_llm.gateway.app:SILENCE_SECONDS",
+    "stored_responses": "yardstick_llm.gateway.api.responses:STORED_RESPONSES",
+    "text_job_mib": "yardstick_llm.gateway.app:TEXT_JOB_MIB",
+    "write_seconds": "yardstick_llm.gateway.http.connection:WRITE_SECONDS",
 }
 """Where each constant is."""
 DERIVED = ("max_bytes_in_flight", "max_uploads", "max_waiting", "stored_response_bytes", "text_queue_bytes")
@@ -58,7 +58,7 @@ def tuned(constants: Mapping[str, Any]) -> Iterator[None]:
                 module, _, constant = CONSTANTS[name].partition(":")
                 stack.enter_context(mock.patch.object(import_module(module), constant, value))
         if bounds:
-            app = import_module("gateway.app")
+            app = import_module("yardstick_llm.gateway.app")
             usual: Callable[[Settings], Bounds] = app.text_bounds
             stack.enter_context(
                 mock.patch.object(app, "text_bounds", lambda settings: msgspec.structs.replace(usual(settings), **bounds))
@@ -75,7 +75,7 @@ def environment(given: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> int:
     """Serve until the process is told to end."""
-    from gateway.server import main as serve
+    from yardstick_llm.gateway.server import main as serve
 
     with tuned(json.loads(os.environ.get(VARIABLE, "{}"))):
         return serve()

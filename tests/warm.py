@@ -30,33 +30,38 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from engine.server.loop_client import with_defaults
-from engine.wire import TokenizerFiles
-from gateway.process.signals import ending_with
+from yardstick_llm.engine.server.loop_client import with_defaults
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.process.signals import ending_with
 
-_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.requests.worker")
+_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
 _COMMANDS = (
     "rich.progress",
     "typer",
-    "gateway.commands.serve",
-    "gateway.commands.runner",
+    "yardstick_llm.gateway.commands.serve",
+    "yardstick_llm.gateway.commands.runner",
 )
-_ENGINE = ("engine.server.options", "engine.server.app", "engine.loop.build", "engine.models.source")
+_ENGINE = (
+    "yardstick_llm.engine.server.options",
+    "yardstick_llm.engine.server.app",
+    "yardstick_llm.engine.loop.build",
+    "yardstick_llm.engine.models.source",
+)
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
-_LOAD = ("loadgen.cli", "loadgen.runner")
+_LOAD = ("yardstick_llm.loadgen.cli", "yardstick_llm.loadgen.runner")
 IMPORTS = {
-    "gateway": _GATEWAY,
-    "gateway.requests.worker": _GATEWAY,
-    "gateway.cli": _GATEWAY + _COMMANDS,
-    "gateway.cli serve": _ALL,
-    "gateway.cli embed": _ALL,
-    "gateway.cli rerank": _ALL,
-    "engine": _ENGINE,
-    "engine.server.loop_process": _ENGINE,
-    "loadgen": _LOAD,
+    "yardstick_llm.gateway": _GATEWAY,
+    "yardstick_llm.gateway.requests.worker": _GATEWAY,
+    "yardstick_llm.gateway.cli": _GATEWAY + _COMMANDS,
+    "yardstick_llm.gateway.cli serve": _ALL,
+    "yardstick_llm.gateway.cli embed": _ALL,
+    "yardstick_llm.gateway.cli rerank": _ALL,
+    "yardstick_llm.engine": _ENGINE,
+    "yardstick_llm.engine.server.loop_process": _ENGINE,
+    "yardstick_llm.loadgen": _LOAD,
 }
 """Imports of programs and of those that they start, by module, or by module and first argument."""
-_STARTERS = ("gateway", "gateway.cli", "engine")
+_STARTERS = ("yardstick_llm.gateway", "yardstick_llm.gateway.cli", "yardstick_llm.engine")
 """Modules that start others."""
 _NOT_FOR_LIBRARIES = ("YARDSTICK_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "TOKENIZERS_", "RUST_", "MALLOC_")
 """Beginnings of the names of variables that no library reads when it is imported."""
@@ -183,7 +188,7 @@ def serve(connection: socket.socket) -> None:
         first = f"{command.module} {command.arguments[0]}" if command.arguments else ""
         for module in IMPORTS.get(first) or IMPORTS.get(command.module, ()):
             importlib.import_module(module)
-        if "gateway.requests.worker" in sys.modules:
+        if "yardstick_llm.gateway.requests.worker" in sys.modules:
             _read_a_tokenizer()
         gc.freeze()
         pid = _forked(command, files, connection)
@@ -196,8 +201,8 @@ def serve(connection: socket.socket) -> None:
 @cache
 def _read_a_tokenizer() -> None:
     """What the first tokeniser of a process computes for all others takes 70 ms, which each gateway would spend."""
-    from gateway.text.tokenizer import Tokenizer
     from tests.fakes import library
+    from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
     Tokenizer.from_files(TokenizerFiles(library().to_str().encode(), "", {}, None, ""))
 

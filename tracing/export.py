@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import chain
 
-from tracing.spans import Span
+from yardstick_llm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
 

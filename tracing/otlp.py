@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from tracing.export import Send, Shutdown
-from tracing.spans import Span
-from tracing.version import project_version
+from yardstick_llm.tracing.export import Send, Shutdown
+from yardstick_llm.tracing.spans import Span
+from yardstick_llm.tracing.version import project_version
 
 PATH = "/v1/traces"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tracing.context import TraceContext
+from yardstick_llm.tracing.context import TraceContext
 
 logger = logging.getLogger(__name__)
 

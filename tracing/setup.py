@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from tracing.export import BATCH_SPANS, DELAY_SECONDS, MAX_SPANS, Exporter, TracingError
+from yardstick_llm.tracing.export import BATCH_SPANS, DELAY_SECONDS, MAX_SPANS, Exporter, TracingError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def open_exporter(
     if not _wanted(endpoint, environment):
         return None
     try:
-        from tracing.otlp import sender
+        from yardstick_llm.tracing.otlp import sender
     except ImportError as error:
         problem = f"traces need OpenTelemetry ({error.name} is missing); install it with: pip install 'yardstick-llm[tracing]'"
         if endpoint is not None:

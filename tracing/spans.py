@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tracing.context import TraceContext, new_span_id
+from yardstick_llm.tracing.context import TraceContext, new_span_id
 
 Kind = Literal["internal", "server", "client"]
 Value = str | int | float | bool | Sequence[str]

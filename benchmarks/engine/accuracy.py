@@ -25,20 +25,20 @@ from benchmarks.engine.engines import Engine
 from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, Store, add_output, describe
 from benchmarks.engine.subject import Subject, subject
-from engine import wire
-from engine.demo import MODELS
-from engine.models.config import load_config
-from engine.models.lenvm import load_lenvm
-from engine.models.loader import load_model
-from engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
 from examples.demo_models.evaluate import auc, spearman, values_and_truths
 from examples.demo_models.lenvm import Text, write_texts
 from examples.demo_models.text import load_tokenizer
-from kernels.int8 import instructions
-from kernels.linear import multiplies_bfloat16
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.lenvm import load_lenvm
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.settings import DTYPES, KV_DTYPES, QUANTIZE
+from yardstick_llm.kernels.int8 import instructions
+from yardstick_llm.kernels.linear import multiplies_bfloat16
 
 
 class Format(NamedTuple):

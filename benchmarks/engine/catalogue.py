@@ -24,9 +24,9 @@ from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import add_output, describe, opened
 from benchmarks.engine.score import agrees, spread
 from benchmarks.engine.subject import SHAPES, Subject, subject
-from engine import wire
-from engine.ints import Ints
-from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
 
 LABELS = wire.Labels([17, 42])
 VARIANTS = "query first", "none cached", "all cached"

@@ -35,11 +35,11 @@ from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import Peaks, flops, measure_peaks, weight_bytes
 from benchmarks.engine.subject import SHAPES, default_device, random_decoder
 from benchmarks.engine.writing import CANDIDATES, PLAIN, Pair, Writing, load_pair, mixed, survivors
-from engine import wire
-from engine.loop.loop import Loop
-from engine.models.decoder import Decoder
-from engine.runner.machine import slot_bytes
-from engine.settings import DTYPES, KV_DTYPES
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.runner.machine import slot_bytes
+from yardstick_llm.engine.settings import DTYPES, KV_DTYPES
 
 SECONDS = 20.0
 """Time that the first setting must have left to begin; the others need that of the longest before them, and a fifth more."""

@@ -10,11 +10,11 @@ import msgspec
 import torch
 
 from benchmarks.engine.subject import Subject
-from engine import wire
-from engine.loop.build import PairedLenVM, assemble
-from engine.loop.loop import Loop
-from engine.models.decoder import Decoder
-from engine.settings import EngineSettings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import PairedLenVM, assemble
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.settings import EngineSettings
 
 Scores = list[list[float]]
 """Log-probabilities, [item][label]."""

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 LABELS_BELOW = 256
 """Upper bound of label ids. Every tokeniser has these tokens as text; the last rows of a head are often padding."""

@@ -27,10 +27,10 @@ from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
 from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, Store, describe
 from benchmarks.engine.subject import SHAPES, subject
-from engine import wire
-from engine.models.formats.quantization import format_of
-from engine.models.loader import load_model
-from kernels.int8 import instructions
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.kernels.int8 import instructions
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
 RUNTIMES = ("openvino", "llamacpp")

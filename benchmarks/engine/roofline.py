@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.config import ModelConfig
-from kernels.int8 import int8_linear, pack
-from kernels.linear import linear
-from kernels.quantize import quantize_rows, scaled_linear
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.kernels.int8 import int8_linear, pack
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.quantize import quantize_rows, scaled_linear
 
 REPEATS, REPEAT_SECONDS = 30, 3.0
 """Repeats of a peak's measurement, and the time after which none is added."""

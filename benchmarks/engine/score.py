@@ -25,8 +25,8 @@ from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.servers import ServerError, describe_engine, serving
 from benchmarks.engine.subject import SHAPES, Subject, subject
-from engine import wire
-from engine.settings import DTYPES, QUANTIZE
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.settings import DTYPES, QUANTIZE
 
 QUICK_REPEATS, REPEATS = 3, 15
 QUICK_SECONDS, SECONDS = 4.0, 30.0

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from engine import wire
 from tests.processes import free_port
+from yardstick_llm.engine import wire
 
 START_SECONDS = 120
 STOP_SECONDS = 10
@@ -52,7 +52,7 @@ def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
     """Yield one of our programs when it is ready."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", *arguments]
+        command = [sys.executable, "-m", f"yardstick_llm.{arguments[0]}", *arguments[1:]]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules
         try:
             _wait_until_ready(process, port)

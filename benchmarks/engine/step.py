@@ -33,10 +33,10 @@ from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import layer_flops, measure_peaks
 from benchmarks.engine.subject import SHAPES, Subject, default_device, random_decoder
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.lora.slots import Layout
-from engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lora.slots import Layout
+from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
 
 WARM_STEPS = 4
 SECONDS = 15.0

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
-from engine.models.config import ExpertConfig, ModelConfig, load_config
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
-from engine.models.loader import load_model, save_model
-from engine.models.rope import Rope
-from engine.models.source import locate
+from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_config
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
+from yardstick_llm.engine.models.loader import load_model, save_model
+from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.engine.models.source import locate
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Largest difference of a log-probability between two methods; in fewer bits than float32, of nine tenths of them. In bfloat16 the

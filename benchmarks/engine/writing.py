@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.subject import QWEN25_7B, QWEN25_15B, default_device, random_decoder, randomise
-from engine import wire
-from engine.demo import MODELS
-from engine.loop.build import PairedLenVM
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.lenvm import LenVM, load_lenvm
-from engine.models.loader import load_model
 from examples.demo_models.lenvm import GAMMA
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.loop.build import PairedLenVM
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm
+from yardstick_llm.engine.models.loader import load_model
 
 CANDIDATES = 5
 GUIDED = wire.LengthGuidance(scale=1.0, top_k=CANDIDATES)

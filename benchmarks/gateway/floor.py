@@ -19,13 +19,13 @@ import msgspec
 import uvicorn
 
 from benchmarks.gateway.programs import read_body
-from engine import wire
-from gateway.api.answers import DONE
-from gateway.http.connection import protocol_factory
-from gateway.ops.metrics import Telemetry
-from gateway.requests.score import ScoreRequest
-from gateway.schemas.chat import ChatRequest
-from gateway.settings import Settings
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.answers import DONE
+from yardstick_llm.gateway.http.connection import protocol_factory
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.requests.score import ScoreRequest
+from yardstick_llm.gateway.schemas.chat import ChatRequest
+from yardstick_llm.gateway.settings import Settings
 
 _request = msgspec.json.Decoder(ScoreRequest)
 _chat = msgspec.json.Decoder(ChatRequest)

@@ -34,7 +34,7 @@ import mmap, os, sys, threading
 _here = os.environ["BENCH_CALLS"]
 _flag = mmap.mmap(os.open(f"{_here}/flag", os.O_RDWR), 1)
 _calls = os.open(f"{_here}/calls", os.O_WRONLY | os.O_APPEND)
-_seen, _root = set(), os.path.join(os.getcwd(), "gateway", "")
+_seen, _root = set(), os.path.join(os.getcwd(), "src", "yardstick_llm", "gateway", "")
 def _record(frame, event, _):
     number, code = _flag[0], frame.f_code
     if number and event == "call" and code.co_filename.startswith(_root) and (number, id(code)) not in _seen:

@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from benchmarks.engine.servers import serving
 from benchmarks.gateway.programs import in_turn, report
-from engine.demo import MODELS
+from yardstick_llm.engine.demo import MODELS
 
 DOCUMENTS = 100
 QUERY_WORDS = 30

@@ -22,10 +22,10 @@ import aiohttp
 import msgspec
 
 from benchmarks.gateway.programs import OTHER, TEXT, WORDS, drained, in_turn, parser, read_body, report, serving, tree_seconds
-from engine import wire
-from gateway.presets.preset import builtin
 from tests.fakes import FakeEngine
 from tests.processes import Program
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.presets.preset import builtin
 
 CASES = {"1 short": (1, None), "5 short": (5, None), "20 short": (20, None), "20 long": (20, 4000)}
 """Documents of a request, and the characters of each; None: 50 to 100."""

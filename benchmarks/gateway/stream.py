@@ -20,9 +20,9 @@ import msgspec
 
 from benchmarks.gateway.cpu import FLOOR
 from benchmarks.gateway.programs import OTHER, cpu_seconds, drained, in_turn, parser, read_body, report, serving
-from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.processes import Program
+from yardstick_llm.engine import wire
 
 TEXT = " the quick brown fox jumps over the lazy dog, red running shoes, blue table"
 TOPS = 5

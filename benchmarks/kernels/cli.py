@@ -21,7 +21,7 @@ import torch
 from benchmarks.engine.records import Store, add_output, replace
 from benchmarks.kernels import fused_linear, lora, operations
 from benchmarks.kernels.harness import Gpu, NoGpuError, NoTimeError, Row, table
-from kernels.runtime import triton
+from yardstick_llm.kernels.runtime import triton
 
 logger = logging.getLogger(__name__)
 

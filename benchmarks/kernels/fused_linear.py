@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row, mark
-from kernels.linear import linear
-from kernels.linear_qk_norm_rope import linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
-from kernels.linear_silu_mul import linear_silu_mul_reference, linear_silu_mul_triton
-from kernels.product_tiles import Tiles
-from kernels.qk_norm_rope import qk_norm_rope_write
-from kernels.quantize import quantize_rows, scaled_linear
-from kernels.silu_mul import silu_mul
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.linear_qk_norm_rope import linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
+from yardstick_llm.kernels.linear_silu_mul import linear_silu_mul_reference, linear_silu_mul_triton
+from yardstick_llm.kernels.product_tiles import Tiles
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
+from yardstick_llm.kernels.quantize import quantize_rows, scaled_linear
+from yardstick_llm.kernels.silu_mul import silu_mul
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 1024, 3072, 16, 8, 128
 """Qwen3-0.6B."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.lora import add_lora, shrink_lora
-from kernels.lora_gate import lora_gate
-from kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
-from kernels.lora_rope import lora_rope_write
+from yardstick_llm.kernels.lora import add_lora, shrink_lora
+from yardstick_llm.kernels.lora_gate import lora_gate
+from yardstick_llm.kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
+from yardstick_llm.kernels.lora_rope import lora_rope_write
 
 ADAPTERS = 16
 PRODUCTS = {

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
-from kernels.attention_layout import Room, lay_out
-from kernels.branch_attention import branch_attention
-from kernels.candidates import candidates
-from kernels.counted_linear import counted_linear
-from kernels.grouped_experts import block_pairs, grouped_linear
-from kernels.keep_thresholds import keep_thresholds
-from kernels.label_logprobs import label_logprobs
-from kernels.largest import token_logprobs
-from kernels.length_tilt import RULES, Tilts, length_tilt
-from kernels.linear import linear
-from kernels.paged_attention import block_rows, paged_attention
-from kernels.qk_norm_rope import qk_norm_rope_write
-from kernels.quantize import quantize_rows, scaled_linear, supported
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
-from kernels.seeded_sampling import seeded_choice, seeded_draw
-from kernels.silu_mul import silu_mul, silu_mul_quantized
-from kernels.token_bits import exclude_
+from yardstick_llm.kernels.attention_layout import Room, lay_out
+from yardstick_llm.kernels.branch_attention import branch_attention
+from yardstick_llm.kernels.candidates import candidates
+from yardstick_llm.kernels.counted_linear import counted_linear
+from yardstick_llm.kernels.grouped_experts import block_pairs, grouped_linear
+from yardstick_llm.kernels.keep_thresholds import keep_thresholds
+from yardstick_llm.kernels.label_logprobs import label_logprobs
+from yardstick_llm.kernels.largest import token_logprobs
+from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.paged_attention import block_rows, paged_attention
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
+from yardstick_llm.kernels.quantize import quantize_rows, scaled_linear, supported
+from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
+from yardstick_llm.kernels.seeded_sampling import seeded_choice, seeded_draw
+from yardstick_llm.kernels.silu_mul import silu_mul, silu_mul_quantized
+from yardstick_llm.kernels.token_bits import exclude_
 
 Rows = Callable[[Gpu], Iterator[Row]]
 BENCHMARKS: dict[str, Rows] = {}

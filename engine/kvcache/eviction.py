@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from engine.ints import EMPTY, MASK_64, Ints
+from yardstick_llm.engine.ints import EMPTY, MASK_64, Ints
 
 ROWS = 4
 MAX_COUNT = 255

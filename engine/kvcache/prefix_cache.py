@@ -25,8 +25,8 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from engine.ints import Ints, as_ints, common_length
-from engine.kvcache.eviction import Evictor, Node, Root
+from yardstick_llm.engine.ints import Ints, as_ints, common_length
+from yardstick_llm.engine.kvcache.eviction import Evictor, Node, Root
 
 
 class SlotPool:

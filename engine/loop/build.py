@@ -12,36 +12,44 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 
-from engine import wire
-from engine.kvcache.prefix_cache import SlotPool
-from engine.loop.images import ImageIntake
-from engine.loop.loop import Loop
-from engine.loop.warm_up import warm_up
-from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
-from engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
-from engine.models.loader import fingerprint, load_model
-from engine.models.lora.config import AdapterError
-from engine.models.lora.linear import CapturedRows, StepRows, adapt
-from engine.models.lora.reader import AdapterReader, blank_adapter, capacity_of
-from engine.models.lora.registry import AdapterRegistry
-from engine.models.lora.slots import WHOLE, DeviceSlots, Layout
-from engine.models.source import ADAPTER_FILES, locate, located, split_revision
-from engine.models.vision.tower import VisionDecoder
-from engine.requests.images import EmbeddingCache
-from engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
-from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
-from engine.runner.attention.select import make_attention, problem_of
-from engine.runner.attention.triton import FixedTritonAttention
-from engine.runner.distributed.shard import LeadingDecoder
-from engine.runner.graphs import BUCKETS, GRAPH_BYTES, LARGE_BUCKETS, Compilations, CudaCapture, FixedAttention, StepGraphs
-from engine.runner.images import StepImages
-from engine.runner.lenvm.draws import LenVMRunner
-from engine.runner.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
-from engine.runner.lenvm.passes import WIDTHS
-from engine.runner.machine import (
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
+from yardstick_llm.engine.loop.images import ImageIntake
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.loop.warm_up import warm_up
+from yardstick_llm.engine.models.config import ModelConfig, load_config
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
+from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.lora.config import AdapterError
+from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
+from yardstick_llm.engine.models.lora.reader import AdapterReader, blank_adapter, capacity_of
+from yardstick_llm.engine.models.lora.registry import AdapterRegistry
+from yardstick_llm.engine.models.lora.slots import WHOLE, DeviceSlots, Layout
+from yardstick_llm.engine.models.source import ADAPTER_FILES, locate, located, split_revision
+from yardstick_llm.engine.models.vision.tower import VisionDecoder
+from yardstick_llm.engine.requests.images import EmbeddingCache
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
+from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
+from yardstick_llm.engine.runner.attention.select import make_attention, problem_of
+from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention
+from yardstick_llm.engine.runner.distributed.shard import LeadingDecoder
+from yardstick_llm.engine.runner.graphs import (
+    BUCKETS,
+    GRAPH_BYTES,
+    LARGE_BUCKETS,
+    Compilations,
+    CudaCapture,
+    FixedAttention,
+    StepGraphs,
+)
+from yardstick_llm.engine.runner.images import StepImages
+from yardstick_llm.engine.runner.lenvm.draws import LenVMRunner
+from yardstick_llm.engine.runner.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
+from yardstick_llm.engine.runner.lenvm.passes import WIDTHS
+from yardstick_llm.engine.runner.machine import (
     StepThreads,
     default_running_requests,
     default_slots,
@@ -53,14 +61,14 @@ from engine.runner.machine import (
     step_threads,
     warn_of_slow_dtype,
 )
-from engine.runner.runner import Runner, StepAdapters
-from engine.scheduling.drafting import LookupSettings
-from engine.scheduling.scheduler import Budget, Scheduler
-from engine.scheduling.structured_requests import StructuredRequests
-from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
-from engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
-from kernels.largest import MOST
-from kernels.quantize import FP8
+from yardstick_llm.engine.runner.runner import Runner, StepAdapters
+from yardstick_llm.engine.scheduling.drafting import LookupSettings
+from yardstick_llm.engine.scheduling.scheduler import Budget, Scheduler
+from yardstick_llm.engine.scheduling.structured_requests import StructuredRequests
+from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
+from yardstick_llm.engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
+from yardstick_llm.kernels.largest import MOST
+from yardstick_llm.kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 
 def all_known(branches: Collection[Sequence[int]], info: wire.Info) -> bool:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine import wire
-from engine.ints import Ints
-from engine.models.vision.config import VisionConfig
-from engine.requests.core import ItemGroup, Request, ScoringRequest
-from engine.requests.generation import GenerateRequest
-from engine.requests.images import EmbeddingCache, ItemImages, KnownImage, RequestImages, text_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.vision.config import VisionConfig
+from yardstick_llm.engine.requests.core import ItemGroup, Request, ScoringRequest
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.requests.images import EmbeddingCache, ItemImages, KnownImage, RequestImages, text_of
 
 REMEMBERED = 1 << 16
 """Images whose numbers are kept, least recently used first out: about 10 MB."""

@@ -16,20 +16,30 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine import wire
-from engine.loop.checks import check
-from engine.loop.images import ImageIntake
-from engine.loop.replies import Counters, Deltas, Ending, Message, Refusals, RequestLog, aborted, overloaded, step_failed
-from engine.models.lora.registry import AdapterRegistry
-from engine.models.lora.slots import LoadedAdapter
-from engine.requests.batch import Batch
-from engine.requests.core import Branch, ItemGroup, Request, ScoringRequest, without_padding
-from engine.requests.generation import GenerateRequest
-from engine.runner.graphs import Compilations
-from engine.runner.readouts.base import StepResult
-from engine.runner.runner import PendingStep, Runner
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.structured_requests import StructuredRequests
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.checks import check
+from yardstick_llm.engine.loop.images import ImageIntake
+from yardstick_llm.engine.loop.replies import (
+    Counters,
+    Deltas,
+    Ending,
+    Message,
+    Refusals,
+    RequestLog,
+    aborted,
+    overloaded,
+    step_failed,
+)
+from yardstick_llm.engine.models.lora.registry import AdapterRegistry
+from yardstick_llm.engine.models.lora.slots import LoadedAdapter
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.requests.core import Branch, ItemGroup, Request, ScoringRequest, without_padding
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.runner.graphs import Compilations
+from yardstick_llm.engine.runner.readouts.base import StepResult
+from yardstick_llm.engine.runner.runner import PendingStep, Runner
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
+from yardstick_llm.engine.scheduling.structured_requests import StructuredRequests
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,18 @@ from typing import Literal
 import msgspec
 import torch
 
-from engine import wire
-from engine.loop.checks import MAX_CALLER_CHARACTERS
-from engine.models.lora.registry import AdapterRegistry
-from engine.requests.core import Branch, Request
-from engine.requests.generation import GenerateRequest
-from engine.requests.prompt_lookup import Lookup
-from engine.runner.graphs import Compilations
-from engine.runner.readouts.base import Drawn, LenVMCounts, StepResult
-from engine.runner.readouts.draws import join_logprobs
-from engine.runner.runner import Runner
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.structured_requests import StructuredRequests
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.checks import MAX_CALLER_CHARACTERS
+from yardstick_llm.engine.models.lora.registry import AdapterRegistry
+from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.requests.prompt_lookup import Lookup
+from yardstick_llm.engine.runner.graphs import Compilations
+from yardstick_llm.engine.runner.readouts.base import Drawn, LenVMCounts, StepResult
+from yardstick_llm.engine.runner.readouts.draws import join_logprobs
+from yardstick_llm.engine.runner.runner import Runner
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
+from yardstick_llm.engine.scheduling.structured_requests import StructuredRequests
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from engine import wire
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.models.lora.reader import BLANK
-from engine.runner.graphs import BUCKETS, Compilations
-from engine.scheduling.scheduler import Budget
-from kernels.label_logprobs import ROW_TILES
-from kernels.lora_layout import FEW_ROWS
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lora.reader import BLANK
+from yardstick_llm.engine.runner.graphs import BUCKETS, Compilations
+from yardstick_llm.engine.scheduling.scheduler import Budget
+from yardstick_llm.kernels.label_logprobs import ROW_TILES
+from yardstick_llm.kernels.lora_layout import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import ModelError, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VALUE_HEAD = "value_head.safetensors"

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.models import checkpoint
-from engine.models.files import Keys, ModelError, read_json
-from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
-from engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
-from kernels.attention_spec import PLAIN, AttentionSpec
-from kernels.soft_cap import NO_CAP
+from yardstick_llm.engine.models import checkpoint
+from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.registry import Family, Norms, family_of
+from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
+from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+from yardstick_llm.kernels.soft_cap import NO_CAP
 
 Pooling = Literal["last", "mean"]
 """``last``: the hidden state of the last token; ``mean``: the mean over all tokens of the prompt."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.models.config import ModelConfig
-from engine.models.modules import Embedding, Experts, Linear, NoNorm, RMSNorm, TokenHead, Unadded
-from engine.models.registry import ExpertNames, Norms, family_of
-from engine.models.rope import Rope
-from kernels.gelu_mul import gelu_mul
-from kernels.linear import PackedWeight, linear
-from kernels.lora_layout import LoraDelta
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
-from kernels.silu_mul import silu_mul
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNorm, RMSNorm, TokenHead, Unadded
+from yardstick_llm.engine.models.registry import ExpertNames, Norms, family_of
+from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.kernels.gelu_mul import gelu_mul
+from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.lora_layout import LoraDelta
+from yardstick_llm.kernels.rms_norm import rms_norm
+from yardstick_llm.kernels.rope import rope
+from yardstick_llm.kernels.silu_mul import silu_mul
 
 NORM_NAMES: dict[Norms, dict[str, str]] = {
     "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},

@@ -1,4 +1,6 @@
-"""``python -m engine.models.download MODEL[@REVISION]... --lora NAME=PATH``: download models and LoRA adapters to the hub's cache.
+"""Downloads models and LoRA adapters to the hub's cache.
+
+``python -m yardstick_llm.engine.models.download MODEL[@REVISION]... --lora NAME=PATH``
 
 It runs before engines start. A Job can fill a volume that many engines share, and an init container one that a pod keeps. With
 ``--wait SECONDS`` nothing is downloaded: the command returns when another process has downloaded them into the same cache.
@@ -14,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.models.files import ModelError
-from engine.models.source import ADAPTER_FILES, FILES, locate, split_revision
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.source import ADAPTER_FILES, FILES, locate, split_revision
 
 POLL_SECONDS = 1.0
 """Time between two looks for another process's download."""
@@ -23,7 +25,7 @@ POLL_SECONDS = 1.0
 
 def main() -> int:
     """Download, or wait for, the models of the command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m engine.models.download", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m yardstick_llm.engine.models.download", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL[@REVISION]", help="hub id and branch, tag or commit; or a directory")
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH", help="LoRA adapter, as for the engine")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait for another process that downloads them")
@@ -35,7 +37,7 @@ def main() -> int:
             if not Path(source).is_dir():
                 _download(source, files) if chosen.wait is None else _wait(source, files, chosen.wait)
     except (ModelError, OSError) as error:
-        print(f"engine.models.download: {error}", file=sys.stderr)
+        print(f"yardstick_llm.engine.models.download: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models import checkpoint
-from engine.models.checkpoint import Stored
-from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Attend
-from engine.models.files import ModelError, read_json
-from engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
-from engine.models.modules import Linear
-from engine.models.rope import LongRope
-from engine.models.source import locate
+from yardstick_llm.engine.models import checkpoint
+from yardstick_llm.engine.models.checkpoint import Stored
+from yardstick_llm.engine.models.config import ModelConfig, load_config
+from yardstick_llm.engine.models.decoder import Attend
+from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
+from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.engine.models.rope import LongRope
+from yardstick_llm.engine.models.source import locate
 
 GAMMA_FILE = "lenvm.json"
 DEFAULT_GAMMA = 0.997

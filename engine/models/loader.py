@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.models import checkpoint
-from engine.models.checkpoint import SINGLE, Stored
-from engine.models.config import ModelConfig, config_json, load_config, load_pooling
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
-from engine.models.modules import RMSNorm
-from engine.models.registry import family_of
-from engine.models.source import locate
-from engine.models.vision.tower import VisionDecoder
+from yardstick_llm.engine.models import checkpoint
+from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
+from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, load_pooling
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
+from yardstick_llm.engine.models.modules import RMSNorm
+from yardstick_llm.engine.models.registry import family_of
+from yardstick_llm.engine.models.source import locate
+from yardstick_llm.engine.models.vision.tower import VisionDecoder
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.models.config import ModelConfig
-from engine.models.files import ModelError
-from kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
-from kernels.linear import PackedWeight, linear
-from kernels.lora_layout import LoraDelta
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.silu_mul import silu_mul
-from kernels.soft_cap import soft_cap
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
+from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.lora_layout import LoraDelta
+from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
+from yardstick_llm.kernels.silu_mul import silu_mul
+from yardstick_llm.kernels.soft_cap import soft_cap
 
 
 class Linear(nn.Linear):

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.models.files import ModelError
+from yardstick_llm.engine.models.files import ModelError
 
 
 def _shape(

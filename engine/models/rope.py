@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.files import Keys, ModelError
-from engine.models.registry import Family
+from yardstick_llm.engine.models.files import Keys, ModelError
+from yardstick_llm.engine.models.registry import Family
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from engine import wire
-from engine.models.config import load_config
-from engine.models.files import ModelError, read_json
-from engine.settings import EngineSettings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.settings import EngineSettings
 
 FILES = [
     "config.json",

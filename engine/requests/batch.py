@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.ints import EMPTY, Ints
-from engine.requests.core import Branch, Request
-from engine.requests.images import ImageWork
+from yardstick_llm.engine.ints import EMPTY, Ints
+from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.images import ImageWork
 
 
 class ExtendSegment(msgspec.Struct, frozen=True, eq=False):

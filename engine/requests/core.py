@@ -22,15 +22,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine import wire
-from engine.ints import EMPTY, IntBuffer, Ints, ints
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import EMPTY, IntBuffer, Ints, ints
 
 if TYPE_CHECKING:
-    from engine.kvcache.eviction import Node
-    from engine.models.lora.slots import LoadedAdapter
-    from engine.requests.images import ItemImages, RequestImages
-    from engine.requests.prompt_lookup import Lookup
-    from engine.structured.constraint import Constraint
+    from yardstick_llm.engine.kvcache.eviction import Node
+    from yardstick_llm.engine.models.lora.slots import LoadedAdapter
+    from yardstick_llm.engine.requests.images import ItemImages, RequestImages
+    from yardstick_llm.engine.requests.prompt_lookup import Lookup
+    from yardstick_llm.engine.structured.constraint import Constraint
 
 
 class PromptParts(NamedTuple):

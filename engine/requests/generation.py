@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from engine import wire
-from engine.ints import EMPTY, Bits, IntBuffer, Ints, bits_of, ints, words_of
-from engine.models.lora.slots import LoadedAdapter
-from engine.requests.core import Branch, GuidedSection, Request
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import EMPTY, Bits, IntBuffer, Ints, bits_of, ints, words_of
+from yardstick_llm.engine.models.lora.slots import LoadedAdapter
+from yardstick_llm.engine.requests.core import Branch, GuidedSection, Request
 
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:

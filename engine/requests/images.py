@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from engine.ints import Ints
-from engine.wire import IMAGE_TOKENS
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.wire import IMAGE_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.requests.core import Branch, Request, ScoringRequest
+    from yardstick_llm.engine.requests.core import Branch, Request, ScoringRequest
 
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from engine.ints import EMPTY, MASK_64, Ints
+from yardstick_llm.engine.ints import EMPTY, MASK_64, Ints
 
 MOST_INDEXED = 1 << 17
 """Tokens at the end of a prompt that are searched."""

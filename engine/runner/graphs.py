@@ -27,10 +27,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Attend, Decoder
-from engine.models.lora.linear import CapturedRows
-from engine.requests.batch import ExtendSegment
-from kernels.runtime import AVAILABLE, INTERPRETED, triton
+from yardstick_llm.engine.models.decoder import Attend, Decoder
+from yardstick_llm.engine.models.lora.linear import CapturedRows
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.kernels.runtime import AVAILABLE, INTERPRETED, triton
 
 logger = logging.getLogger(__name__)
 

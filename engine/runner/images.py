@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.transfer import Copy, Upload
-from engine.models.vision.tower import ImageRows, VisionDecoder, grid_of
-from engine.requests.batch import Batch, ExtendSegment, Tokens
-from engine.requests.images import Embedding, EmbeddingCache, Layout
-from engine.wire import IMAGE_TOKENS
+from yardstick_llm.engine.models.transfer import Copy, Upload
+from yardstick_llm.engine.models.vision.tower import ImageRows, VisionDecoder, grid_of
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment, Tokens
+from yardstick_llm.engine.requests.images import Embedding, EmbeddingCache, Layout
+from yardstick_llm.engine.wire import IMAGE_TOKENS
 
 
 @dataclass(slots=True)

@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import torch
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.runner.graphs import BUCKETS
-from engine.settings import GPU_BATCHED_TOKENS, MAX_RUNNING_REQUESTS, RUNNING_REQUESTS, EngineSettings
-from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.runner.graphs import BUCKETS
+from yardstick_llm.engine.settings import GPU_BATCHED_TOKENS, MAX_RUNNING_REQUESTS, RUNNING_REQUESTS, EngineSettings
+from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,21 +20,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder
-from engine.models.lora.linear import StepRows, UploadedRows
-from engine.models.lora.slots import DeviceSlots
-from engine.models.modules import TokenHead
-from engine.models.transfer import Copy, Download, Upload
-from engine.requests.batch import Batch, CandidatePass, ExtendSegment, Tokens
-from engine.requests.core import PENDING, Branch
-from engine.runner.attention.base import AttentionBackend
-from engine.runner.graphs import StepGraphs
-from engine.runner.images import StepImages
-from engine.runner.lenvm.draws import GuidedStep, LenVMRunner
-from engine.runner.machine import StepThreads
-from engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
-from engine.runner.readouts.draws import DrawReadout, GuidedDrawReadout, PromptLogprobsReadout
-from engine.runner.readouts.scores import (
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lora.linear import StepRows, UploadedRows
+from yardstick_llm.engine.models.lora.slots import DeviceSlots
+from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.transfer import Copy, Download, Upload
+from yardstick_llm.engine.requests.batch import Batch, CandidatePass, ExtendSegment, Tokens
+from yardstick_llm.engine.requests.core import PENDING, Branch
+from yardstick_llm.engine.runner.attention.base import AttentionBackend
+from yardstick_llm.engine.runner.graphs import StepGraphs
+from yardstick_llm.engine.runner.images import StepImages
+from yardstick_llm.engine.runner.lenvm.draws import GuidedStep, LenVMRunner
+from yardstick_llm.engine.runner.machine import StepThreads
+from yardstick_llm.engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from yardstick_llm.engine.runner.readouts.draws import DrawReadout, GuidedDrawReadout, PromptLogprobsReadout
+from yardstick_llm.engine.runner.readouts.scores import (
     ClassReadout,
     EmbeddingReadout,
     LabelLogitsReadout,
@@ -42,8 +42,8 @@ from engine.runner.readouts.scores import (
     LengthValueReadout,
     LikelihoodReadout,
 )
-from kernels.linear import linear
-from kernels.lora_layout import LoraRun, block_runs
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.lora_layout import LoraRun, block_runs
 
 KINDS: tuple[type[Readout], ...] = (
     LabelReadout,

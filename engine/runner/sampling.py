@@ -36,13 +36,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.ints import MASK_64, Bits, bits_of, words_of
-from engine.wire import Sampling
-from kernels.keep_thresholds import keep_thresholds, scale
-from kernels.largest import SMALLEST_TEMPERATURE
-from kernels.row_argmax import row_argmax
-from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
-from kernels.token_bits import exclude_
+from yardstick_llm.engine.ints import MASK_64, Bits, bits_of, words_of
+from yardstick_llm.engine.wire import Sampling
+from yardstick_llm.kernels.keep_thresholds import keep_thresholds, scale
+from yardstick_llm.kernels.largest import SMALLEST_TEMPERATURE
+from yardstick_llm.kernels.row_argmax import row_argmax
+from yardstick_llm.kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
+from yardstick_llm.kernels.token_bits import exclude_
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 Integers = npt.NDArray[np.int64]

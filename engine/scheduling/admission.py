@@ -15,13 +15,13 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from engine.ints import EMPTY, Ints
-from engine.kvcache.eviction import Node
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import ItemBlock, ItemGroup, Request
-from engine.scheduling.allocation import Allocator
-from engine.scheduling.composer import StepComposer
-from engine.scheduling.fair_queue import FairQueue, Flow, WaitEstimator
+from yardstick_llm.engine.ints import EMPTY, Ints
+from yardstick_llm.engine.kvcache.eviction import Node
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import ItemBlock, ItemGroup, Request
+from yardstick_llm.engine.scheduling.allocation import Allocator
+from yardstick_llm.engine.scheduling.composer import StepComposer
+from yardstick_llm.engine.scheduling.fair_queue import FairQueue, Flow, WaitEstimator
 
 Found = tuple[int, Node, list[Ints]]
 """A cached item: its place in the group, the node with which it ends, and the slots of the nodes on its path."""

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from engine.ints import EMPTY, Ints
-from engine.kvcache.prefix_cache import PrefixCache, SlotPool
-from engine.requests.batch import CandidatePass
-from engine.requests.core import Branch, ItemBlock, Request
-from engine.scheduling.fair_queue import FairQueue, Flow
+from yardstick_llm.engine.ints import EMPTY, Ints
+from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache, SlotPool
+from yardstick_llm.engine.requests.batch import CandidatePass
+from yardstick_llm.engine.requests.core import Branch, ItemBlock, Request
+from yardstick_llm.engine.scheduling.fair_queue import FairQueue, Flow
 
 TURN = 8
 """Steps after which an adapter leaves its place to one that waits."""

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.ints import EMPTY, Ints
-from engine.requests.batch import Batch, CandidatePass, ExtendSegment
-from engine.requests.core import Branch, Request
-from engine.requests.generation import GenerateRequest
-from engine.scheduling.allocation import Allocator
-from engine.scheduling.fair_queue import Flow
+from yardstick_llm.engine.ints import EMPTY, Ints
+from yardstick_llm.engine.requests.batch import Batch, CandidatePass, ExtendSegment
+from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling.allocation import Allocator
+from yardstick_llm.engine.scheduling.fair_queue import Flow
 
 
 class StepComposer:

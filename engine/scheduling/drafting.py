@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.ints import EMPTY
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import Branch, Request
-from engine.requests.generation import GenerateRequest
-from engine.requests.prompt_lookup import Lookup, PromptIndex
-from engine.scheduling.allocation import Allocator
-from engine.scheduling.fair_queue import Flow
-from engine.wire import DraftOptions
+from yardstick_llm.engine.ints import EMPTY
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.requests.prompt_lookup import Lookup, PromptIndex
+from yardstick_llm.engine.scheduling.allocation import Allocator
+from yardstick_llm.engine.scheduling.fair_queue import Flow
+from yardstick_llm.engine.wire import DraftOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine import wire
-from engine.requests.core import ItemBlock, ItemGroup, Request, ScoringRequest
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.requests.core import ItemBlock, ItemGroup, Request, ScoringRequest
 
 AGING_SECONDS = 5.0
 """A request of priority p is served like one of priority 0 that arrived p times this later."""

@@ -34,17 +34,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engine import wire
-from engine.kvcache.prefix_cache import PrefixCache, SlotPool
-from engine.requests.batch import Batch
-from engine.requests.core import Branch, ItemGroup, Request
-from engine.requests.generation import GenerateRequest
-from engine.scheduling.admission import Admission
-from engine.scheduling.allocation import Allocator, KVPool
-from engine.scheduling.composer import StepComposer, decode, decoding_branch
-from engine.scheduling.drafting import Drafting, LookupSettings
-from engine.scheduling.fair_queue import FairQueue, WaitEstimator, rank
-from engine.settings import RESERVED_SHARE
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache, SlotPool
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.requests.core import Branch, ItemGroup, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling.admission import Admission
+from yardstick_llm.engine.scheduling.allocation import Allocator, KVPool
+from yardstick_llm.engine.scheduling.composer import StepComposer, decode, decoding_branch
+from yardstick_llm.engine.scheduling.drafting import Drafting, LookupSettings
+from yardstick_llm.engine.scheduling.fair_queue import FairQueue, WaitEstimator, rank
+from yardstick_llm.engine.settings import RESERVED_SHARE
 
 FEW = 64
 

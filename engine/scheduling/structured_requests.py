@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from engine import wire
-from engine.requests.core import Branch, Request
-from engine.requests.generation import GenerateRequest
-from engine.scheduling.scheduler import Scheduler
-from engine.structured.checker import Vocabulary
-from engine.structured.compiler import Compiler, NoRoomError
-from engine.structured.constraint import Constraint, GrammarError, MaskThreads
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
+from yardstick_llm.engine.structured.checker import Vocabulary
+from yardstick_llm.engine.structured.compiler import Compiler, NoRoomError
+from yardstick_llm.engine.structured.constraint import Constraint, GrammarError, MaskThreads
 
 NO_ROOM = "The grammars in use take all the memory that the engine has for them; try again later."
 

@@ -17,12 +17,12 @@ from litestar import Litestar, Request, Response, Router, get, post
 from litestar.enums import MediaType
 from litestar.response import Stream
 
-from engine import wire
-from engine.server import channel, metrics
-from engine.server.loop_client import LOADING, LoopClient
-from engine.server.tracing import Tracing
-from engine.settings import EngineSettings
-from tracing.export import Exporter
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server import channel, metrics
+from yardstick_llm.engine.server.loop_client import LOADING, LoopClient
+from yardstick_llm.engine.server.tracing import Tracing
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.tracing.export import Exporter
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 BEAT_SECONDS = 0.5
 """Time between two beats of a loop without work."""

@@ -1,4 +1,4 @@
-"""Check of an engine's image, run when it is built: ``python -m engine.server.image_check cpu|cuda [MIB]``.
+"""Check of an engine's image, run when it is built: ``python -m yardstick_llm.engine.server.image_check cpu|cuda [MIB]``.
 
 Every module of the engine is imported, and the environment must not be larger than its budget. For CUDA, the C compiler must build
 an extension of Python, as Triton does for its launchers, and FlashInfer's compiled modules must load. No GPU is needed.
@@ -16,7 +16,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("engine", "kernels")
+PACKAGES = ("yardstick_llm.engine", "yardstick_llm.kernels")
 BUDGETS = {"cpu": 1500, "cuda": 5600}
 """Largest size of the environment in MiB."""
 EXTENSION = "#include <Python.h>\nPyMODINIT_FUNC PyInit_check(void) { return NULL; }\n"
@@ -52,7 +52,7 @@ def check_cuda() -> None:
     import torch
     import triton
 
-    from engine.runner.attention.flashinfer import VERSION
+    from yardstick_llm.engine.runner.attention.flashinfer import VERSION
 
     assert torch.version.cuda, f"torch {torch.__version__} is without CUDA"
     assert metadata.version("flashinfer-python") == VERSION, f"the engine needs FlashInfer {VERSION}"

@@ -19,10 +19,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine import wire
-from engine.server import channel
-from engine.server.channel import BEAT_SECONDS
-from engine.settings import EngineSettings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server import channel
+from yardstick_llm.engine.server.channel import BEAT_SECONDS
+from yardstick_llm.engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class LoopClient:
         try:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "engine.server.loop_process", settings, *addresses.names),
+                *("-m", "yardstick_llm.engine.server.loop_process", settings, *addresses.names),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=addresses.descriptors,
                 env=with_defaults(os.environ),

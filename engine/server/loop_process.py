@@ -24,14 +24,14 @@ from typing import NamedTuple, TextIO
 import msgspec
 import zmq
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.models.lora.registry import AdapterRegistry, LoraManager
-from engine.models.source import located, tokenizer_files
-from engine.server import channel
-from engine.settings import EngineSettings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lora.registry import AdapterRegistry, LoraManager
+from yardstick_llm.engine.models.source import located, tokenizer_files
+from yardstick_llm.engine.server import channel
+from yardstick_llm.engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine import wire
-from engine.server.options import attribute_docstrings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server.options import attribute_docstrings
 
 GAUGES = (
     *("running", "waiting", "wait_seconds", "tenants", "slots_total", "slots_free", "attention_fallback", "slots_cached"),

@@ -1,4 +1,4 @@
-"""The command line of ``python -m engine``, derived from :mod:`engine.settings`."""
+"""The command line of ``python -m yardstick_llm.engine``, derived from :mod:`engine.settings`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, get_arg
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from engine import wire
-from engine.settings import EngineSettings, ServerSettings
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.settings import EngineSettings, ServerSettings
 
 NOT_OPTIONS = ("overlap",)
 """Settings that only programs set."""
@@ -81,8 +81,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m engine``."""
-    made = _Parser("python -m engine", description="Serve one model to Yardstick gateways.")
+    """The parser of ``python -m yardstick_llm.engine``."""
+    made = _Parser("python -m yardstick_llm.engine", description="Serve one model to Yardstick gateways.")
     for settings in (EngineSettings, ServerSettings):
         group = made.add_argument_group((settings.__doc__ or "").removesuffix("."))
         for option in options_of(settings):

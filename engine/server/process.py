@@ -14,12 +14,12 @@ from pathlib import Path
 import uvicorn
 from litestar import Litestar
 
-from engine.server.app import BearerTokenError, BearerTokens, create_app, create_health_app
-from engine.server.loop_client import LoopClient
-from engine.server.options import parse
-from engine.settings import ServerSettings
-from tracing.export import Exporter, TracingError
-from tracing.setup import check_endpoint, open_exporter
+from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, create_app, create_health_app
+from yardstick_llm.engine.server.loop_client import LoopClient
+from yardstick_llm.engine.server.options import parse
+from yardstick_llm.engine.settings import ServerSettings
+from yardstick_llm.tracing.export import Exporter, TracingError
+from yardstick_llm.tracing.setup import check_endpoint, open_exporter
 
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
-from engine import wire
-from engine.server import channel
-from tracing.context import read_context
-from tracing.export import Exporter
-from tracing.spans import Span
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server import channel
+from yardstick_llm.tracing.context import read_context
+from yardstick_llm.tracing.export import Exporter
+from yardstick_llm.tracing.spans import Span
 
 
 class Tracing:

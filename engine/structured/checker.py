@@ -3,7 +3,8 @@ takes too much time or memory.
 
 llguidance cannot be interrupted, its limits do not bound all of its work (``multipleOf`` with a large number compiles for minutes),
 and the heap of an engine keeps freed memory (:mod:`engine.server.loop_client`). Therefore a process that has only the vocabulary,
-``python -m engine.structured.checker SOCKET``, forks a child for each grammar. The engine compiles what its child could compile.
+``python -m yardstick_llm.engine.structured.checker SOCKET``, forks a child for each grammar. The engine compiles what its child
+could compile.
 
 Control tokens never match text in a grammar; a grammar names them (``<|im_end|>``). An added token is one if ``tokenizer.json``
 marks it as special, or if it is spelled in angle brackets (``<tool_call>``) or with a bar beside a bracket.
@@ -34,7 +35,7 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.wire import CONTROL_TOKEN, GRAMMAR_BOUNDS, GRAMMAR_LIMITS, GrammarVocabulary
+from yardstick_llm.engine.wire import CONTROL_TOKEN, GRAMMAR_BOUNDS, GRAMMAR_LIMITS, GrammarVocabulary
 
 
 class VocabularyError(ValueError):
@@ -182,7 +183,7 @@ class Checker:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - runs at start and after a crash
-                [sys.executable, "-m", "engine.structured.checker", str(theirs.fileno())],
+                [sys.executable, "-m", "yardstick_llm.engine.structured.checker", str(theirs.fileno())],
                 env=inherited | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
-from engine import wire
-from engine.structured.checker import LIMITS, Checker, Vocabulary
-from engine.structured.constraint import Constraint, FairThreads, GrammarError
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.structured.checker import LIMITS, Checker, Vocabulary
+from yardstick_llm.engine.structured.constraint import Constraint, FairThreads, GrammarError
 
 GRAMMAR_ROOM = 256 << 20
 """Most memory in bytes of all compiled grammars, kept ones and those in use."""

@@ -20,9 +20,9 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from engine import wire
-from engine.ints import Bits, words_of
-from engine.structured.checker import reason_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Bits, words_of
+from yardstick_llm.engine.structured.checker import reason_of
 
 REMEMBERED = 1024
 """Tenants without jobs whose virtual time is remembered, so that leaving between two jobs gains nothing."""

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from examples.demo_models.batches import Batch, training_batches
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.shapes import initialise
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
 
 LEARNING_RATE, WARM_UP = 2e-3, 100
 

@@ -13,10 +13,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.demo import MODELS
-from engine.models.decoder import Decoder
-from engine.models.lenvm import LenVM, load_lenvm
-from engine.models.loader import load_model
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
@@ -24,6 +20,10 @@ from examples.demo_models.forward import causal_hidden
 from examples.demo_models.generate import generate
 from examples.demo_models.lenvm import LIMIT, Text, collate, write_texts
 from examples.demo_models.text import load_tokenizer
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm
+from yardstick_llm.engine.models.loader import load_model
 
 ROWS = 256
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Attend, Decoder
-from engine.models.lenvm import LenVM
+from yardstick_llm.engine.models.decoder import Attend, Decoder
+from yardstick_llm.engine.models.lenvm import LenVM
 
 
 def causal_hidden(model: Decoder | LenVM, tokens: Tensor) -> Tensor:

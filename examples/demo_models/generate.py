@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder
 from examples.demo_models.forward import LockstepCache
+from yardstick_llm.engine.models.decoder import Decoder
 
 COMPACT_EVERY = 16
 """Number of steps after which ended rows are dropped."""

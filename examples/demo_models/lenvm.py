@@ -15,14 +15,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.lenvm import LenVM
 from examples.demo_models.base import Progress, descend, make_optimizer, set_learning_rate
 from examples.demo_models.corpus.documents import draw_request
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.generate import generate
 from examples.demo_models.shapes import initialise
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lenvm import LenVM
 
 GAMMA = 0.985
 """1 − γ^L is 0.89 for the longest usual texts (150 tokens) and 0.17 for the shortest (12)."""

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from engine.models.config import ModelConfig
-from engine.models.rope import Rope
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.rope import Rope
 
 CONTEXT = 1024
 """Context length in tokens. Training texts have fewer than 200."""

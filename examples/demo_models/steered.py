@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from engine import wire
-from engine.demo import MODELS
-from engine.loop.build import build_loop
-from engine.settings import EngineSettings
 from examples.demo_models.prompts import chat, describe
 from examples.demo_models.text import load_tokenizer
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.settings import EngineSettings
 
 PRODUCT = "red running shoes"
 SCALES = (-10.0, -2.0, 0.0, 2.0, 10.0)

@@ -13,9 +13,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.models.checkpoint import VALUE_HEAD
-from engine.models.lenvm import LenVM
-from engine.models.loader import load_model, write_checkpoint
 from examples.demo_models.base import Progress, train_base
 from examples.demo_models.corpus.documents import sample_texts
 from examples.demo_models.evaluate import measure
@@ -23,6 +20,9 @@ from examples.demo_models.lenvm import GAMMA, train_lenvm, write_texts
 from examples.demo_models.prompts import END
 from examples.demo_models.shapes import CONTEXT, base_config, count_parameters, length_config
 from examples.demo_models.text import save_tokenizer, train_tokenizer
+from yardstick_llm.engine.models.checkpoint import VALUE_HEAD
+from yardstick_llm.engine.models.lenvm import LenVM
+from yardstick_llm.engine.models.loader import load_model, write_checkpoint
 
 STORED = torch.float16
 

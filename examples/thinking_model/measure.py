@@ -16,13 +16,13 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
 from examples.demo_models.text import load_tokenizer
 from examples.thinking_model import task
 from examples.thinking_model.train import token_id
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
 
 BUDGETS = (6, 10, 15, 20, 30, 40, 60)
 LIMIT = 300

@@ -13,8 +13,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder
-from engine.models.loader import load_model, write_checkpoint
 from examples.demo_models.base import Progress, descend, make_optimizer, set_learning_rate
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.generate import generate
@@ -24,6 +22,8 @@ from examples.demo_models.shapes import CONTEXT, initialise, length_config
 from examples.demo_models.text import save_tokenizer, train_tokenizer
 from examples.demo_models.train import STORED, bfloat16_products, save_lenvm_model, terminal
 from examples.thinking_model import task
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.loader import load_model, write_checkpoint
 
 VOCABULARY = 384
 ROWS = 32

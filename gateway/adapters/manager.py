@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-from engine import wire
-from gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
-from gateway.errors import (
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
+from yardstick_llm.gateway.errors import (
     AdapterNotFound,
     Conflict,
     EngineSilent,
@@ -29,10 +29,10 @@ from gateway.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from gateway.ops.metrics import Telemetry
-from gateway.pool.adapters import Reference
-from gateway.pool.pool import Pool
-from gateway.pool.replica import Replica
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.adapters import Reference
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import Replica
 
 logger = logging.getLogger(__name__)
 

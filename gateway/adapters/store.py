@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.pool.adapters import Reference
-from gateway.store.link import Link, RedisAway, Script
+from yardstick_llm.gateway.pool.adapters import Reference
+from yardstick_llm.gateway.store.link import Link, RedisAway, Script
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from litestar.connection import ASGIConnection
 
-from engine import wire
-from gateway.errors import (
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import (
     ClientGone,
     GatewayError,
     InvalidRequest,
@@ -25,19 +25,19 @@ from gateway.errors import (
     RateLimited,
     RequestTimeout,
 )
-from gateway.http.context import RequestContext
-from gateway.keys import PRIORITY_RANGE
-from gateway.limits.limiter import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import stage
-from gateway.pool.adapters import AdapterModel
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.schemas.common import new_id
-from gateway.store.results import CachePolicy
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.keys import PRIORITY_RANGE
+from yardstick_llm.gateway.limits.limiter import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import stage
+from yardstick_llm.gateway.pool.adapters import AdapterModel
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.store.results import CachePolicy
 
 if TYPE_CHECKING:
-    from gateway.keys import ApiKey
+    from yardstick_llm.gateway.keys import ApiKey
 
 ANY_ADAPTER = ":*"
 """Ends an entry of a key's ``models`` that stands for all adapters of the model before it."""

@@ -11,15 +11,15 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.adapters.manager import AdapterManager, Outcome
-from gateway.api.access import Quotas
-from gateway.api.answers import JsonResponse
-from gateway.api.reader import Body, post_json
-from gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
-from gateway.http.context import RequestContext
-from gateway.pool.adapters import Reference
-from gateway.pool.pool import Pool
-from gateway.schemas.parameters import BodyDecoder, EndpointName, Parameters
+from yardstick_llm.gateway.adapters.manager import AdapterManager, Outcome
+from yardstick_llm.gateway.api.access import Quotas
+from yardstick_llm.gateway.api.answers import JsonResponse
+from yardstick_llm.gateway.api.reader import Body, post_json
+from yardstick_llm.gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.pool.adapters import Reference
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.schemas.parameters import BodyDecoder, EndpointName, Parameters
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]

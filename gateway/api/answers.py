@@ -22,10 +22,10 @@ from litestar.response import Stream
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
-from gateway.errors import ClientGone, GatewayError, InternalError
-from gateway.http.connection import Cycle, Incoming
-from gateway.http.context import RequestContext
-from gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.errors import ClientGone, GatewayError, InternalError
+from yardstick_llm.gateway.http.connection import Cycle, Incoming
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.process.event_loop import TimeSlice
 
 logger = logging.getLogger(__name__)
 

@@ -19,29 +19,37 @@ from typing import Any, NamedTuple
 import msgspec
 from litestar import Request, Response
 
-from engine import wire
-from gateway.api.access import caller_of, priority_of, requested_model
-from gateway.api.answers import DONE, event_with_rows, sse, while_connected, with_rows
-from gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
-from gateway.api.reader import INLINE_BYTES, Body, Reading
-from gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
-from gateway.errors import EngineLost, EngineSilent, GatewayError, InvalidRequest, NotReady, Overloaded, StoreUnavailable
-from gateway.http.context import RequestContext
-from gateway.limits.limiter import Lease
-from gateway.pool.fanout import Prompts
-from gateway.pool.placement import cut
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.presets.preset import Fitted, Preset
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.catalogue import Opened
-from gateway.requests.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
-from gateway.requests.score import ScoreChunk, ScoreRequest, ScoreResponse
-from gateway.schemas.common import MAX_ITEMS, PromptTokensDetails, Usage, new_id
-from gateway.scoring.scorer import Scores
-from gateway.store.results import CachePolicy, Row
-from gateway.text.catalogue import row_of, tail_bytes, tokens_of
-from gateway.text.prepared import Bounds, Prepared
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
+from yardstick_llm.gateway.api.answers import DONE, event_with_rows, sse, while_connected, with_rows
+from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
+from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
+from yardstick_llm.gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
+from yardstick_llm.gateway.errors import (
+    EngineLost,
+    EngineSilent,
+    GatewayError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    StoreUnavailable,
+)
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.limits.limiter import Lease
+from yardstick_llm.gateway.pool.fanout import Prompts
+from yardstick_llm.gateway.pool.placement import cut
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.presets.preset import Fitted, Preset
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.catalogue import Opened
+from yardstick_llm.gateway.requests.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
+from yardstick_llm.gateway.requests.score import ScoreChunk, ScoreRequest, ScoreResponse
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.store.results import CachePolicy, Row
+from yardstick_llm.gateway.text.catalogue import row_of, tail_bytes, tokens_of
+from yardstick_llm.gateway.text.prepared import Bounds, Prepared
 
 MOST_ITEMS = 200_000
 """Most items of a request for a whole catalogue."""

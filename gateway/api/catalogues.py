@@ -18,17 +18,25 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from gateway.api.access import Quotas, requested_model
-from gateway.api.answers import JsonResponse
-from gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
-from gateway.api.reader import Body, Reader, put_json
-from gateway.api.scoring import fitted_of
-from gateway.errors import CatalogueNotFound, Conflict, InvalidRequest, ItemNotFound, NotPermitted, StoreFull, StoreUnavailable
-from gateway.http.context import RequestContext
-from gateway.ops.metrics import Telemetry
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.requests.catalogue import (
+from yardstick_llm.gateway.api.access import Quotas, requested_model
+from yardstick_llm.gateway.api.answers import JsonResponse
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
+from yardstick_llm.gateway.api.reader import Body, Reader, put_json
+from yardstick_llm.gateway.api.scoring import fitted_of
+from yardstick_llm.gateway.errors import (
+    CatalogueNotFound,
+    Conflict,
+    InvalidRequest,
+    ItemNotFound,
+    NotPermitted,
+    StoreFull,
+    StoreUnavailable,
+)
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.requests.catalogue import (
     MAX_ID,
     CatalogueBody,
     CatalogueList,
@@ -43,11 +51,11 @@ from gateway.requests.catalogue import (
     RegisteredItems,
     requested_template,
 )
-from gateway.schemas.common import Usage
-from gateway.settings import Settings
-from gateway.store.base import Box, Full, Missing, Space, Store, Unavailable
-from gateway.text.catalogue import HEADER_BYTES, Template, digest_of, tokens_of
-from gateway.text.prepared import ID_BYTES
+from yardstick_llm.gateway.schemas.common import Usage
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.store.base import Box, Full, Missing, Space, Store, Unavailable
+from yardstick_llm.gateway.text.catalogue import HEADER_BYTES, Template, digest_of, tokens_of
+from yardstick_llm.gateway.text.prepared import ID_BYTES
 
 ITEM_BYTES = 320
 """Bytes that an item takes besides its id and its record; this also bounds the number of tiny items."""

@@ -11,18 +11,25 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.api.access import caller_of, priority_of, requested_model
-from gateway.api.generation import Answer, Generator, system_fingerprint
-from gateway.api.reader import Body, Reader, post_json
-from gateway.errors import InvalidRequest
-from gateway.generation.generation import TOKEN_IDS, PromptOutput, prompt_ids
-from gateway.generation.length import gamma_of_values, guidance_of, remaining_tokens, require_lenvm, thinking_limit, with_section
-from gateway.generation.plan import check, plan
-from gateway.generation.sequence import Piece, Token
-from gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.schemas.chat import (
+from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
+from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.generation import TOKEN_IDS, PromptOutput, prompt_ids
+from yardstick_llm.gateway.generation.length import (
+    gamma_of_values,
+    guidance_of,
+    remaining_tokens,
+    require_lenvm,
+    thinking_limit,
+    with_section,
+)
+from yardstick_llm.gateway.generation.plan import check, plan
+from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.output.parser import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.schemas.chat import (
     AssistantMessage,
     CalledCustom,
     CalledFunction,
@@ -39,9 +46,9 @@ from gateway.schemas.chat import (
     ToolCallDelta,
     TopLogprob,
 )
-from gateway.schemas.common import Usage, new_id
-from gateway.schemas.generation import LengthGuidance
-from gateway.text.prepared import as_list
+from yardstick_llm.gateway.schemas.common import Usage, new_id
+from yardstick_llm.gateway.schemas.generation import LengthGuidance
+from yardstick_llm.gateway.text.prepared import as_list
 
 _encoder = msgspec.json.Encoder()
 

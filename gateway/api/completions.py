@@ -10,21 +10,21 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from engine import wire
-from gateway.api.access import caller_of, priority_of, requested_model
-from gateway.api.generation import Answer, Generator, system_fingerprint
-from gateway.api.reader import Body, Reader, post_json
-from gateway.errors import InvalidRequest
-from gateway.generation.generation import TOKEN_IDS, Generation, PromptOutput, prompt_ids
-from gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
-from gateway.generation.plan import check, plan
-from gateway.generation.sequence import Piece, Token
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from gateway.schemas.common import Usage, new_id
-from gateway.text.prepared import as_list
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
+from yardstick_llm.gateway.api.generation import Answer, Generator, system_fingerprint
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.generation import TOKEN_IDS, Generation, PromptOutput, prompt_ids
+from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, refuse_sections, remaining_tokens
+from yardstick_llm.gateway.generation.plan import check, plan
+from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from yardstick_llm.gateway.schemas.common import Usage, new_id
+from yardstick_llm.gateway.text.prepared import as_list
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -11,11 +11,11 @@ from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
-import gateway.console
-from gateway.errors import NotFound
-from gateway.http.connection import Incoming
+import yardstick_llm.gateway.console
+from yardstick_llm.gateway.errors import NotFound
+from yardstick_llm.gateway.http.connection import Incoming
 
-FOLDER = Path(gateway.console.__file__).parent
+FOLDER = Path(yardstick_llm.gateway.console.__file__).parent
 PAGE = "index.html"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (

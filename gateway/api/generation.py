@@ -13,20 +13,20 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 
-from gateway.api.access import Quotas
-from gateway.api.answers import DONE, JsonResponse, StreamHandle, Streams, sse, while_connected
-from gateway.generation.generation import DirectWriter, Generation, PromptOutput, check_size, prompt_output, run_all
-from gateway.generation.sequence import Piece, Token
-from gateway.http.context import RequestContext
-from gateway.limits.limiter import NOTHING, Cost, Lease
-from gateway.ops.access_log import Account
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import finished
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.replica import ServedModel
-from gateway.process.event_loop import TimeSlice
-from gateway.schemas.common import CompletionTokensDetails, PromptTokensDetails, Usage, new_id
-from gateway.schemas.generation import GenerationRequest
+from yardstick_llm.gateway.api.access import Quotas
+from yardstick_llm.gateway.api.answers import DONE, JsonResponse, StreamHandle, Streams, sse, while_connected
+from yardstick_llm.gateway.generation.generation import DirectWriter, Generation, PromptOutput, check_size, prompt_output, run_all
+from yardstick_llm.gateway.generation.sequence import Piece, Token
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.limits.limiter import NOTHING, Cost, Lease
+from yardstick_llm.gateway.ops.access_log import Account
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import finished
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.schemas.common import CompletionTokensDetails, PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.schemas.generation import GenerationRequest
 
 
 class Answer(ABC):

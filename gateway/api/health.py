@@ -11,14 +11,14 @@ from litestar.types import Scope
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from gateway.errors import GatewayError, NotReady
-from gateway.http.auth import KeyRing, key_of
-from gateway.http.connection import Incoming
-from gateway.ops.metrics import Telemetry
-from gateway.pool.pool import Pool
-from gateway.process.event_loop import TimeSlice
-from gateway.process.signals import Lifecycle
-from tracing.version import project_version
+from yardstick_llm.gateway.errors import GatewayError, NotReady
+from yardstick_llm.gateway.http.auth import KeyRing, key_of
+from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.process.signals import Lifecycle
+from yardstick_llm.tracing.version import project_version
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -9,19 +9,25 @@ from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from gateway.api.access import Quotas, requested_model, visible_models
-from gateway.api.answers import encoded
-from gateway.api.openapi import READ_ERRORS, ApiOperation
-from gateway.api.reader import Body, Reader, post_json
-from gateway.errors import ModelNotFound
-from gateway.http.context import RequestContext
-from gateway.pool.adapters import AdapterModel
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.presets.preset import Fitted
-from gateway.requests.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
-from gateway.text.prepared import Prepared
-from gateway.workers.workers import Workers
+from yardstick_llm.gateway.api.access import Quotas, requested_model, visible_models
+from yardstick_llm.gateway.api.answers import encoded
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.errors import ModelNotFound
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.pool.adapters import AdapterModel
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.presets.preset import Fitted
+from yardstick_llm.gateway.requests.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from yardstick_llm.gateway.text.prepared import Prepared
+from yardstick_llm.gateway.workers.workers import Workers
 
 
 class PresetInfo(msgspec.Struct, frozen=True, kw_only=True):

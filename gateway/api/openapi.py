@@ -24,10 +24,10 @@ from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
-from gateway.errors import ErrorBody, NotFound
-from gateway.schemas.chat import ChatChunk, ChatCompletion
-from gateway.schemas.responses import Event, ResponseBody
-from tracing.version import project_version
+from yardstick_llm.gateway.errors import ErrorBody, NotFound
+from yardstick_llm.gateway.schemas.chat import ChatChunk, ChatCompletion
+from yardstick_llm.gateway.schemas.responses import Event, ResponseBody
+from yardstick_llm.tracing.version import project_version
 
 PATH = "/schema"
 _ASSETS = f"{PATH}/assets"

@@ -24,25 +24,25 @@ from litestar.openapi.spec import Reference, Schema
 from litestar.types import ASGIApp, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
-from gateway.api.access import Quotas
-from gateway.api.answers import while_connected
-from gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, operation_with
-from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
-from gateway.http.body import HttpMiddleware
-from gateway.http.context import RequestContext
-from gateway.images.decode import InvalidImage
-from gateway.images.fetch import ImageFetcher, ImageRoom
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import stage
-from gateway.output.answer import Formats
-from gateway.pool.replica import ServedModel
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.images import IMAGE_CHARACTERS
-from gateway.requests.worker import ENDPOINTS, NAMES
-from gateway.schemas.parameters import Parameters
-from gateway.text.prepared import Bounds, Packed, Prepared, unpack
-from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted
-from gateway.workers.workers import BULK, Channel, Loss, WorkerLostError, Workers
+from yardstick_llm.gateway.api.access import Quotas
+from yardstick_llm.gateway.api.answers import while_connected
+from yardstick_llm.gateway.api.openapi import ERRORS, WRITE_ERRORS, ApiOperation, operation_with
+from yardstick_llm.gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
+from yardstick_llm.gateway.http.body import HttpMiddleware
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.images.decode import InvalidImage
+from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import stage
+from yardstick_llm.gateway.output.answer import Formats
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.images import IMAGE_CHARACTERS
+from yardstick_llm.gateway.requests.worker import ENDPOINTS, NAMES
+from yardstick_llm.gateway.schemas.parameters import Parameters
+from yardstick_llm.gateway.text.prepared import Bounds, Packed, Prepared, unpack
+from yardstick_llm.gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted
+from yardstick_llm.gateway.workers.workers import BULK, Channel, Loss, WorkerLostError, Workers
 
 B = TypeVar("B", bound=msgspec.Struct)
 

@@ -11,17 +11,17 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.api.access import priority_of, requested_model
-from gateway.api.answers import listed, sse, with_rows
-from gateway.api.catalogue_scores import LARGE_RESULTS, Scanner, by_labels, preset_of, rerank_catalogue
-from gateway.api.reader import Body, Reader, post_json
-from gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
-from gateway.errors import InvalidRequest
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.presets.preset import Fitted
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.rerank import (
+from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.answers import listed, sse, with_rows
+from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS, Scanner, by_labels, preset_of, rerank_catalogue
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.presets.preset import Fitted
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.rerank import (
     RerankChunk,
     RerankMeta,
     RerankRequest,
@@ -31,10 +31,10 @@ from gateway.requests.rerank import (
     TeiRank,
     TextDocument,
 )
-from gateway.schemas.common import PromptTokensDetails, Usage, new_id
-from gateway.scoring.scorer import Scores
-from gateway.store.results import Row
-from gateway.text.prepared import Prepared
+from yardstick_llm.gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.store.results import Row
+from yardstick_llm.gateway.text.prepared import Prepared
 
 
 def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
-from gateway.schemas.common import new_id
-from gateway.schemas.responses import (
+from yardstick_llm.gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Part, Reasoning
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.schemas.responses import (
     ArgumentsDelta,
     ArgumentsDone,
     Event,

@@ -20,28 +20,28 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from gateway.api.access import caller_of, priority_of, requested_model
-from gateway.api.answers import while_connected
-from gateway.api.chat import ChatAnswer
-from gateway.api.generation import Generator, small, system_fingerprint, usage_of
-from gateway.api.openapi import READ_ERRORS, ApiOperation
-from gateway.api.reader import Body, Reader, post_json
-from gateway.api.response_output import Output
-from gateway.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable
-from gateway.generation.generation import Generation
-from gateway.generation.length import gamma_of_values, guidance_of, with_section
-from gateway.generation.plan import check, plan
-from gateway.generation.sequence import Piece
-from gateway.http.context import RequestContext
-from gateway.ops.metrics import Telemetry
-from gateway.output.parser import Content, Part
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.responses import as_chat, renamed
-from gateway.schemas.chat import ChatMessage
-from gateway.schemas.common import Usage, new_id
-from gateway.schemas.responses import (
+from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
+from yardstick_llm.gateway.api.answers import while_connected
+from yardstick_llm.gateway.api.chat import ChatAnswer
+from yardstick_llm.gateway.api.generation import Generator, small, system_fingerprint, usage_of
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.response_output import Output
+from yardstick_llm.gateway.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable
+from yardstick_llm.gateway.generation.generation import Generation
+from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, with_section
+from yardstick_llm.gateway.generation.plan import check, plan
+from yardstick_llm.gateway.generation.sequence import Piece
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.output.parser import Content, Part
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.responses import as_chat, renamed
+from yardstick_llm.gateway.schemas.chat import ChatMessage
+from yardstick_llm.gateway.schemas.common import Usage, new_id
+from yardstick_llm.gateway.schemas.responses import (
     DeletedResponse,
     Event,
     IncompleteDetails,
@@ -59,10 +59,10 @@ from gateway.schemas.responses import (
     TextConfig,
     TextFormat,
 )
-from gateway.settings import Settings
-from gateway.store.base import Full, Missing, Space, Store, Unavailable
-from gateway.store.results import CachePolicy
-from gateway.text.prepared import Items, as_list
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
+from yardstick_llm.gateway.store.results import CachePolicy
+from yardstick_llm.gateway.text.prepared import Items, as_list
 
 
 class Draft:

@@ -10,11 +10,11 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.api.access import priority_of, requested_model
-from gateway.api.answers import event_with_rows, with_rows
-from gateway.api.catalogue_scores import Scanner, score_catalogue
-from gateway.api.reader import Body, Reader, post_json
-from gateway.api.scoring import (
+from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.answers import event_with_rows, with_rows
+from yardstick_llm.gateway.api.catalogue_scores import Scanner, score_catalogue
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.scoring import (
     LARGE_SCORES,
     ScoreAnswer,
     Scoring,
@@ -25,10 +25,10 @@ from gateway.api.scoring import (
     headers_of,
     item_usage_of,
 )
-from gateway.pool.pool import Pool
-from gateway.requests.score import ScoreRequest
-from gateway.schemas.common import new_id
-from gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.requests.score import ScoreRequest
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.scoring.scorer import Scores
 
 
 def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:

@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 import msgspec
 from litestar import Request
 
-from engine import wire
-from gateway.api.access import Quotas, caller_of
-from gateway.api.answers import DONE, EventStream, Streams, sse, while_connected
-from gateway.errors import InvalidRequest
-from gateway.generation.sequence import LEAST_LOGPROB
-from gateway.http.context import RequestContext
-from gateway.ops.metrics import Telemetry
-from gateway.pool.fanout import Prompts
-from gateway.pool.placement import cut
-from gateway.pool.replica import ServedModel, check_fallback, paths_of
-from gateway.presets.preset import Fitted, Task, softmax
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.score import (
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.access import Quotas, caller_of
+from yardstick_llm.gateway.api.answers import DONE, EventStream, Streams, sse, while_connected
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.sequence import LEAST_LOGPROB
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.fanout import Prompts
+from yardstick_llm.gateway.pool.placement import cut
+from yardstick_llm.gateway.pool.replica import ServedModel, check_fallback, paths_of
+from yardstick_llm.gateway.presets.preset import Fitted, Task, softmax
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.score import (
     ItemLikelihood,
     ItemScores,
     LikelihoodChunk,
@@ -37,10 +37,10 @@ from gateway.requests.score import (
     ScoreRequest,
     ScoreResponse,
 )
-from gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, PromptTokensDetails, Usage
-from gateway.scoring.scorer import Arrived, Scorer, Scores
-from gateway.store.results import CachePolicy, Row
-from gateway.text.prepared import Prepared
+from yardstick_llm.gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, PromptTokensDetails, Usage
+from yardstick_llm.gateway.scoring.scorer import Arrived, Scorer, Scores
+from yardstick_llm.gateway.store.results import CachePolicy, Row
+from yardstick_llm.gateway.text.prepared import Prepared
 
 RESULTS_PER_EVENT = 200
 NUMBERS_PER_EVENT = 1 << 12

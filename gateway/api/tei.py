@@ -14,28 +14,36 @@ from litestar import Request, Response, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
-from engine import wire
-from gateway.api.access import priority_of, requested_model
-from gateway.api.answers import listed
-from gateway.api.catalogue_scores import LARGE_RESULTS
-from gateway.api.openapi import READ_ERRORS, ApiOperation
-from gateway.api.reader import Body, Reader, post_json
-from gateway.api.rerank import ranked, tei_ranks
-from gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
-from gateway.api.texts import LARGE_EMBEDDINGS, LARGE_NUMBERS, check_numbers, class_names, probabilities, readout_of
-from gateway.errors import InvalidRequest, NotFound
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel, paths_of
-from gateway.presets.preset import Fitted, Task, sigmoid, softmax
-from gateway.process.event_loop import TimeSlice
-from gateway.requests.rerank import RerankRequest
-from gateway.requests.score import ScoreRequest
-from gateway.requests.tei import Prediction, Sentences, TaskRequest, TeiInfo, TeiParameters, TeiRequest, request_of_task
-from gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
-from gateway.scoring.scorer import Scores
-from gateway.store.results import Row
-from gateway.text.prepared import Prepared
-from tracing.version import project_version
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.answers import listed
+from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS
+from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
+from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from yardstick_llm.gateway.api.texts import LARGE_EMBEDDINGS, LARGE_NUMBERS, check_numbers, class_names, probabilities, readout_of
+from yardstick_llm.gateway.errors import InvalidRequest, NotFound
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
+from yardstick_llm.gateway.presets.preset import Fitted, Task, sigmoid, softmax
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.requests.rerank import RerankRequest
+from yardstick_llm.gateway.requests.score import ScoreRequest
+from yardstick_llm.gateway.requests.tei import (
+    Prediction,
+    Sentences,
+    TaskRequest,
+    TeiInfo,
+    TeiParameters,
+    TeiRequest,
+    request_of_task,
+)
+from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
+from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.store.results import Row
+from yardstick_llm.gateway.text.prepared import Prepared
+from yardstick_llm.tracing.version import project_version
 
 SIMILARITY = {"inputs": {"source_sentence": "red running shoes", "sentences": ["blue running shoes", "oak table"]}}
 """Example of a body of ``/similarity``."""

@@ -14,19 +14,19 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from engine import wire
-from gateway.api.access import priority_of, requested_model
-from gateway.api.answers import listed, with_lists, with_rows
-from gateway.api.reader import Body, Reader, post_json
-from gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
-from gateway.errors import InvalidRequest
-from gateway.generation.length import require_lenvm, value_and_remaining
-from gateway.pool.pool import Pool
-from gateway.pool.replica import ServedModel
-from gateway.presets.preset import Fitted, sigmoid, softmax
-from gateway.requests.length import LengthRequest, LengthResponse, Remaining
-from gateway.requests.rerank import ApiVersion
-from gateway.requests.texts import (
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
+from yardstick_llm.gateway.api.reader import Body, Reader, post_json
+from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.length import require_lenvm, value_and_remaining
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.presets.preset import Fitted, sigmoid, softmax
+from yardstick_llm.gateway.requests.length import LengthRequest, LengthResponse, Remaining
+from yardstick_llm.gateway.requests.rerank import ApiVersion
+from yardstick_llm.gateway.requests.texts import (
     Category,
     Classification,
     ClassifyRequest,
@@ -40,8 +40,8 @@ from gateway.requests.texts import (
     EmbedMeta,
     EmbedUnits,
 )
-from gateway.schemas.common import PromptTokensDetails, Usage, new_id
-from gateway.store.results import Row
+from yardstick_llm.gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.store.results import Row
 
 LARGE_NUMBERS = 1000
 """Number of probabilities above which the response is built in slices; this many take about a millisecond."""

@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from gateway.commands import CommandError
-from gateway.commands.client import Call, Report, Sender, Server, decoded
-from gateway.commands.files import Row, open_source
-from gateway.errors import ErrorDetail
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.commands.client import Call, Report, Sender, Server, decoded
+from yardstick_llm.gateway.commands.files import Row, open_source
+from yardstick_llm.gateway.errors import ErrorDetail
 
 MAX_REQUEST_BYTES = 1 << 20
 """Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""

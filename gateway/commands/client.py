@@ -15,8 +15,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from gateway.commands import CommandError, WrongUsage
-from gateway.errors import ErrorBody
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.errors import ErrorBody
 
 TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
 LINE_SECONDS = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
 
 FORMATS = (".jsonl", ".csv", ".parquet")
 _BOM = b"\xef\xbb\xbf"

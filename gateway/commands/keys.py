@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.commands import CommandError
-from gateway.commands.files import replace_file
-from gateway.keys import ApiKey, KeyFile, parse_keys
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.commands.files import replace_file
+from yardstick_llm.gateway.keys import ApiKey, KeyFile, parse_keys
 
 _RANDOM_BYTES = 32
 

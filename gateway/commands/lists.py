@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.commands import CommandError
-from gateway.commands.client import Report, Sender, Server, decoded
-from gateway.commands.files import Row, replace_file
-from gateway.commands.runner import Item, Rerank, Score
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.commands.client import Report, Sender, Server, decoded
+from yardstick_llm.gateway.commands.files import Row, replace_file
+from yardstick_llm.gateway.commands.runner import Item, Rerank, Score
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from gateway.commands import CommandError
-from gateway.presets.preset import FALLBACKS, ONE_CLASS, Preset, PresetError, builtin_presets, named, parse_preset
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.presets.preset import FALLBACKS, ONE_CLASS, Preset, PresetError, builtin_presets, named, parse_preset
 
 
 def list_presets() -> None:

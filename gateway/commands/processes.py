@@ -20,12 +20,12 @@ import httpx
 from rich.console import Console
 from rich.status import Status
 
-from gateway.commands import CommandError, WrongUsage
-from gateway.errors import UnusableModel
-from gateway.process.signals import ending_with
-from gateway.settings import Settings
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.errors import UnusableModel
+from yardstick_llm.gateway.process.signals import ending_with
+from yardstick_llm.gateway.settings import Settings
 
-_CHECKOUT = Path(__file__).parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _CLIENT_VARIABLES = ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY")
 """Variables for clients. A gateway treats every other ``YARDSTICK_`` variable as a setting."""
 _CLIENTS = ("loadgen", "benchmarks")
@@ -46,7 +46,9 @@ def become(module: str, arguments: Sequence[str], variables: Mapping[str, str] |
         require_engine()
     environment = dict(os.environ) if module in _CLIENTS else program_environment()
     os.execve(  # noqa: S606 - no shell is wanted
-        sys.executable, [sys.executable, "-m", module, *arguments], environment | dict(variables or {})
+        sys.executable,
+        [sys.executable, "-m", module if module == "benchmarks" else f"yardstick_llm.{module}", *arguments],
+        environment | dict(variables or {}),
     )
 
 
@@ -84,7 +86,7 @@ class Child:
         self.name = name
         self.program = arguments[0]
         self.process = subprocess.Popen(  # noqa: S603 - our own modules
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-m", f"yardstick_llm.{self.program}", *arguments[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from gateway.commands import CommandError, Interrupted, WrongUsage
-from gateway.commands.client import Answer, Call, Report, Sender, Server
-from gateway.commands.files import FORMATS, Row, Source, UnreadableInput, import_arrow, open_source, write_table
+from yardstick_llm.gateway.commands import CommandError, Interrupted, WrongUsage
+from yardstick_llm.gateway.commands.client import Answer, Call, Report, Sender, Server
+from yardstick_llm.gateway.commands.files import FORMATS, Row, Source, UnreadableInput, import_arrow, open_source, write_table
 
 MAX_HELD_BYTES = 64 << 20
 """Bytes of rows and results in memory above which no further row is read."""

@@ -23,11 +23,11 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from engine import wire
-from gateway.commands import CommandError, Interrupted, WrongUsage
-from gateway.commands.client import Server
-from gateway.commands.lists import as_table, compute
-from gateway.commands.processes import (
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.commands import CommandError, Interrupted, WrongUsage
+from yardstick_llm.gateway.commands.client import Server
+from yardstick_llm.gateway.commands.lists import as_table, compute
+from yardstick_llm.gateway.commands.processes import (
     Child,
     Stop,
     Supervisor,
@@ -37,9 +37,9 @@ from gateway.commands.processes import (
     supervised,
     url_of,
 )
-from gateway.commands.runner import Score
-from gateway.presets.preset import PresetError, choose, parse_preset
-from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
+from yardstick_llm.gateway.commands.runner import Score
+from yardstick_llm.gateway.presets.preset import PresetError, choose, parse_preset
+from yardstick_llm.gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
 _SET_HERE = ("--token-file", "--machine-engines")
@@ -292,7 +292,7 @@ def models_of(options: ServeOptions) -> _Models:
 
 
 def _demo_model(name: str) -> str:
-    spec = importlib.util.find_spec("engine")
+    spec = importlib.util.find_spec("yardstick_llm.engine")
     roots = spec.submodule_search_locations if spec is not None else None
     path = Path(next(iter(roots or [])), "demo", "models", name)
     if not path.is_dir():

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from engine import wire
-from gateway.errors import EngineLost, InvalidRequest
-from gateway.generation.relay import Relay, merged
-from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.replica import ServedModel
-from gateway.process.event_loop import TimeSlice
-from gateway.schemas.generation import GenerationRequest, PromptLogprob
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost, InvalidRequest
+from yardstick_llm.gateway.generation.relay import Relay, merged
+from yardstick_llm.gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.schemas.generation import GenerationRequest, PromptLogprob
 
 CONCURRENT_PROMPTS = 64
 """Prompts of one request that are generated at a time; the others wait here and not in the engine's queue."""

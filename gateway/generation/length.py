@@ -7,11 +7,11 @@ import math
 
 import msgspec
 
-from engine import wire
-from gateway.errors import InvalidRequest
-from gateway.output.answer import AnswerFormat, Thinking
-from gateway.pool.replica import ServedModel
-from gateway.schemas.generation import CustomParams, GenerationRequest, LengthGuidance
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.output.answer import AnswerFormat, Thinking
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.schemas.generation import CustomParams, GenerationRequest, LengthGuidance
 
 CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from engine import wire
-from gateway.errors import InvalidRequest
-from gateway.generation.generation import Generation
-from gateway.generation.length import default_min_p
-from gateway.generation.sequence import TextOptions
-from gateway.output.answer import AnswerFormat
-from gateway.pool.replica import ServedModel, paths_of
-from gateway.schemas.common import new_id
-from gateway.schemas.generation import GenerationRequest
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.generation import Generation
+from yardstick_llm.gateway.generation.length import default_min_p
+from yardstick_llm.gateway.generation.sequence import TextOptions
+from yardstick_llm.gateway.output.answer import AnswerFormat
+from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.schemas.generation import GenerationRequest
 
 UNSTATED_TOKENS = 1024
 """Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed

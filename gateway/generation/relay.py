@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import msgspec
 
-from engine import wire
-from gateway.errors import EngineLost, GatewayError
-from gateway.pool.connection import OnDelta
-from gateway.pool.dispatch import Attempts, Dispatcher
-from gateway.pool.replica import ServedModel
-from gateway.schemas.common import new_id
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost, GatewayError
+from yardstick_llm.gateway.pool.connection import OnDelta
+from yardstick_llm.gateway.pool.dispatch import Attempts, Dispatcher
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.schemas.common import new_id
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from engine import wire
-from gateway.errors import EngineLost
-from gateway.output.answer import AnswerFormat, AnswerReader
-from gateway.output.parser import Part
-from gateway.process.event_loop import TimeSlice
-from gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost
+from yardstick_llm.gateway.output.answer import AnswerFormat, AnswerReader
+from yardstick_llm.gateway.output.parser import Part
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
 
 Finish = Literal["stop", "length"]
 

@@ -28,14 +28,14 @@ from typing import NamedTuple, Self
 import msgspec
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import KeyExpired, KeysUnavailable, Unauthorized
-from gateway.http.body import HttpMiddleware
-from gateway.http.connection import Incoming
-from gateway.http.context import RequestContext
-from gateway.keys import SHARED_GROUP, ApiKey, parse_keys
-from gateway.ops.collectors import KeySample, key_file
-from gateway.ops.metrics import Telemetry
-from gateway.settings import CacheIsolation, SettingsError
+from yardstick_llm.gateway.errors import KeyExpired, KeysUnavailable, Unauthorized
+from yardstick_llm.gateway.http.body import HttpMiddleware
+from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.keys import SHARED_GROUP, ApiKey, parse_keys
+from yardstick_llm.gateway.ops.collectors import KeySample, key_file
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import CacheIsolation, SettingsError
 
 logger = logging.getLogger(__name__)
 

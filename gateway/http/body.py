@@ -12,13 +12,13 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded, UnsupportedEncoding, from_status
-from gateway.http.connection import Incoming
-from gateway.http.context import RequestContext
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import stage
-from gateway.process.bounds import FairRoom
-from gateway.settings import Settings
+from yardstick_llm.gateway.errors import BodyTooLarge, ClientGone, GatewayError, Overloaded, UnsupportedEncoding, from_status
+from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import stage
+from yardstick_llm.gateway.process.bounds import FairRoom
+from yardstick_llm.gateway.settings import Settings
 
 
 class HttpMiddleware(ASGIMiddleware):

@@ -27,11 +27,11 @@ from litestar.types import Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed, Overloaded, RequestTimeout
-from gateway.ops.access_log import AccessLog
-from gateway.ops.metrics import Telemetry
-from gateway.schemas.common import new_id
-from gateway.settings import Settings
+from yardstick_llm.gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed, Overloaded, RequestTimeout
+from yardstick_llm.gateway.ops.access_log import AccessLog
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.settings import Settings
 
 INCOMING = "yardstick.incoming"
 """Key of the :class:`Incoming` in an ASGI scope."""

@@ -14,19 +14,19 @@ import msgspec
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import DeadlineExceeded, GatewayError, InternalError, InvalidRequest, ShuttingDown
-from gateway.http.connection import Incoming
-from gateway.ops.access_log import PROBES, AccessLog, RequestRecord
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import Tracer
-from gateway.process.bounds import Tenant
-from gateway.process.signals import Lifecycle
-from gateway.schemas.common import new_id
-from gateway.schemas.parameters import MAX_SECONDS
+from yardstick_llm.gateway.errors import DeadlineExceeded, GatewayError, InternalError, InvalidRequest, ShuttingDown
+from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.ops.access_log import PROBES, AccessLog, RequestRecord
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import Tracer
+from yardstick_llm.gateway.process.bounds import Tenant
+from yardstick_llm.gateway.process.signals import Lifecycle
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.schemas.parameters import MAX_SECONDS
 
 if TYPE_CHECKING:
-    from gateway.keys import ApiKey
-    from gateway.limits.limiter import Lease
+    from yardstick_llm.gateway.keys import ApiKey
+    from yardstick_llm.gateway.limits.limiter import Lease
 
 _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)

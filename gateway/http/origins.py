@@ -15,9 +15,9 @@ import msgspec
 from litestar.config.cors import CORSConfig
 from litestar.types import ASGIApp, HTTPScope, Receive, Scope, Send
 
-from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
-from gateway.http.connection import Incoming
-from gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
+from yardstick_llm.gateway.http.connection import Incoming
+from yardstick_llm.gateway.ops.metrics import Telemetry
 
 _METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
 _LIMITS = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens", "items") for what in ("limit", "remaining", "reset")]

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 from PIL import Image as Pillow
 from PIL import ImageOps
 
-from engine.wire import Image, VisionInfo, image_digest
-from gateway.errors import InvalidRequest
+from yardstick_llm.engine.wire import Image, VisionInfo, image_digest
+from yardstick_llm.gateway.errors import InvalidRequest
 
 Reason = Literal[
     "data_url",  # the URL is not of a known form, or its base64 is not valid

@@ -14,11 +14,11 @@ from contextlib import aclosing, contextmanager
 
 import httpx
 
-from gateway.errors import BodyTooLarge, Overloaded
-from gateway.http.context import RequestContext
-from gateway.images.decode import ImageError, InvalidImage
-from gateway.ops.metrics import ImageMetrics
-from gateway.process.bounds import FairRoom, Tenant
+from yardstick_llm.gateway.errors import BodyTooLarge, Overloaded
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.images.decode import ImageError, InvalidImage
+from yardstick_llm.gateway.ops.metrics import ImageMetrics
+from yardstick_llm.gateway.process.bounds import FairRoom, Tenant
 
 MAX_URLS = 32
 """Most URLs of one request."""

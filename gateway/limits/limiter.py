@@ -45,8 +45,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.ops.metrics import Telemetry
-from gateway.store.link import Link, RedisAway, Script
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.store.link import Link, RedisAway, Script
 
 RATES = ("requests", "tokens", "items")
 """Names of the rates, in the order of every tuple in this module."""

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from gateway.ops.access_log import Account
+    from yardstick_llm.gateway.ops.access_log import Account
 
 # Disables the start time of each series, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]

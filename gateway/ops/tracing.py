@@ -15,12 +15,12 @@ from itertools import islice
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from gateway.errors import GatewayError
-from gateway.ops.access_log import PROBES, RequestRecord, outcome_of
-from tracing.context import TraceContext, new_trace_id, read_context
-from tracing.export import Exporter
-from tracing.sampling import Sampler
-from tracing.spans import Kind, Span, Value
+from yardstick_llm.gateway.errors import GatewayError
+from yardstick_llm.gateway.ops.access_log import PROBES, RequestRecord, outcome_of
+from yardstick_llm.tracing.context import TraceContext, new_trace_id, read_context
+from yardstick_llm.tracing.export import Exporter
+from yardstick_llm.tracing.sampling import Sampler
+from yardstick_llm.tracing.spans import Kind, Span, Value
 
 MAX_SPANS = 128
 """Most spans of one request; the first span counts those that are left out."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.output.families import FAMILIES, Function
-from gateway.output.lark import Lark, TokenOf
-from gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space, held_for
+from yardstick_llm.gateway.output.families import FAMILIES, Function
+from yardstick_llm.gateway.output.lark import Lark, TokenOf
+from yardstick_llm.gateway.output.parser import Content, Part, Reasoning, Scanner, Steps, ToolParser, before_space, held_for
 
 AUTOMATIC, NO_FORMAT = "auto", "none"
 """Formats that are chosen by the model's chat template, and that are not looked for."""

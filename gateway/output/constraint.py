@@ -30,10 +30,10 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES, GrammarVocabulary
-from gateway.errors import InvalidRequest
-from gateway.process.signals import ending_with
-from gateway.schemas.generation import ResponseFormat, StructuredOutputs, StructuredRequest
+from yardstick_llm.engine.wire import GRAMMAR_BOUNDS, GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES, GrammarVocabulary
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.process.signals import ending_with
+from yardstick_llm.gateway.schemas.generation import ResponseFormat, StructuredOutputs, StructuredRequest
 
 MAX_HOPS = 64
 """Most references in a row that :func:`resolved` follows."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.output.constraint import resolved
-from gateway.output.lark import Lark, quoted
-from gateway.output.parser import MAX_NAME, Malformed, Scanner, Steps, ToolParser, call_id, held_for, short_call_id
-from gateway.schemas.chat import CUSTOM_INPUT
+from yardstick_llm.gateway.output.constraint import resolved
+from yardstick_llm.gateway.output.lark import Lark, quoted
+from yardstick_llm.gateway.output.parser import MAX_NAME, Malformed, Scanner, Steps, ToolParser, call_id, held_for, short_call_id
+from yardstick_llm.gateway.schemas.chat import CUSTOM_INPUT
 
 _QUOTE = '"'
 _INPUT = f'{{"{CUSTOM_INPUT}": '

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gateway.output.constraint import GrammarTextError, for_llguidance
+from yardstick_llm.gateway.output.constraint import GrammarTextError, for_llguidance
 
 ANY_TEXT = r"/(.|\n)*/"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from gateway.schemas.chat import CUSTOM_INPUT
+from yardstick_llm.gateway.schemas.chat import CUSTOM_INPUT
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine import wire
-from gateway.errors import AdapterNotFound, GatewayError, InvalidRequest, NotReady
-from gateway.pool.replica import Replica, ServedModel
-from gateway.presets.preset import PresetError, builtin, fallback_of, named
-from gateway.text.vocabulary import TokenizerError, Vocabulary
-from gateway.workers.workers import Workers
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import AdapterNotFound, GatewayError, InvalidRequest, NotReady
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.gateway.presets.preset import PresetError, builtin, fallback_of, named
+from yardstick_llm.gateway.text.vocabulary import TokenizerError, Vocabulary
+from yardstick_llm.gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from urllib.parse import unquote
 import msgspec
 from yarl import URL
 
-from engine import wire
-from gateway.errors import EngineLost, EngineSilent, GatewayError, from_engine
-from gateway.http.context import engine_deadline
-from gateway.ops.tracing import Stage
-from gateway.pool.connection import Connections, EngineStream, OnDelta, unreadable
-from gateway.schemas.common import new_id
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost, EngineSilent, GatewayError, from_engine
+from yardstick_llm.gateway.http.context import engine_deadline
+from yardstick_llm.gateway.ops.tracing import Stage
+from yardstick_llm.gateway.pool.connection import Connections, EngineStream, OnDelta, unreadable
+from yardstick_llm.gateway.schemas.common import new_id
 
 logger = logging.getLogger(__name__)
 

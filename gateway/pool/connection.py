@@ -15,8 +15,8 @@ import httptools
 import msgspec
 from yarl import URL
 
-from engine import wire
-from gateway.errors import EngineLost, EngineSilent, NotReady
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost, EngineSilent, NotReady
 
 MAX_UNREAD = 128 * 1024
 """Bytes that arrive before reading pauses, while a decoded message waits to be read."""

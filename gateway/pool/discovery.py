@@ -27,7 +27,7 @@ from kubernetes.client import ApiClient, ApiException, Configuration, DiscoveryV
 from kubernetes.watch import Watch
 from urllib3.exceptions import HTTPError
 
-from gateway.settings import DnsAddress, ServiceAddress, parse_address
+from yardstick_llm.gateway.settings import DnsAddress, ServiceAddress, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def discover(entry: str, *, resolve_seconds: float) -> Source:
     """Return the source for ``entry``. Raises :class:`ValueError` for an invalid entry."""
     address = parse_address(entry)
     if isinstance(address, ServiceAddress):
-        from gateway.pool.discovery import endpoint_slices  # importing the package takes half a second
+        from yardstick_llm.gateway.pool.discovery import endpoint_slices  # importing the package takes half a second
 
         return endpoint_slices(address)
     if isinstance(address, DnsAddress):

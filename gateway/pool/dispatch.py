@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from engine import wire
-from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import attempt, stage
-from gateway.pool.connection import OnDelta
-from gateway.pool.hedging import Ask, Hedge, Hedger
-from gateway.pool.placement import PROMPT_AFFINITY, affinity_of
-from gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import attempt, stage
+from yardstick_llm.gateway.pool.connection import OnDelta
+from yardstick_llm.gateway.pool.hedging import Ask, Hedge, Hedger
+from yardstick_llm.gateway.pool.placement import PROMPT_AFFINITY, affinity_of
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from engine import wire
-from gateway.errors import GatewayError, InternalError, NotANumber
-from gateway.limits.limiter import Lease
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import Stage
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.hedging import Hedge, size_class
-from gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
-from gateway.pool.replica import Replica, ServedModel
-from gateway.schemas.common import new_id
-from gateway.text.prepared import Ids, ImageIds
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import GatewayError, InternalError, NotANumber
+from yardstick_llm.gateway.limits.limiter import Lease
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import Stage
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.hedging import Hedge, size_class
+from yardstick_llm.gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.text.prepared import Ids, ImageIds
 
 SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from engine import wire
-from gateway.errors import GatewayError
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import Stage, attempt
-from gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import GatewayError
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import Stage, attempt
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 
 logger = logging.getLogger(__name__)
 

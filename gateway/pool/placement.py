@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
-from engine import wire
-from gateway.process.event_loop import TimeSlice
-from gateway.text.prepared import Ids, ImageIds, PlacedIds, content_of
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.text.prepared import Ids, ImageIds, PlacedIds, content_of
 
 if TYPE_CHECKING:
-    from gateway.pool.replica import Replica
+    from yardstick_llm.gateway.pool.replica import Replica
 
 T = TypeVar("T")
 

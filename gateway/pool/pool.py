@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine import wire
-from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady, UnusableModel
-from gateway.ops.collectors import ItemCacheSample, ModelSample, ReplicaSample, fleet, item_caches
-from gateway.ops.metrics import Telemetry
-from gateway.pool.adapters import AdapterDirectory
-from gateway.pool.client import REFUSED, UNANSWERED
-from gateway.pool.discovery import Endpoint, Source
-from gateway.pool.replica import Replica, ServedModel
-from gateway.presets.preset import PresetError, choose, is_fallback
-from gateway.text.vocabulary import TokenizerError
-from gateway.workers.workers import Workers
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady, UnusableModel
+from yardstick_llm.gateway.ops.collectors import ItemCacheSample, ModelSample, ReplicaSample, fleet, item_caches
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.adapters import AdapterDirectory
+from yardstick_llm.gateway.pool.client import REFUSED, UNANSWERED
+from yardstick_llm.gateway.pool.discovery import Endpoint, Source
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.gateway.presets.preset import PresetError, choose, is_fallback
+from yardstick_llm.gateway.text.vocabulary import TokenizerError
+from yardstick_llm.gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 

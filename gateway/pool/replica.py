@@ -12,16 +12,16 @@ from time import monotonic, time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine import wire
-from gateway.errors import EngineSilent, InvalidRequest, NotReady
-from gateway.pool.client import EngineClient
-from gateway.pool.placement import weight
-from gateway.presets.preset import Fitted, Task, names_a_task
-from gateway.text.prepared import Facts
-from gateway.text.vocabulary import Vocabulary
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineSilent, InvalidRequest, NotReady
+from yardstick_llm.gateway.pool.client import EngineClient
+from yardstick_llm.gateway.pool.placement import weight
+from yardstick_llm.gateway.presets.preset import Fitted, Task, names_a_task
+from yardstick_llm.gateway.text.prepared import Facts
+from yardstick_llm.gateway.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from gateway.pool.adapters import AdapterModel
+    from yardstick_llm.gateway.pool.adapters import AdapterModel
 
 MAX_EJECTED_SHARE = 0.5
 """Largest share of a model's ready replicas that is taken out of use. If more fail, the cause is probably elsewhere, so the

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from engine import wire
+from yardstick_llm.engine import wire
 
 MAX_BYTES = 64 << 10
 """Largest TOML document."""
@@ -279,7 +279,7 @@ NO_PRESET = "none"
 @cache
 def builtin() -> dict[str, str]:
     """Return the TOML text of each preset in the package, by name."""
-    folder = files("gateway.presets") / "builtin"
+    folder = files("yardstick_llm.gateway.presets") / "builtin"
     return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in sorted(folder.iterdir(), key=str)}
 
 

@@ -15,7 +15,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.metrics import Telemetry
 
 SLICE_SECONDS = 0.001
 

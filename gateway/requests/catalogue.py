@@ -10,15 +10,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.presets.preset import Preset
-from gateway.requests.endpoint import MAX_FIELDS_BYTES, Endpoint, Model
-from gateway.requests.pairs import preset_of
-from gateway.schemas.common import MAX_ITEMS, Usage
-from gateway.schemas.parameters import EndpointName, Parameters, TokenId
-from gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, packed, template_of
-from gateway.text.prepared import Prepared, TooManyTokens
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.presets.preset import Preset
+from yardstick_llm.gateway.requests.endpoint import MAX_FIELDS_BYTES, Endpoint, Model
+from yardstick_llm.gateway.requests.pairs import preset_of
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, Usage
+from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters, TokenId
+from yardstick_llm.gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, packed, template_of
+from yardstick_llm.gateway.text.prepared import Prepared, TooManyTokens
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 MAX_REGISTERED = 2000
 """Most items of one registration; the event loop needs about a millisecond for their records."""

@@ -8,10 +8,10 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
-from engine.wire import GRAMMAR_BOUNDS, MAX_GRAMMAR_BYTES, Image
-from gateway.errors import InvalidRequest
-from gateway.images.decode import InvalidImage
-from gateway.output.answer import (
+from yardstick_llm.engine.wire import GRAMMAR_BOUNDS, MAX_GRAMMAR_BYTES, Image
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.images.decode import InvalidImage
+from yardstick_llm.gateway.output.answer import (
     AUTOMATIC,
     NO_FORMAT,
     THINKING,
@@ -24,13 +24,13 @@ from gateway.output.answer import (
     is_open,
     thinking_of,
 )
-from gateway.output.constraint import REGEX_START, GrammarTextError, OutputConstraint, constraint_of, grammar_of
-from gateway.output.families import FAMILIES, Function, SchemaError, family_of, is_text
-from gateway.output.lark import quoted
-from gateway.process.bounds import TimeIsUp, at_most
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.images import IMAGE_CHARACTERS, ImageDecoder, check_images, check_length, urls_of, with_images
-from gateway.schemas.chat import (
+from yardstick_llm.gateway.output.constraint import REGEX_START, GrammarTextError, OutputConstraint, constraint_of, grammar_of
+from yardstick_llm.gateway.output.families import FAMILIES, Function, SchemaError, family_of, is_text
+from yardstick_llm.gateway.output.lark import quoted
+from yardstick_llm.gateway.process.bounds import TimeIsUp, at_most
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.images import IMAGE_CHARACTERS, ImageDecoder, check_images, check_length, urls_of, with_images
+from yardstick_llm.gateway.schemas.chat import (
     MAX_TOOLS_BYTES,
     AllowedTools,
     ChatMessage,
@@ -43,11 +43,11 @@ from gateway.schemas.chat import (
     Tool,
     ToolChoice,
 )
-from gateway.schemas.common import ImagePart, MessagePart
-from gateway.schemas.generation import BULK, StructuredRequest
-from gateway.text.chat_template import ChatTemplateError
-from gateway.text.prepared import Ids, Prepared, TooManyTokens
-from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
+from yardstick_llm.gateway.schemas.common import ImagePart, MessagePart
+from yardstick_llm.gateway.schemas.generation import BULK, StructuredRequest
+from yardstick_llm.gateway.text.chat_template import ChatTemplateError
+from yardstick_llm.gateway.text.prepared import Ids, Prepared, TooManyTokens
+from yardstick_llm.gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
 
 def image_parts(messages: Iterable[ChatMessage] | None) -> list[tuple[str, ImagePart]]:

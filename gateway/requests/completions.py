@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.requests.chat import is_constrained, read_bad_words, read_grammar
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.schemas.common import Usage
-from gateway.schemas.generation import BULK, MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
-from gateway.schemas.parameters import EndpointName, TokenId
-from gateway.text.prepared import Prepared, TooManyTokens
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.requests.chat import is_constrained, read_bad_words, read_grammar
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.schemas.common import Usage
+from yardstick_llm.gateway.schemas.generation import BULK, MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
+from yardstick_llm.gateway.schemas.parameters import EndpointName, TokenId
+from yardstick_llm.gateway.text.prepared import Prepared, TooManyTokens
 
 Given = str | list[str | int | list[int]]
 

@@ -10,16 +10,16 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.output.answer import Formats
-from gateway.output.constraint import GrammarCompiler
-from gateway.schemas.generation import BULK as CONSTRAINTS
-from gateway.schemas.parameters import BodyDecoder, Parameters
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import Bounds, Facts, Prepared
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
-from gateway.text.vocabulary import Vocabulary
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.output.answer import Formats
+from yardstick_llm.gateway.output.constraint import GrammarCompiler
+from yardstick_llm.gateway.schemas.generation import BULK as CONSTRAINTS
+from yardstick_llm.gateway.schemas.parameters import BodyDecoder, Parameters
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import Bounds, Facts, Prepared
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.text.vocabulary import Vocabulary
 
 T = TypeVar("T", bound=Parameters)
 

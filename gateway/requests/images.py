@@ -15,13 +15,21 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from engine.wire import IMAGE_TOKENS, Image, VisionInfo
-from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.images.decode import ImageError, InvalidImage, decode, is_data_url, prepare, read_data_url, scanned_pixels
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.schemas.common import PAIRED_DOCUMENTS, PAIRED_QUERIES, Content, ImagePart, Paired, Query, TextPart
-from gateway.schemas.parameters import Parameters
-from gateway.text.prepared import Bounds, Facts, Prepared, Refusal
+from yardstick_llm.engine.wire import IMAGE_TOKENS, Image, VisionInfo
+from yardstick_llm.gateway.errors import ContextExceeded, InvalidRequest
+from yardstick_llm.gateway.images.decode import (
+    ImageError,
+    InvalidImage,
+    decode,
+    is_data_url,
+    prepare,
+    read_data_url,
+    scanned_pixels,
+)
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.schemas.common import PAIRED_DOCUMENTS, PAIRED_QUERIES, Content, ImagePart, Paired, Query, TextPart
+from yardstick_llm.gateway.schemas.parameters import Parameters
+from yardstick_llm.gateway.text.prepared import Bounds, Facts, Prepared, Refusal
 
 IMAGE_CHARACTERS = 1 << 17
 """Characters that count for the images of a request, which is then a bulk job."""

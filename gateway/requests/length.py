@@ -7,17 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.requests import chat
-from gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.schemas.chat import ChatMessage
-from gateway.schemas.common import MAX_ITEMS, CacheSalt, Priority, Usage
-from gateway.schemas.generation import Gamma
-from gateway.schemas.parameters import EndpointName, Parameters, TokenId
-from gateway.text.cuts import may_be_cut
-from gateway.text.prepared import Prepared
-from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.requests import chat
+from yardstick_llm.gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.schemas.chat import ChatMessage
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, CacheSalt, Priority, Usage
+from yardstick_llm.gateway.schemas.generation import Gamma
+from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters, TokenId
+from yardstick_llm.gateway.text.cuts import may_be_cut
+from yardstick_llm.gateway.text.prepared import Prepared
+from yardstick_llm.gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
 
 Texts = str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1, max_length=1 << 20)]
 MAX_TEXTS = MAX_ITEMS

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.presets.preset import Task
-from gateway.requests import chat
-from gateway.requests.endpoint import Model
-from gateway.schemas.chat import ChatMessage
-from gateway.schemas.common import Truncation
-from gateway.text.prepared import Prepared, Refusal, TooManyTokens
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, share_prefix
+from yardstick_llm.gateway.errors import ContextExceeded, InvalidRequest
+from yardstick_llm.gateway.presets.preset import Task
+from yardstick_llm.gateway.requests import chat
+from yardstick_llm.gateway.requests.endpoint import Model
+from yardstick_llm.gateway.schemas.chat import ChatMessage
+from yardstick_llm.gateway.schemas.common import Truncation
+from yardstick_llm.gateway.text.prepared import Prepared, Refusal, TooManyTokens
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, share_prefix
 
 SEAM_TOKENS = 4
 """Tokens by which a document is cut shorter than the room it has, because its tokens next to a template's text may differ."""

@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.requests.catalogue import NAMING_BYTES, query_prompts
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.images import reading_content, text_of
-from gateway.requests.pairs import Pairs, preset_of
-from gateway.schemas.common import (
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.requests.catalogue import NAMING_BYTES, query_prompts
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.images import reading_content, text_of
+from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
+from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
     Activation,
@@ -23,9 +23,9 @@ from gateway.schemas.common import (
     Priority,
     Usage,
 )
-from gateway.schemas.parameters import EndpointName
-from gateway.text.cuts import may_be_cut
-from gateway.text.prepared import Prepared
+from yardstick_llm.gateway.schemas.parameters import EndpointName
+from yardstick_llm.gateway.text.cuts import may_be_cut
+from yardstick_llm.gateway.text.prepared import Prepared
 
 
 class TextDocument(msgspec.Struct, frozen=True):

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.requests.chat import read_chat
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.schemas import chat as chat_tools
-from gateway.schemas.chat import (
+from yardstick_llm.gateway.errors import ContextExceeded, InvalidRequest
+from yardstick_llm.gateway.requests.chat import read_chat
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.schemas import chat as chat_tools
+from yardstick_llm.gateway.schemas.chat import (
     ChatMessage,
     ChatRequest,
     CustomCall,
@@ -25,9 +25,9 @@ from gateway.schemas.chat import (
     Tool,
     ToolChoice,
 )
-from gateway.schemas.common import MessagePart, TextPart, new_id
-from gateway.schemas.generation import BULK, JsonSchema, ResponseFormat, TextRequest
-from gateway.schemas.responses import (
+from yardstick_llm.gateway.schemas.common import MessagePart, TextPart, new_id
+from yardstick_llm.gateway.schemas.generation import BULK, JsonSchema, ResponseFormat, TextRequest
+from yardstick_llm.gateway.schemas.responses import (
     Choice,
     ChosenCustom,
     ChosenFunction,
@@ -39,7 +39,7 @@ from gateway.schemas.responses import (
     ResponseRequest,
     TextFormat,
 )
-from gateway.text.prepared import Items, Prepared
+from yardstick_llm.gateway.text.prepared import Items, Prepared
 
 _PREFIXES = {
     "message": "msg",

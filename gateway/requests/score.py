@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.requests.catalogue import NAMING_BYTES, query_prompts
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.images import plain, reading_content, texts_of
-from gateway.requests.pairs import SEAM_TOKENS, Pairs, preset_of
-from gateway.schemas.common import (
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.requests.catalogue import NAMING_BYTES, query_prompts
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.images import plain, reading_content, texts_of
+from yardstick_llm.gateway.requests.pairs import SEAM_TOKENS, Pairs, preset_of
+from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
     PAIRED_DOCUMENTS,
@@ -28,10 +28,10 @@ from gateway.schemas.common import (
     Query,
     Usage,
 )
-from gateway.schemas.parameters import EndpointName
-from gateway.text.cuts import may_be_cut
-from gateway.text.prepared import Prepared, Refusal, TooManyTokens
-from gateway.text.prompts import (
+from yardstick_llm.gateway.schemas.parameters import EndpointName
+from yardstick_llm.gateway.text.cuts import may_be_cut
+from yardstick_llm.gateway.text.prepared import Prepared, Refusal, TooManyTokens
+from yardstick_llm.gateway.text.prompts import (
     EmptyPromptError,
     ItemsAndSuffix,
     PrefixAndBranches,

@@ -6,16 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.presets.preset import Task
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.length import Texts
-from gateway.requests.rerank import RERANK, RerankRequest
-from gateway.requests.score import SCORE, ScoreRequest
-from gateway.requests.texts import EMBEDDINGS, ClassifyRequest, EmbeddingsRequest, read_classified
-from gateway.schemas.common import MAX_ITEMS, Activation, CacheSalt, Priority, Side, Truncation
-from gateway.schemas.parameters import EndpointName, TokenId
-from gateway.text.prepared import Prepared
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.presets.preset import Task
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.length import Texts
+from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
+from yardstick_llm.gateway.requests.score import SCORE, ScoreRequest
+from yardstick_llm.gateway.requests.texts import EMBEDDINGS, ClassifyRequest, EmbeddingsRequest, read_classified
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, Activation, CacheSalt, Priority, Side, Truncation
+from yardstick_llm.gateway.schemas.parameters import EndpointName, TokenId
+from yardstick_llm.gateway.text.prepared import Prepared
 
 _Sentences = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 

@@ -6,17 +6,17 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.presets.preset import Task
-from gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.requests.length import MAX_TEXTS, Texts
-from gateway.requests.pairs import Pairs, preset_of
-from gateway.requests.rerank import ApiVersion
-from gateway.schemas.common import CUTS, MAX_ITEMS, Activation, CacheSalt, Priority, Truncation, Usage
-from gateway.schemas.parameters import EndpointName, Parameters
-from gateway.text.prepared import Prepared
-from gateway.text.prompts import share_prefix
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.presets.preset import Task
+from yardstick_llm.gateway.requests.completions import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.requests.length import MAX_TEXTS, Texts
+from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
+from yardstick_llm.gateway.requests.rerank import ApiVersion
+from yardstick_llm.gateway.schemas.common import CUTS, MAX_ITEMS, Activation, CacheSalt, Priority, Truncation, Usage
+from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters
+from yardstick_llm.gateway.text.prepared import Prepared
+from yardstick_llm.gateway.text.prompts import share_prefix
 
 
 class ClassifyRequest(Activation, kw_only=True):

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gateway.errors import InvalidRequest
-from gateway.requests import chat
-from gateway.requests.chat import check_tools, refuse_images
-from gateway.requests.endpoint import Endpoint, Model
-from gateway.schemas.chat import ChatMessage, Tools
-from gateway.schemas.parameters import EndpointName, Parameters, TokenId
-from gateway.text.prepared import Prepared, TooManyTokens
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.requests import chat
+from yardstick_llm.gateway.requests.chat import check_tools, refuse_images
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
+from yardstick_llm.gateway.schemas.chat import ChatMessage, Tools
+from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters, TokenId
+from yardstick_llm.gateway.text.prepared import Prepared, TooManyTokens
 
 MAX_TOKENS = 1 << 20
 

@@ -1,4 +1,4 @@
-"""``python -m gateway.requests.worker``: holds the tokenisers in memory and forks worker processes that share them.
+"""``python -m yardstick_llm.gateway.requests.worker``: holds the tokenisers in memory and forks worker processes that share them.
 
 Reading a large ``tokenizer.json`` takes seconds, so the replacement of a killed worker must not read it again: a fork takes
 milliseconds and shares the memory. The fork server handles no request. It has one thread, as forking requires.
@@ -24,29 +24,29 @@ from typing import Any, NoReturn, cast
 
 import msgspec
 
-from engine.wire import TokenizerFiles
-from gateway.errors import InvalidRequest
-from gateway.images.decode import InvalidImage
-from gateway.presets.preset import PresetError, parse_preset
-from gateway.process.bounds import keep_alarm
-from gateway.process.signals import ending_with
-from gateway.requests.catalogue import CATALOGUE, CATALOGUE_ITEMS
-from gateway.requests.chat import CHAT
-from gateway.requests.completions import COMPLETIONS
-from gateway.requests.endpoint import Endpoint, Model, TextSide
-from gateway.requests.length import LENGTH
-from gateway.requests.rerank import RERANK
-from gateway.requests.responses import RESPONSES
-from gateway.requests.score import SCORE
-from gateway.requests.tei import TEI
-from gateway.requests.texts import CLASSIFY, COHERE_EMBED, EMBEDDINGS
-from gateway.requests.tokenize import DETOKENIZE, TOKENIZE
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import pack
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
-from gateway.text.vocabulary import TokenizerError
-from gateway.workers.messages import (
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.images.decode import InvalidImage
+from yardstick_llm.gateway.presets.preset import PresetError, parse_preset
+from yardstick_llm.gateway.process.bounds import keep_alarm
+from yardstick_llm.gateway.process.signals import ending_with
+from yardstick_llm.gateway.requests.catalogue import CATALOGUE, CATALOGUE_ITEMS
+from yardstick_llm.gateway.requests.chat import CHAT
+from yardstick_llm.gateway.requests.completions import COMPLETIONS
+from yardstick_llm.gateway.requests.endpoint import Endpoint, Model, TextSide
+from yardstick_llm.gateway.requests.length import LENGTH
+from yardstick_llm.gateway.requests.rerank import RERANK
+from yardstick_llm.gateway.requests.responses import RESPONSES
+from yardstick_llm.gateway.requests.score import SCORE
+from yardstick_llm.gateway.requests.tei import TEI
+from yardstick_llm.gateway.requests.texts import CLASSIFY, COHERE_EMBED, EMBEDDINGS
+from yardstick_llm.gateway.requests.tokenize import DETOKENIZE, TOKENIZE
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import pack
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.text.vocabulary import TokenizerError
+from yardstick_llm.gateway.workers.messages import (
     HEADER,
     Answer,
     Broken,

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.common import ImagePart, MessagePart, Usage
-from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
-from gateway.schemas.parameters import EndpointName
+from yardstick_llm.gateway.schemas.common import ImagePart, MessagePart, Usage
+from yardstick_llm.gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
+from yardstick_llm.gateway.schemas.parameters import EndpointName
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Parameters, TokenId
+from yardstick_llm.gateway.schemas.parameters import Parameters, TokenId
 
 MAX_ITEMS = 10_000
 """Most items, documents or texts of a request."""

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from engine import wire
-from gateway.schemas.common import CacheSalt, Priority
-from gateway.schemas.parameters import Parameters
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.schemas.common import CacheSalt, Priority
+from yardstick_llm.gateway.schemas.parameters import Parameters
 
 Scale = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Gamma = Annotated[float, msgspec.Meta(gt=0, lt=1)]

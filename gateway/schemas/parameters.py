@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, g
 import msgspec
 from msgspec import inspect
 
-from gateway.errors import InvalidRequest
+from yardstick_llm.gateway.errors import InvalidRequest
 
 MAX_SECONDS = 86_400.0
 """Longest time limit of a request."""

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.chat import MAX_TOOLS, FunctionName, TokenLogprob
-from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
-from gateway.schemas.parameters import EndpointName
+from yardstick_llm.gateway.schemas.chat import MAX_TOOLS, FunctionName, TokenLogprob
+from yardstick_llm.gateway.schemas.generation import MAX_LOGPROBS, TextRequest
+from yardstick_llm.gateway.schemas.parameters import EndpointName
 
 MAX_ITEMS = 4096
 """Most items of a request. The event loop decodes as many of a stored response, which takes 3 ms."""

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from engine import wire
-from gateway.errors import GatewayError, NotReady
-from gateway.limits.limiter import Lease
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import stage
-from gateway.pool.fanout import FanOut, Prompts
-from gateway.pool.placement import cut
-from gateway.pool.replica import ServedModel
-from gateway.process.event_loop import TimeSlice
-from gateway.store.results import CachePolicy, ResultCache, Row
-from gateway.text.prepared import PlacedIds, content_of
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import GatewayError, NotReady
+from yardstick_llm.gateway.limits.limiter import Lease
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import stage
+from yardstick_llm.gateway.pool.fanout import FanOut, Prompts
+from yardstick_llm.gateway.pool.placement import cut
+from yardstick_llm.gateway.pool.replica import ServedModel
+from yardstick_llm.gateway.process.event_loop import TimeSlice
+from yardstick_llm.gateway.store.results import CachePolicy, ResultCache, Row
+from yardstick_llm.gateway.text.prepared import PlacedIds, content_of
 
 HASHED_AT_ONCE = 256
 """Branches whose keys are computed between two looks at the clock."""

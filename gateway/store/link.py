@@ -33,8 +33,8 @@ from redis.connection import HiredisRespSerializer
 from redis.credentials import CredentialProvider
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 
-from gateway.ops.metrics import Telemetry
-from gateway.settings import Settings
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 

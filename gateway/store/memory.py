@@ -11,7 +11,7 @@ from itertools import islice
 
 import msgspec
 
-from gateway.store.base import READ_BYTES, REMOVED_AT_ONCE, Box, Found, Full, Missing, Page, Space, Totals, Written
+from yardstick_llm.gateway.store.base import READ_BYTES, REMOVED_AT_ONCE, Box, Found, Full, Missing, Page, Space, Totals, Written
 
 CACHED_BYTES = 230
 """Bytes that a cached value takes besides its own, measured with CPython 3.11: a 16-byte key, its slot in the ordered dictionary,

@@ -28,9 +28,21 @@ from typing import Any
 
 from redis.asyncio import RedisCluster
 
-from gateway.ops.metrics import Telemetry
-from gateway.store.base import READ_BYTES, REMOVED_AT_ONCE, Box, Found, Full, Missing, Page, Space, Totals, Unavailable, Written
-from gateway.store.link import Link, RedisAway, RedisFull, Script
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.store.base import (
+    READ_BYTES,
+    REMOVED_AT_ONCE,
+    Box,
+    Found,
+    Full,
+    Missing,
+    Page,
+    Space,
+    Totals,
+    Unavailable,
+    Written,
+)
+from yardstick_llm.gateway.store.link import Link, RedisAway, RedisFull, Script
 
 KEPT_SECONDS = 1.0
 """Longest wait for Redis of a request for kept values. It fails without them, so this is longer than for cached ones."""

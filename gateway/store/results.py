@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from litestar.connection import ASGIConnection
 
-from gateway.store.base import Store
+from yardstick_llm.gateway.store.base import Store
 
 Row = tuple[float, ...]
 """The numbers that a readout gives for one prompt (:data:`engine.wire.ScoreReadout`)."""

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.presets.preset import Preset, fill
-from gateway.text.prepared import ID_BYTES, Bounds, PlacedIds, TooManyTokens
-from gateway.text.prompts import common_suffix
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.presets.preset import Preset, fill
+from yardstick_llm.gateway.text.prepared import ID_BYTES, Bounds, PlacedIds, TooManyTokens
+from yardstick_llm.gateway.text.prompts import common_suffix
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 ITEM, QUERY = "{item}", "{query}"
 

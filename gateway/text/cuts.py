@@ -21,7 +21,7 @@ import itertools
 import re
 from typing import Any
 
-from gateway.text.vocabulary import BYTE_OF
+from yardstick_llm.gateway.text.vocabulary import BYTE_OF
 
 _CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 _WINDOW = 2048

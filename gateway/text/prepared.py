@@ -10,11 +10,11 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from engine import wire
-from engine.wire import IMAGE_TOKENS, VisionInfo
-from gateway.errors import ContextExceeded, InvalidRequest
-from gateway.output.answer import AnswerFormat
-from gateway.process.event_loop import TimeSlice
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.wire import IMAGE_TOKENS, VisionInfo
+from yardstick_llm.gateway.errors import ContextExceeded, InvalidRequest
+from yardstick_llm.gateway.output.answer import AnswerFormat
+from yardstick_llm.gateway.process.event_loop import TimeSlice
 
 
 class Bounds(msgspec.Struct, frozen=True):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
-from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
-from gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
-from gateway.text.tokenizer import UNBOUNDED, Tokenizer
+from yardstick_llm.gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
+from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
+from yardstick_llm.gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
+from yardstick_llm.gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 Part = int | str
 """A control token's id, or text with placeholders."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
-from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
-from gateway.text.tokenizer import UNBOUNDED, Tokenizer
+from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
+from yardstick_llm.gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]
 """The shared tokens, and the rest of each item's prompt: at least one token."""

@@ -31,12 +31,12 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from engine.wire import CONTROL_TOKEN, TokenizerFiles
-from gateway.output.constraint import GrammarCompiler
-from gateway.text.cuts import cuts_of
-from gateway.text.prepared import TooManyTokens
-from gateway.text.special import ControlTokens, Marked, any_of
-from gateway.text.vocabulary import BYTE_OF, Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
+from yardstick_llm.engine.wire import CONTROL_TOKEN, TokenizerFiles
+from yardstick_llm.gateway.output.constraint import GrammarCompiler
+from yardstick_llm.gateway.text.cuts import cuts_of
+from yardstick_llm.gateway.text.prepared import TooManyTokens
+from yardstick_llm.gateway.text.special import ControlTokens, Marked, any_of
+from yardstick_llm.gateway.text.vocabulary import BYTE_OF, Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
 
 _NFC_SHRINKS = 3
 """Upper bound on the characters of a text for each byte of its NFC form. The worst known is 1.5 (u, diaeresis and macron become

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from gateway.images.decode import Reason
-from gateway.output.answer import Formats
-from gateway.text.prepared import Bounds, Facts, Packed
+from yardstick_llm.gateway.images.decode import Reason
+from yardstick_llm.gateway.output.answer import Formats
+from yardstick_llm.gateway.text.prepared import Bounds, Facts, Packed
 
 HEADER = struct.Struct("<II?")
 """Length of the message, length of the body (both in bytes), and whether the sender ends after this frame."""

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.errors import Overloaded
+from yardstick_llm.gateway.errors import Overloaded
 
 LEAST_COST = 4 << 10
 """Lowest estimate of the cost of a job, in bytes."""

@@ -26,12 +26,25 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.wire import TokenizerFiles
-from gateway.errors import Overloaded
-from gateway.ops.metrics import Telemetry
-from gateway.text.vocabulary import TokenizerError, Vocabulary, VocabularyTable
-from gateway.workers.messages import HEADER, Answer, Ended, Forget, Fork, Forked, Job, Load, Loaded, Order, Report, frame
-from gateway.workers.queue import Capacity, JobQueue, QueuedJob
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.errors import Overloaded
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.text.vocabulary import TokenizerError, Vocabulary, VocabularyTable
+from yardstick_llm.gateway.workers.messages import (
+    HEADER,
+    Answer,
+    Ended,
+    Forget,
+    Fork,
+    Forked,
+    Job,
+    Load,
+    Loaded,
+    Order,
+    Report,
+    frame,
+)
+from yardstick_llm.gateway.workers.queue import Capacity, JobQueue, QueuedJob
 
 logger = logging.getLogger(__name__)
 
@@ -358,7 +371,7 @@ def start_fork_server(control: socket.socket) -> Process:
     """Start a fork server that serves ``control``."""
     path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(  # noqa: S603 - runs at start and after a crash; takes 1 to 2 ms
-        [sys.executable, "-m", "gateway.requests.worker", str(control.fileno())],
+        [sys.executable, "-m", "yardstick_llm.gateway.requests.worker", str(control.fileno())],
         # A worker without memory could not print a backtrace: it would hang.
         env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
         pass_fds=[control.fileno()],

@@ -1,4 +1,4 @@
-{{/* Models and hub adapters of a pool that may have to be downloaded, as arguments of `python -m engine.models.download` */}}
+{{/* Models and hub adapters of a pool that may have to be downloaded, as arguments of `python -m yardstick_llm.engine.models.download` */}}
 {{- define "yardstick.models" -}}
 {{- if .model }}
 - {{ printf "%s%s" .model (ternary "" (printf "@%s" .revision) (eq .revision "")) | quote }}
@@ -35,7 +35,7 @@
 name: download
 image: {{ include "yardstick.engineImage" (dict "root" .root "engine" .engine) }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-command: [python, -m, engine.models.download]
+command: [python, -m, yardstick_llm.engine.models.download]
 args:
   {{- if .waits }}
   - --wait={{ .engine.startupSeconds }}

@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine import wire
 from tests.attacks.watch import metric_of, total_of
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
+from yardstick_llm.engine import wire
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from functools import partialmethod
 
-from gateway.ops.metrics import ProcessMetrics
-from gateway.process import event_loop as watchdog
 from tests.tuned import main
+from yardstick_llm.gateway.ops.metrics import ProcessMetrics
+from yardstick_llm.gateway.process import event_loop as watchdog
 
 STEP_SECONDS, STEPS = 0.0005, 200
 

@@ -18,7 +18,7 @@ HEAVY = ("torch", "numpy", "aiohttp", "triton", "msgspec")
 
 def yardstick_bench(packages: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``yardstick bench`` in ``cwd``, from the packages that are in the folder ``packages``."""
-    command = [sys.executable, "-P", "-m", "gateway.cli", "bench", *arguments]
+    command = [sys.executable, "-P", "-m", "yardstick_llm.gateway.cli", "bench", *arguments]
     environment = os.environ | {"PYTHONPATH": str(packages)}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.demo import MODELS
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.processes import Pod, Program
+from yardstick_llm.engine.demo import MODELS
 
 RERANKER = """
 name = "reranker"

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine import wire
 from tests import templates
 from tests.clients.environments import run_client, run_together
 from tests.fakes import FakeEngine, ids, library
 from tests.gateway.conftest import gateways
 from tests.processes import Program
+from yardstick_llm.engine import wire
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

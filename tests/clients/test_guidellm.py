@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.demo import MODELS
 from tests.clients.environments import run_shell
 from tests.processes import Program
+from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.demo import MODELS
 from tests.clients.environments import DATA, run_together
 from tests.processes import Program
+from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

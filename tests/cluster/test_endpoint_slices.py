@@ -19,10 +19,10 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
-from gateway.pool.discovery import Access, Endpoint, Source, endpoint_slices, find_access
-from gateway.settings import ServiceAddress
 from tests.gateway.pool.test_discovery import following
 from tests.processes import until
+from yardstick_llm.gateway.pool.discovery import Access, Endpoint, Source, endpoint_slices, find_access
+from yardstick_llm.gateway.settings import ServiceAddress
 
 pytestmark = [
     pytest.mark.cluster,

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from gateway.requests.worker import ENDPOINTS
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
+from yardstick_llm.gateway.requests.worker import ENDPOINTS
+from yardstick_llm.gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 
 Cell = Literal["works", "refused", "ignored"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from engine.server.options import Option, options_of
-from engine.settings import EngineSettings, ServerSettings
-from gateway.api.openapi import attribute_docstrings
-from gateway.ops.access_log import AccessLine
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
-from gateway.settings import FLAGS, PREFIX, Settings
 from tests.docs.conformance import table
+from yardstick_llm.engine.server.options import Option, options_of
+from yardstick_llm.engine.settings import EngineSettings, ServerSettings
+from yardstick_llm.gateway.api.openapi import attribute_docstrings
+from yardstick_llm.gateway.ops.access_log import AccessLine
+from yardstick_llm.gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
+from yardstick_llm.gateway.settings import FLAGS, PREFIX, Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 _PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.generate -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)

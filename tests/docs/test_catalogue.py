@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner.attention.base import KVCache
+from yardstick_llm.engine.runner.attention.base import KVCache
 
 PAGE = Path(__file__).parents[2] / "docs" / "catalogue.md"
 SHAPES = {"Qwen3-0.6B": (28, 8, 128), "Qwen3-4B": (36, 8, 128), "Qwen3-8B": (36, 8, 128)}

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 from tests import templates
 from tests.docs.conformance import FORMS, KINDS, Cell, declared, table
 from tests.docs.generate import PAGE
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.gateway.schemas.test_parameters import BODIES, PATHS
+from yardstick_llm.gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName
 
 TEXT = PAGE.read_text(encoding="utf-8")
 MESSAGES = [{"role": "user", "content": "a"}]

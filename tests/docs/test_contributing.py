@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from gateway import app
 from tests.gateway.conftest import gateways
+from yardstick_llm.gateway import app
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
 
 def test_the_endpoint_of_the_exercise(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, test = re.findall(r"```python\n(.*?)```", PAGE.partition("### Exercise: an endpoint\n")[2], flags=re.S)
-    module = ModuleType("gateway.api.toy")
+    module = ModuleType("yardstick_llm.gateway.api.toy")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # annotations are looked up there
     exec(endpoint, module.__dict__)
     usual = app._v1

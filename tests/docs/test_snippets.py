@@ -12,11 +12,11 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from engine.demo import MODELS
 from tests.fakes import FakeEngine, adapter
 from tests.gateway.conftest import gateways
 from tests.parts import need
 from tests.processes import Pod, Program
+from yardstick_llm.engine.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

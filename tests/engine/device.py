@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.runner.attention import flashinfer
+from yardstick_llm.engine.runner.attention import flashinfer
 
 
 class Device(TorchDispatchMode):

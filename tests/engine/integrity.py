@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container
 
-from engine.ints import Ints
-from engine.requests.batch import Batch, CandidatePass
-from engine.requests.core import Branch, ItemBlock, ItemGroup, Request
-from engine.requests.generation import GenerateRequest
-from engine.scheduling.allocation import KVPool
-from engine.scheduling.fair_queue import rank
-from engine.scheduling.scheduler import Scheduler
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.requests.batch import Batch, CandidatePass
+from yardstick_llm.engine.requests.core import Branch, ItemBlock, ItemGroup, Request
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling.allocation import KVPool
+from yardstick_llm.engine.scheduling.fair_queue import rank
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
 
 
 class SlotContents:

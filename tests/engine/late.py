@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
-from engine.runner.graphs import Captured
+from yardstick_llm.engine.runner.graphs import Captured
 
 GPU = torch.device("cuda", 0)
 POISON = 0x5A

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from engine import wire
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, make_checkpoint, write_pooling
+from yardstick_llm.engine import wire
 
 MODELS = ("causal last", "causal mean", "headless last", "headless mean", "classes")
 """Head and pooling."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.runner.graphs import Captured
+from yardstick_llm.engine.runner.graphs import Captured
 
 Step = Callable[[], None]
 

@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine import wire
-from engine.kvcache.prefix_cache import SlotPool
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import Request, ScoringRequest
-from engine.requests.generation import GenerateRequest
-from engine.scheduling.scheduler import Budget, Scheduler
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import Request, ScoringRequest
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling.scheduler import Budget, Scheduler
 
 STEP_SECONDS, TOKEN_SECONDS = 0.002, 0.0001
 """About those of a small model on a CPU: 0.2 s for a step of 2,048 tokens."""

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.checks import MAX_CALLER_CHARACTERS
-from engine.loop.loop import Loop
-from engine.loop.replies import BURST, LINES_PER_SECOND, RequestLog
-from engine.server import metrics
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.tenants import Clock
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.checks import MAX_CALLER_CHARACTERS
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.loop.replies import BURST, LINES_PER_SECOND, RequestLog
+from yardstick_llm.engine.server import metrics
+from yardstick_llm.engine.settings import EngineSettings
 
 TOKENS = [111, 222, 131]
 
@@ -49,7 +49,7 @@ def lines() -> Iterator[list[logging.LogRecord]]:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("engine.loop.replies"), Keep()
+    logger, handler = logging.getLogger("yardstick_llm.engine.loop.replies"), Keep()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield records
@@ -210,9 +210,9 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
     """Standard error is often a pipe. A write to a full pipe blocks until someone reads from it."""
     code = """
 import logging
-from engine.serving import logs
-from engine import wire
-from engine.loop.replies import RequestLog
+from yardstick_llm.engine.serving import logs
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.replies import RequestLog
 handler, clock = logs.start(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)
 for place in range(5000):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine import wire
-from engine.loop.checks import MAX_NUMBERS, check
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.checks import MAX_NUMBERS, check
 
 LIMITS = wire.Limits(max_branches=10_000, max_slots=1 << 20, max_logprobs=20, max_labels=1000, max_sequences=8)
 INFO = wire.Info("m", "f", 300, 1 << 20, [1], ["score", "generate", "embed"], LIMITS, embedding_size=64)

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.config import load_config
-from engine.models.files import ModelError
-from engine.models.loader import fingerprint
-from engine.runner.distributed.shard import ShardedDecoder, load_part, part_of
-from engine.settings import EngineSettings
-from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import fingerprint
+from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_part, part_of
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.int8 import instructions
 
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -249,13 +249,13 @@ def test_another_models_weights_are_refused(qwen3: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_what_keeps_a_worker_from_loading_is_told(tmp_path: Path):
     result = subprocess.run([sys.executable, "-c", JOIN, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert result.stderr.splitlines()[-1].startswith("engine.models.files.ModelError: There is no config.json")
+    assert result.stderr.splitlines()[-1].startswith("yardstick_llm.engine.models.files.ModelError: There is no config.json")
 
 
 JOIN = """
 import sys, torch
-from engine.runner.distributed.shard import Workers
-from engine.settings import EngineSettings
+from yardstick_llm.engine.runner.distributed.shard import Workers
+from yardstick_llm.engine.settings import EngineSettings
 Workers(EngineSettings(model=sys.argv[1], name="t", tensor_parallel=2)).join(torch.device("cpu"))
 """
 """Rank 0, which finds nothing wrong itself."""

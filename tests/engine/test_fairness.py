@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import wire
-from engine.requests.core import Request, ScoringRequest
-from engine.scheduling.scheduler import CONTENDED_SHARE
 from tests.engine.integrity import SlotContents, check
 from tests.engine.tenants import Clock, Simulation, Tenant, mixed, scores, texts
 from tests.engine.test_scheduler import generate, make, random_request, score, settle, take
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.requests.core import Request, ScoringRequest
+from yardstick_llm.engine.scheduling.scheduler import CONTENDED_SHARE
 
 SMALL, MEDIUM, LARGE = scores(10, 5, 10), scores(), scores(100, 50, 60)
 TEXT = texts()

@@ -10,20 +10,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import wire
-from engine.kvcache.prefix_cache import PrefixCache
-from engine.loop.build import build_loop
-from engine.models.config import load_config
-from engine.models.files import ModelError
-from engine.models.loader import load_model
-from engine.requests.core import Request
-from engine.runner.distributed.shard import part_of
-from engine.scheduling.allocation import Allocator
-from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, TRAINED, every, make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.parity import Reference, assert_equal_rows, assert_greedy, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.distributed.shard import part_of
+from yardstick_llm.engine.scheduling.allocation import Allocator
+from yardstick_llm.engine.settings import EngineSettings
 
 KIND = "causal last"
 FAMILIES_OF_ONE_PROCESS = [

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.server.loop_process import resident_bytes
-from engine.settings import EngineSettings
-from engine.structured.checker import Checker, load_vocabulary
-from engine.structured.compiler import KeptGrammars, NoRoomError
-from engine.structured.constraint import Constraint
-from gateway.output.constraint import of_choice, of_json_schema, of_regex
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.server.loop_process import resident_bytes
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.engine.structured.checker import Checker, load_vocabulary
+from yardstick_llm.engine.structured.compiler import KeptGrammars, NoRoomError
+from yardstick_llm.engine.structured.constraint import Constraint
+from yardstick_llm.gateway.output.constraint import of_choice, of_json_schema, of_regex
 
 MIB = 1 << 20
 GOOD, HOSTILE = wire.Caller(tenant="good"), wire.Caller(tenant="hostile")

@@ -18,35 +18,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.ints import EMPTY, Ints, as_ints
-from engine.loop import build
-from engine.loop.build import build_loop, make_graphs
-from engine.loop.loop import Loop
-from engine.models.config import load_config
-from engine.models.decoder import Decoder, FusedAttend
-from engine.models.files import ModelError
-from engine.models.formats.quantization import format_of
-from engine.models.loader import load_model
-from engine.models.modules import Experts
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import Request
-from engine.runner.attention.base import AttentionBackend, KVCache
-from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
-from engine.runner.attention.reference import ReferenceAttention
-from engine.runner.attention.select import make_attention
-from engine.runner.attention.triton import FixedTritonAttention, TritonAttention
-from engine.runner.distributed.shard import part_of
-from engine.runner.graphs import LARGE_BUCKETS, STREAMS, Captured, CudaCapture, StepGraphs
-from engine.runner.runner import PendingStep, Runner
-from engine.scheduling.scheduler import Budget
-from engine.server.metrics import render
-from engine.settings import EngineSettings
-from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import no_waiting, skip_without_flashinfer
 from tests.engine.late import LateGpu, LateTensor, computing
 from tests.engine.recording import Recorder
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
+from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop.build import build_loop, make_graphs
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.decoder import Decoder, FusedAttend
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.modules import Experts
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.runner.attention.select import make_attention
+from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention, TritonAttention
+from yardstick_llm.engine.runner.distributed.shard import part_of
+from yardstick_llm.engine.runner.graphs import LARGE_BUCKETS, STREAMS, Captured, CudaCapture, StepGraphs
+from yardstick_llm.engine.runner.runner import PendingStep, Runner
+from yardstick_llm.engine.scheduling.scheduler import Budget
+from yardstick_llm.engine.server.metrics import render
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import attention_layout
 
 SLOTS = 400
 BUCKETS = (1, 4, 13)
@@ -249,7 +249,7 @@ def test_the_whole_engine_answers_the_same(
     checkpoint = make_checkpoint(tmp_path, family, **shape)
     given = {"overlap": overlap, "attention": "triton", "dtype": "float32"}
     launched = build_loop(settings(checkpoint, cuda_graphs="off", **given))
-    with caplog.at_level(logging.INFO, "engine.runner.graphs"):
+    with caplog.at_level(logging.INFO, "yardstick_llm.engine.runner.graphs"):
         captured = build_loop(settings(checkpoint, cuda_graphs="on", **given))
     expected, found = answers(launched), answers(captured)
     assert expected.keys() == found.keys()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from engine.server.loop_process import GROWTH_BYTES, PAUSE_SECONDS
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server.loop_process import GROWTH_BYTES, PAUSE_SECONDS
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 

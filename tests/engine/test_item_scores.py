@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop, take_items
-from engine.loop.replies import Counters
-from engine.requests.batch import Batch
-from engine.requests.core import Branch, ItemBlock, ItemGroup, Request
-from engine.scheduling import admission
-from engine.scheduling.scheduler import Scheduler
-from engine.settings import EngineSettings
 from tests.engine.integrity import SlotContents, check
 from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run
 from tests.engine.test_scheduler import drain, items, make, settle, take
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop, take_items
+from yardstick_llm.engine.loop.replies import Counters
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.requests.core import Branch, ItemBlock, ItemGroup, Request
+from yardstick_llm.engine.scheduling import admission
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
+from yardstick_llm.engine.settings import EngineSettings
 
 Build = Callable[..., Loop]
 KINDS = ["causal last", "causal mean", "classes"]

@@ -18,18 +18,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import wire
-from engine.loop import build
-from engine.loop.build import PairedLenVM, assemble, load_grammar_vocabulary
-from engine.loop.loop import Loop
-from engine.models.lenvm import load_lenvm
-from engine.models.loader import load_model
-from engine.runner.attention import flashinfer
-from engine.runner.lenvm.graphs import Needs
-from engine.runner.readouts.scores import LabelReadout
-from engine.settings import EngineSettings
-from gateway.output.constraint import of_json_object, of_regex
-from kernels import (
+from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import write_adapter
+from tests.engine.integrity import check
+from tests.engine.late import GPU, LateGpu, computing
+from tests.engine.lenvm.plain import GAMMA
+from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
+from tests.engine.test_loop import make_score
+from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop.build import PairedLenVM, assemble, load_grammar_vocabulary
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.lenvm import load_lenvm
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.runner.attention import flashinfer
+from yardstick_llm.engine.runner.lenvm.graphs import Needs
+from yardstick_llm.engine.runner.readouts.scores import LabelReadout
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.gateway.output.constraint import of_json_object, of_regex
+from yardstick_llm.kernels import (
     attention_layout,
     branch_attention,
     candidates,
@@ -40,15 +48,7 @@ from kernels import (
     seeded_sampling,
     silu_mul,
 )
-from kernels.candidates import Candidates
-from tests.checkpoints import make_checkpoint
-from tests.engine.adapters import write_adapter
-from tests.engine.integrity import check
-from tests.engine.late import GPU, LateGpu, computing
-from tests.engine.lenvm.plain import GAMMA
-from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
-from tests.engine.test_loop import make_score
-from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.kernels.candidates import Candidates
 
 MOST_IN_FLIGHT = 2
 Pace = Callable[[], int]
@@ -102,7 +102,7 @@ class Late:
         patch.setattr(flashinfer, "origin", lambda *given: "prebuilt")
         patch.setattr(build, "CudaCapture", lambda device: self.gpu)
         patch.setattr(build, "_compiles", lambda device: False)
-        patch.setattr("engine.runner.graphs.BUCKETS", (4, 16))
+        patch.setattr("yardstick_llm.engine.runner.graphs.BUCKETS", (4, 16))
         patch.setattr(build, "BUCKETS", (4, 16))
         patch.setattr(build, "PARTS", (2, 4))
 
@@ -262,7 +262,7 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
     """With graphs, every other pass of the length model computes needed candidates only."""
     turns = itertools.count()
     monkeypatch.setattr(build, "COUNTED_PARTS", (4,))
-    monkeypatch.setattr("engine.runner.lenvm.graphs.LEAST_BRANCHES", 0)
+    monkeypatch.setattr("yardstick_llm.engine.runner.lenvm.graphs.LEAST_BRANCHES", 0)
     monkeypatch.setattr(Needs, "few", property(lambda self: next(turns) % 2 == 0))
     rng = random.Random(4)
     guided = some_messages(rng, high=20)[:3]

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine import wire
-from engine.server.app import BearerTokenError, BearerTokens
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens
 
 LONG = wire.Generate("long", [5, 6], wire.Sampling(max_tokens=400, ignore_eos=True))
 ENDLESS = wire.Generate("endless", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))

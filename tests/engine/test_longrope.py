@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.models.loader import fingerprint
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import fingerprint
+from yardstick_llm.engine.settings import EngineSettings
 
 KIND = "causal last"
 ORIGINAL = 250

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.transfer import Download
-from engine.runner.readouts.draws import join_logprobs
-from engine.runner.readouts.scores import LabelReadout
-from engine.runner.runner import DeviceLost, PendingStep
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.parity import assert_greedy
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.transfer import Download
+from yardstick_llm.engine.runner.readouts.draws import join_logprobs
+from yardstick_llm.engine.runner.readouts.scores import LabelReadout
+from yardstick_llm.engine.runner.runner import DeviceLost, PendingStep
+from yardstick_llm.engine.settings import EngineSettings
 
 SHAPES = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 1},

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.settings import EngineSettings
-from kernels import lora, lora_gate, lora_rope
-from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import lora, lora_gate, lora_rope
+from yardstick_llm.kernels.int8 import instructions
 
 LABELS = [5, 17, 300]
 KINDS: list[dict[str, Any]] = [
@@ -170,7 +170,7 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
 def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tables that the engine makes, while adapters change their slots; ``kernels``: in Triton's interpreter."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("engine.loop.build._fuses", lambda device: fused)
+    monkeypatch.setattr("yardstick_llm.engine.loop.build._fuses", lambda device: fused)
     launched: dict[str, set[int]] = {}
 
     def watch(module: ModuleType, name: str) -> None:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
-from gateway.output.constraint import of_regex
-from kernels.quantize import quantize_rows_reference
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.lenvm.plain import GAMMA, Plain
 from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
 from tests.engine.test_loop import run
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.gateway.output.constraint import of_regex
+from yardstick_llm.kernels.quantize import quantize_rows_reference
 
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LABELS = [5, 17, 300]
@@ -71,7 +71,7 @@ def test_fused_projections_and_experts(
 ) -> None:
     """One layer of the mixture of experts with ``mlp_only_layers`` is dense, and its MLP has adapters. ``deferred``: the operations
     behind projections make additions, as on a GPU."""
-    monkeypatch.setattr("engine.loop.build._fuses", lambda device: deferred)
+    monkeypatch.setattr("yardstick_llm.engine.loop.build._fuses", lambda device: deferred)
     model = make_checkpoint(tmp_path / "base", family)
     kinds: list[dict[str, Any]] = [{}, {"targets": targets[:1], "rank": 7}]
     adapters = [
@@ -145,7 +145,7 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
 def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
     last bit changes others behind it, so some prompts differ more. Additions are made as on a GPU."""
-    monkeypatch.setattr("engine.loop.build._fuses", lambda device: True)
+    monkeypatch.setattr("yardstick_llm.engine.loop.build._fuses", lambda device: True)
     model, rng = make_checkpoint(tmp_path / "base", family), random.Random(3)
     adapters = [
         write_adapter(tmp_path / f"a{seed}", load(model), FUSED if family == "phi3" else ALL, seed=seed, rank=rank)

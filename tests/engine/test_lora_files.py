@@ -19,18 +19,18 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.config import load_config
-from engine.models.files import ModelError
-from engine.models.lora import config
-from engine.models.lora.config import MAX_CHARACTERS_OF_ONE, AdapterError, PatternError, Patterns
-from engine.models.lora.reader import AdapterReader
-from engine.models.lora.registry import AdapterRegistry, LoraManager
-from engine.models.lora.slots import Layout
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lora import config
+from yardstick_llm.engine.models.lora.config import MAX_CHARACTERS_OF_ONE, AdapterError, PatternError, Patterns
+from yardstick_llm.engine.models.lora.reader import AdapterReader
+from yardstick_llm.engine.models.lora.registry import AdapterRegistry, LoraManager
+from yardstick_llm.engine.models.lora.slots import Layout
+from yardstick_llm.engine.settings import EngineSettings
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -11,14 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.lora import linear
-from engine.models.lora.linear import CapturedRows
-from engine.runner.attention.reference import ReferenceAttention
-from engine.settings import EngineSettings
-from kernels.lora import shrink_lora
-from kernels.lora_layout import FEW_ROWS, ROW_BLOCKS
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import some_tokens, write_adapter
 from tests.engine.late import computing
@@ -26,6 +18,14 @@ from tests.engine.test_graphs import a_segment
 from tests.engine.test_late_gpu import Late, alike, never, plain
 from tests.engine.test_loop import run
 from tests.engine.variants import Variants
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.lora import linear
+from yardstick_llm.engine.models.lora.linear import CapturedRows
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.lora import shrink_lora
+from yardstick_llm.kernels.lora_layout import FEW_ROWS, ROW_BLOCKS
 
 PRODUCTS = 4
 """Products of a layer with adapters on all projections."""

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.lora.config import AdapterError
-from engine.models.lora.slots import LoadedAdapter
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, some_tokens, write_adapter
 from tests.engine.integrity import check
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.lora.config import AdapterError
+from yardstick_llm.engine.models.lora.slots import LoadedAdapter
+from yardstick_llm.engine.settings import EngineSettings
 
 LABELS, ADAPTERS, LOADED, ROUNDS = [5, 17, 300], 5, 3, 60
 

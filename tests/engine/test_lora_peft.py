@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import some_tokens
 from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.settings import EngineSettings
 
 # PEFT asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

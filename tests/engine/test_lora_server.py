@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import wire
-from engine.server.loop_client import LoopClient
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter
 from tests.processes import Pod, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server.loop_client import LoopClient
+from yardstick_llm.engine.settings import EngineSettings
 
 
 @pytest.fixture(scope="module")

@@ -19,18 +19,22 @@ from typing import Any
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop, set_threads
-from engine.loop.loop import Loop
-from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.models.rope import Rope
-from engine.runner import machine as cgroup
-from engine.runner import machine as module
-from engine.runner import machine as placement
-from engine.runner.graphs import BUCKETS
-from engine.runner.machine import (
+from tests.checkpoints import make_checkpoint
+from tests.engine.lenvm.plain import GAMMA, make_lenvm_checkpoint
+from tests.engine.lenvm.writing import guidance, guided
+from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop, set_threads
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.config import ModelConfig, load_config
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.engine.runner import machine as cgroup
+from yardstick_llm.engine.runner import machine as module
+from yardstick_llm.engine.runner import machine as placement
+from yardstick_llm.engine.runner.graphs import BUCKETS
+from yardstick_llm.engine.runner.machine import (
     GPU_FIXED_BYTES,
     MOST_PRODUCTS,
     StepThreads,
@@ -42,12 +46,8 @@ from engine.runner.machine import (
     step_threads,
     warn_of_slow_dtype,
 )
-from engine.server.loop_client import HUGE_PAGES, IDLE_THREADS, MALLOC, PRODUCTS, with_defaults
-from engine.settings import GPU_BATCHED_TOKENS, EngineSettings
-from tests.checkpoints import make_checkpoint
-from tests.engine.lenvm.plain import GAMMA, make_lenvm_checkpoint
-from tests.engine.lenvm.writing import guidance, guided
-from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine.server.loop_client import HUGE_PAGES, IDLE_THREADS, MALLOC, PRODUCTS, with_defaults
+from yardstick_llm.engine.settings import GPU_BATCHED_TOKENS, EngineSettings
 
 GIB = 1 << 30
 LLAMA_70B = ModelConfig(
@@ -418,7 +418,7 @@ def test_weights_are_in_huge_pages() -> None:
 IN_USE = """
 import ctypes
 import torch
-from kernels.linear import ONEDNN, pack, packed_linear
+from yardstick_llm.kernels.linear import ONEDNN, pack, packed_linear
 
 NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 

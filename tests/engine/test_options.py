@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import typer
 
-from engine.server.options import options_of, parse, parser
-from engine.settings import EngineSettings, ServerSettings
-from gateway import cli
+from yardstick_llm.engine.server.options import options_of, parse, parser
+from yardstick_llm.engine.settings import EngineSettings, ServerSettings
+from yardstick_llm.gateway import cli
 
 OPTIONS = {option.name: option for settings in (EngineSettings, ServerSettings) for option in options_of(settings)}
 

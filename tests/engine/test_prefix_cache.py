@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import wire
-from engine.ints import Ints
-from engine.kvcache.prefix_cache import Node, PrefixCache, SlotPool
-from engine.loop.loop import Loop
-from engine.requests.batch import Batch
-from engine.requests.core import Request
-from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check
 from tests.engine.parity import make_model, some_tokens
 from tests.engine.test_item_scores import LABELS, answer, make_loop, message
 from tests.engine.test_loop import run
 from tests.engine.test_scheduler import drain, generate, make, score, settle
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.kvcache.prefix_cache import Node, PrefixCache, SlotPool
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.scheduling.scheduler import Scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 ALICE, BOB = wire.Caller(tenant="a", cache_salt="alice"), wire.Caller(tenant="b", cache_salt="bob")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.server.loop_client import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from tests.processes import wait_until
+from yardstick_llm.engine.server.loop_client import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 
 
 @dataclass

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.decoder import Decoder
-from engine.models.loader import load_model
-from engine.models.modules import TokenHead
-from engine.models.transfer import Download
-from engine.runner import sampling
-from engine.runner.lenvm import draws as guided_draws
-from engine.runner.readouts.draws import next_token_logprobs
-from engine.runner.readouts.scores import label_logits, token_likelihoods
-from engine.runner.runner import Runner
-from engine.settings import EngineSettings
-from kernels.soft_cap import NO_CAP
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import Device
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.transfer import Download
+from yardstick_llm.engine.runner import sampling
+from yardstick_llm.engine.runner.lenvm import draws as guided_draws
+from yardstick_llm.engine.runner.readouts.draws import next_token_logprobs
+from yardstick_llm.engine.runner.readouts.scores import label_logits, token_likelihoods
+from yardstick_llm.engine.runner.runner import Runner
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.soft_cap import NO_CAP
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def log_softmax(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runner.readouts.draws.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr("yardstick_llm.engine.runner.readouts.draws.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
     hidden, tokens = torch.randn(10, 64), torch.arange(10)
     expected = log_softmax(decoder, hidden).float()
     chosen, ids, top = next_token_logprobs(decoder.token_head, hidden, tokens, 2)
@@ -125,7 +125,7 @@ def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("elements", [1, 3 * 64, 1 << 20])
 def test_logits_of_each_rows_own_labels_in_chunks(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr("kernels.row_chunks.CPU_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("yardstick_llm.kernels.row_chunks.CPU_CHUNK_ELEMENTS", elements)
     hidden, tokens = torch.randn(7, 64), torch.tensor([0, 5, 7, 300])
     columns = torch.randint(0, 4, (7, 6))
     expected = (hidden.double() @ decoder.head_weight.double().T).gather(1, tokens[columns])
@@ -141,7 +141,7 @@ def test_logits_are_summed_in_float32(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 1000])
 def test_likelihoods_of_some_rows_in_chunks(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
-    monkeypatch.setattr("engine.runner.readouts.scores.CHUNK_ELEMENTS", rows_at_a_time * VOCAB_SIZE)
+    monkeypatch.setattr("yardstick_llm.engine.runner.readouts.scores.CHUNK_ELEMENTS", rows_at_a_time * VOCAB_SIZE)
     hidden, rows = torch.randn(20, 64), torch.tensor([3, 4, 5, 11, 12, 19, 0])
     expected = log_softmax(decoder, hidden)[rows].float()
     targets = expected.argmin(1)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.runner.sampling
-from engine.ints import bits_of
-from engine.runner.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample
-from engine.wire import Sampling
-from kernels.keep_thresholds import FIRST_LOOK
-from kernels.largest import token_logprobs
+import yardstick_llm.engine.runner.sampling
 from tests.engine.device import no_waiting
+from yardstick_llm.engine.ints import bits_of
+from yardstick_llm.engine.runner.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample
+from yardstick_llm.engine.wire import Sampling
+from yardstick_llm.kernels.keep_thresholds import FIRST_LOOK
+from yardstick_llm.kernels.largest import token_logprobs
 
 EOS = 0
 
@@ -247,7 +247,7 @@ def test_draw_never_waits_for_a_gpu() -> None:
 
 @pytest.mark.parametrize("top_n", [0, 3])
 def test_token_logprobs_are_the_models_own(top_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.row_chunks.CPU_CHUNK_ELEMENTS", 250)
+    monkeypatch.setattr("yardstick_llm.kernels.row_chunks.CPU_CHUNK_ELEMENTS", 250)
     logits = torch.randn(17, 100) * 5
     chosen = torch.arange(17)
     values, ids, top = token_logprobs(logits, chosen, top_n)
@@ -278,6 +278,6 @@ def test_rows_that_allow_few_tokens_are_drawn_alike(monkeypatch: pytest.MonkeyPa
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(1))
     assert len(prepare(SamplingRows(rows), logits.device).few) == 12
     drawn = sample(logits, rows)
-    monkeypatch.setattr(engine.runner.sampling, "FEW", 1 << 40)
+    monkeypatch.setattr(yardstick_llm.engine.runner.sampling, "FEW", 1 << 40)
     assert list(prepare(SamplingRows(rows), logits.device).few) == [3, 4, 5], "those that allow none"
     assert torch.equal(drawn, sample(logits, rows))

@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine import wire
-from engine.ints import Ints
-from engine.kvcache.prefix_cache import SlotPool
-from engine.loop.loop import take_items
-from engine.loop.replies import Counters
-from engine.requests.batch import Batch
-from engine.requests.core import NOBODY, Branch, ItemGroup, Request, ScoringRequest
-from engine.requests.generation import GenerateRequest
-from engine.scheduling import scheduler as scheduling
-from engine.scheduling.allocation import TURN, AdapterTurns, Allocator
-from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.depth import seeds
 from tests.engine.integrity import SlotContents, check
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
+from yardstick_llm.engine.loop.loop import take_items
+from yardstick_llm.engine.loop.replies import Counters
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.requests.core import NOBODY, Branch, ItemGroup, Request, ScoringRequest
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.scheduling import scheduler as scheduling
+from yardstick_llm.engine.scheduling.allocation import TURN, AdapterTurns, Allocator
+from yardstick_llm.engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 
 
 class Clock:

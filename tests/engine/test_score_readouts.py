@@ -10,15 +10,15 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
-from engine.wire import pack_ids
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.engine.wire import pack_ids
 
 Build = Callable[..., Loop]
 

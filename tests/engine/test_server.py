@@ -17,12 +17,12 @@ import httpx
 import msgspec
 import pytest
 
-from engine import wire
-from engine.server.loop_client import WAITING
-from engine.server.process import _listen
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
 from tests.warm import as_in_production
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server.loop_client import WAITING
+from yardstick_llm.engine.server.process import _listen
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_lost_loop_ends_the_pod(own_pod: Pod):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["absent", pytest.param("acme/absent", marks=pytest.mark.slow)])
 def test_a_missing_model_is_one_line(name: str, tmp_path: Path):
-    command = [sys.executable, "-m", "engine", "--model", name, "--port", str(free_port())]
+    command = [sys.executable, "-m", "yardstick_llm.engine", "--model", name, "--port", str(free_port())]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1

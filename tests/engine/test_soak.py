@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.settings import EngineSettings
 
 ITEMS = 50_000
 

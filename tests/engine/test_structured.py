@@ -16,16 +16,16 @@ import msgspec
 import pytest
 import tokenizers
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
-from engine.structured import constraint
-from gateway.output.constraint import of_choice, of_json_object, of_json_schema, of_regex
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.depth import seeds
 from tests.engine.integrity import check
 from tests.json_schemas import random_schema
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.engine.structured import constraint
+from yardstick_llm.gateway.output.constraint import of_choice, of_json_object, of_json_schema, of_regex
 
 QUOTE, BRACE = 4, 95
 """Ids of ``"`` and ``}``: with a bias on them, a model with random weights ends strings and objects."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_structured import run, sequence
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
 
 OPEN, CLOSE = 11, 17
 OPENED, OPENS = wire.Thinking(CLOSE), wire.Thinking(CLOSE, OPEN)

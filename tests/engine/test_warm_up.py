@@ -10,25 +10,25 @@ import msgspec
 import pytest
 from transformers import AutoModel, AutoModelForCausalLM
 
-from engine import wire
-from engine.loop import build
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.models.formats import packed
-from engine.requests.batch import Batch
-from engine.runner import graphs as compilations
-from engine.runner.graphs import BUCKETS, Compilations
-from engine.runner.readouts.scores import LabelReadout
-from engine.runner.runner import PendingStep, Runner
-from engine.server.metrics import render
-from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.engine.adapters import ALL, write_adapter
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.lenvm.writing import run, some_tokens
 from tests.engine.variants import Variants
 from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import packed
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.runner import graphs as compilations
+from yardstick_llm.engine.runner.graphs import BUCKETS, Compilations
+from yardstick_llm.engine.runner.readouts.scores import LabelReadout
+from yardstick_llm.engine.runner.runner import PendingStep, Runner
+from yardstick_llm.engine.server.metrics import render
+from yardstick_llm.engine.settings import EngineSettings
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 ODD_VOCABULARY = 323
@@ -211,7 +211,7 @@ def test_a_variant_that_the_start_does_not_reach_is_noticed(variants: Variants, 
     """The test of the tests: with a constant for each number of labels, they would fail."""
     loop = build_loop(settings(make_checkpoint(tmp_path, "qwen3", **SHAPE)))
     early = set(variants.found)
-    from kernels import label_logprobs
+    from yardstick_llm.kernels import label_logprobs
 
     monkeypatch.setitem(label_logprobs._gather.kwargs, "do_not_specialize", [])
     variants._binders.clear()
@@ -237,9 +237,9 @@ def test_one_step_is_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_progress_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "_compiles", lambda device: True)
-    monkeypatch.setattr("engine.loop.warm_up.REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("yardstick_llm.engine.loop.warm_up.REPORT_SECONDS", 0.0)
     given = settings(make_checkpoint(tmp_path, "qwen3", **SHAPE), attention="reference")
-    with caplog.at_level(logging.INFO, "engine.loop.warm_up"):
+    with caplog.at_level(logging.INFO, "yardstick_llm.engine.loop.warm_up"):
         build_loop(given)
     assert caplog.messages[0].startswith("warming up: 0 of ")
     assert caplog.messages[-1].startswith("warmed up: 0 kernels compiled or loaded, ")

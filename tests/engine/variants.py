@@ -18,10 +18,10 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-import kernels
-from engine.runner.attention import base as branches
-from engine.runner.attention import triton
-from kernels import label_logprobs
+from yardstick_llm import kernels
+from yardstick_llm.engine.runner.attention import base as branches
+from yardstick_llm.engine.runner.attention import triton
+from yardstick_llm.kernels import label_logprobs
 
 PROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -50,7 +50,7 @@ class Variants(TorchDispatchMode):
 
         patch.setattr(InterpretedFunction, "run", recorded)
         patch.setattr(label_logprobs, "multiprocessors", lambda device: PROCESSORS)
-        patch.setattr("engine.loop.build._fuses", lambda device: True)
+        patch.setattr("yardstick_llm.engine.loop.build._fuses", lambda device: True)
         for module in pkgutil.iter_modules(kernels.__path__):
             self._record_beside_references(importlib.import_module(f"kernels.{module.name}"), patch)
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import create_app
-from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
 from tests.tuned import split, tuned
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.settings import Settings
 
 Start = Callable[..., httpx.Client]
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine
 from tests.gateway.answers import told
 from tests.gateway.conftest import Start
+from yardstick_llm.engine import wire
 
 SCORE = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}

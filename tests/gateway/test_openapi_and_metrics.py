@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import jsonschema
 
-from gateway.app import create_app
-from gateway.settings import Settings
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.settings import Settings
 
 
 def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client) -> None:

@@ -11,10 +11,10 @@ import sys
 import httpx
 import pytest
 
-from gateway.server import main
-from gateway.settings import Settings, SettingsError
 from tests.fakes import FakeEngine, served
 from tests.processes import wait_until
+from yardstick_llm.gateway.server import main
+from yardstick_llm.gateway.settings import Settings, SettingsError
 
 URL = "http://127.0.0.1:1"
 ONE = f"--engine {URL}"
@@ -87,7 +87,7 @@ def test_the_process_serves_and_ends_in_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("YARDSTICK_PORT", "1")
     with served(FakeEngine()) as url:
         monkeypatch.setenv("YARDSTICK_ENGINES", f"{url}, {URL}")
-        command = [sys.executable, "-m", "gateway", "--port", "0"]
+        command = [sys.executable, "-m", "yardstick_llm.gateway", "--port", "0"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stderr is not None
@@ -106,7 +106,7 @@ def test_the_process_serves_and_ends_in_order(monkeypatch: pytest.MonkeyPatch) -
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "gateway", "--engine", URL, "--port", str(port)]
+        command = [sys.executable, "-m", "yardstick_llm.gateway", "--engine", URL, "--port", str(port)]
         run = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert run.returncode == 1
     in_use = f"cannot listen on port {port} of 127.0.0.1: address already in use"

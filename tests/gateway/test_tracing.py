@@ -12,11 +12,11 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from engine import wire
 from tests.collector import Collector, Received, collecting
 from tests.fakes import FakeEngine, Faults
 from tests.gateway.conftest import Start, gateways, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 SECRET = "a red secret"
 SCORE: dict[str, Any] = {"query": SECRET, "items": ["one", "two"], "labels": [" Yes"]}

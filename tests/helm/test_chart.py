@@ -13,24 +13,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import wire
-from engine.server import metrics
-from engine.server.options import options_of, parser
-from engine.settings import EngineSettings, ServerSettings
-from gateway.keys import ApiKey
-from gateway.ops.collectors import (
-    ItemCacheSample,
-    KeySample,
-    ModelSample,
-    ReplicaSample,
-    dropped_lines,
-    dropped_spans,
-    fleet,
-    item_caches,
-    key_file,
-)
-from gateway.ops.metrics import Telemetry
-from gateway.settings import PREFIX, Settings
 from tests.helm.chart import (
     BARE,
     CHART,
@@ -48,6 +30,24 @@ from tests.helm.chart import (
     render,
 )
 from tests.helm.readme import readme
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.server import metrics
+from yardstick_llm.engine.server.options import options_of, parser
+from yardstick_llm.engine.settings import EngineSettings, ServerSettings
+from yardstick_llm.gateway.keys import ApiKey
+from yardstick_llm.gateway.ops.collectors import (
+    ItemCacheSample,
+    KeySample,
+    ModelSample,
+    ReplicaSample,
+    dropped_lines,
+    dropped_spans,
+    fleet,
+    item_caches,
+    key_file,
+)
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import PREFIX, Settings
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}

@@ -112,7 +112,7 @@ def test_one_job_fills_the_claim_that_pods_share() -> None:
     (job,) = [manifest for manifest in found if manifest["kind"] == "Job"]
     kubernetes_validate.validate(job, "1.30", strict=True)
     (download,) = job["spec"]["template"]["spec"]["containers"]
-    assert (download["command"], download["args"]) == (["python", "-m", "engine.models.download"], ["org/ranker@abc"])
+    assert (download["command"], download["args"]) == (["python", "-m", "yardstick_llm.engine.models.download"], ["org/ranker@abc"])
     assert "HF_TOKEN" in {variable["name"] for variable in download["env"]}
     assert not next(mount for mount in download["volumeMounts"] if mount["name"] == "models").get("readOnly")
     pod = engine(values)

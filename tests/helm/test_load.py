@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from loadgen.cli import app
-from loadgen.scenario import load
 from tests.helm.chart import Manifest, Values, helm, manifests, one, render
+from yardstick_llm.loadgen.cli import app
+from yardstick_llm.loadgen.scenario import load
 
 
 def made(load_test: Values, others: Values | None = None) -> tuple[Manifest, list[Manifest]]:
@@ -28,7 +28,7 @@ def options(job: Manifest) -> dict[str, Any]:
     """The options of `yardstick load run`, as the program understands them."""
     (container,) = pod_of(job)["containers"]
     *python, command = container["command"][:-1]
-    assert python == ["python", "-m", "loadgen"]
+    assert python == ["python", "-m", "yardstick_llm.loadgen"]
     run = get_command(app).commands[command]
     return run.make_context("run", [container["command"][-1], *container["args"]]).params
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.settings import load_settings
 from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
+from yardstick_llm.gateway.settings import load_settings
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
 MONITORED: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.lora_layout import ALIGNMENT, LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks, padded_rank
+from yardstick_llm.kernels.lora_layout import (
+    ALIGNMENT,
+    LoraMatrices,
+    LoraProduct,
+    LoraRows,
+    LoraRun,
+    block_runs,
+    most_blocks,
+    padded_rank,
+)
 
 INDEX, PRODUCTS, MAX_RANK = 1, 3, 128
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_layout import PROGRAMS, lay_out
-from kernels.branch_attention import branch_attention, branch_attention_reference, branch_attention_triton, chunks_of
-from kernels.paged_attention import paged_attention_reference
+from yardstick_llm.kernels.attention_layout import PROGRAMS, lay_out
+from yardstick_llm.kernels.branch_attention import branch_attention, branch_attention_reference, branch_attention_triton, chunks_of
+from yardstick_llm.kernels.paged_attention import paged_attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 PREFIXES = [1, 150, 0, 64, 90]

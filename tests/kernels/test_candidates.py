@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.largest
-from kernels.candidates import Candidates, candidates_reference, candidates_triton
+import yardstick_llm.kernels.largest
+from yardstick_llm.kernels.candidates import Candidates, candidates_reference, candidates_triton
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Candidates]
 BOTH = pytest.mark.parametrize("operation", [candidates_reference, candidates_triton], ids=["reference", "triton"])
@@ -60,7 +60,7 @@ def _parameters(rows: int, width: int, device: torch.device) -> tuple[Tensor, Te
 def test_definition(
     operation: Operation, rows: int, vocab: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.largest, "BLOCK", 128)  # several splits, the last one not full
+    monkeypatch.setattr(yardstick_llm.kernels.largest, "BLOCK", 128)  # several splits, the last one not full
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
     parameters = _parameters(rows, width, device)
     found = operation(logits.to(device), *parameters, width)
@@ -102,7 +102,7 @@ def test_the_probability_before_may_equal_top_p(operation: Operation, device: to
 @BOTH
 def test_equals_by_lower_id(operation: Operation, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across splits, below zero, and for the two zeros."""
-    monkeypatch.setattr(kernels.largest, "BLOCK", 32)
+    monkeypatch.setattr(yardstick_llm.kernels.largest, "BLOCK", 32)
     for value in (3.0, -3.0, 0.0):
         row = [-9.0] * 100
         for token in (99, 70, 33, 32, 5, 64):

@@ -60,9 +60,9 @@ def believe() -> list[Any]:
 
     triton.runtime.driver.set_active(Driver())
     JITFunction.__getitem__ = launch
-    import kernels.runtime
+    import yardstick_llm.kernels.runtime
 
-    kernels.runtime.INTERPRETED = True  # tensors of the CPU pass
+    yardstick_llm.kernels.runtime.INTERPRETED = True  # tensors of the CPU pass
     return launched
 
 
@@ -86,8 +86,8 @@ def longs(*shape: int) -> Tensor:
 
 
 def elementwise() -> dict[str, Launch]:
-    from kernels import gelu_mul, quantize, rms_norm, silu_mul
     from tests.kernels.test_qk_norm_rope import inputs, qk_norm_rope_write_triton
+    from yardstick_llm.kernels import gelu_mul, quantize, rms_norm, silu_mul
 
     def rope(heads: int, kv_heads: int, head_dim: int, rotated: int, *, normed: bool, coded: bool = False) -> Any:
         given = inputs(4, heads, kv_heads, head_dim, BF16, CPU, normed)
@@ -123,9 +123,9 @@ def elementwise() -> dict[str, Launch]:
 
 def attention() -> dict[str, Launch]:
     """Groups of 2 and of 7 heads, which are padded to 8; Gemma 2's windows; float32 without tensor cores, because they round."""
-    from kernels.attention_spec import PLAIN, AttentionSpec
     from tests.kernels import test_branch_attention as branch
     from tests.kernels import test_paged_attention as paged
+    from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 
     def step(
         group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec = PLAIN, coded: bool = False
@@ -155,7 +155,7 @@ def attention() -> dict[str, Launch]:
 
 
 def label_logprobs() -> dict[str, Launch]:
-    from kernels.label_logprobs import label_logprobs_triton
+    from yardstick_llm.kernels.label_logprobs import label_logprobs_triton
 
     def step(rows: int, dtype: torch.dtype, cap: float = 0.0) -> Any:
         hidden, head = torch.empty((rows, 1024), dtype=dtype), torch.empty((4096, 1024), dtype=dtype)
@@ -172,12 +172,12 @@ def label_logprobs() -> dict[str, Launch]:
 
 def sampling() -> dict[str, Launch]:
     """For a large vocabulary."""
-    from kernels.candidates import candidates_triton
-    from kernels.keep_thresholds import keep_thresholds_triton
-    from kernels.largest import token_logprobs_triton
-    from kernels.length_tilt import Tilts, length_tilt_triton
-    from kernels.seeded_sampling import seeded_choice_triton, seeded_draw_triton
-    from kernels.token_bits import exclude_triton_
+    from yardstick_llm.kernels.candidates import candidates_triton
+    from yardstick_llm.kernels.keep_thresholds import keep_thresholds_triton
+    from yardstick_llm.kernels.largest import token_logprobs_triton
+    from yardstick_llm.kernels.length_tilt import Tilts, length_tilt_triton
+    from yardstick_llm.kernels.seeded_sampling import seeded_choice_triton, seeded_draw_triton
+    from yardstick_llm.kernels.token_bits import exclude_triton_
 
     logits, numbers, rows = torch.empty(4, 151936), torch.empty(4), longs(4)
 
@@ -200,10 +200,10 @@ def sampling() -> dict[str, Launch]:
 
 def products() -> dict[str, Launch]:
     """The fused ones load through tensor descriptors. That of codes spills some registers once a tile with Triton 3.7."""
-    from kernels.counted_linear import counted_linear_triton
-    from kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
-    from kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
-    from kernels.linear_silu_mul import linear_silu_mul_triton
+    from yardstick_llm.kernels.counted_linear import counted_linear_triton
+    from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
+    from yardstick_llm.kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
+    from yardstick_llm.kernels.linear_silu_mul import linear_silu_mul_triton
 
     def counted(size: int, columns: int, bias: Tensor | None) -> Tensor:
         return counted_linear_triton(bf16(1280, size), bf16(columns, size), bias, longs(1))
@@ -245,12 +245,12 @@ def products() -> dict[str, Launch]:
 
 def adapters() -> dict[str, Launch]:
     """With shapes of Qwen3, Gemma 2 and 3, Qwen2.5 and Phi-4-mini."""
-    from kernels.lora import expand_lora_triton, shrink_lora_triton
-    from kernels.lora_gate import lora_gate_triton
-    from kernels.lora_layout import LoraDelta
-    from kernels.lora_rope import lora_rope_write_triton
     from tests.kernels.lora import Case, product, rows_of
     from tests.kernels.test_qk_norm_rope import inputs
+    from yardstick_llm.kernels.lora import expand_lora_triton, shrink_lora_triton
+    from yardstick_llm.kernels.lora_gate import lora_gate_triton
+    from yardstick_llm.kernels.lora_layout import LoraDelta
+    from yardstick_llm.kernels.lora_rope import lora_rope_write_triton
 
     def shrunk(rows: int, size: int, parts: tuple[int, ...], dtype: torch.dtype, *, coded: bool = False) -> LoraDelta:
         case, x = Case((16,), (0, rows), size, parts), torch.empty((rows, size), dtype=dtype)

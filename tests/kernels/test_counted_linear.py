@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.counted_linear import counted_linear, counted_linear_reference, counted_linear_triton
+from yardstick_llm.kernels.counted_linear import counted_linear, counted_linear_reference, counted_linear_triton
 
 SHAPES = [(1, 16, 16, 1), (70, 40, 50, 33), (40, 70, 33, 40), (70, 64, 32, 0), (33, 32, 130, 32)]
 """(rows, in, out, count): sizes that fill no block, all rows, none, and a count that is a whole number of blocks."""

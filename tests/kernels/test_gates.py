@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from kernels.gelu_mul import gelu_mul, gelu_mul_reference, gelu_mul_triton
-from kernels.silu_mul import silu_mul, silu_mul_reference, silu_mul_triton
+from yardstick_llm.kernels.gelu_mul import gelu_mul, gelu_mul_reference, gelu_mul_triton
+from yardstick_llm.kernels.silu_mul import silu_mul, silu_mul_reference, silu_mul_triton
 
 Gate = Callable[[Tensor], Tensor]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.grouped_experts import (
+from yardstick_llm.kernels.grouped_experts import (
     FEW_PAIRS,
     ROW_BLOCKS,
     block_pairs,
@@ -18,7 +18,7 @@ from kernels.grouped_experts import (
     grouped_scaled_linear_triton,
     route,
 )
-from kernels.quantize import quantize_rows_reference, supported
+from yardstick_llm.kernels.quantize import quantize_rows_reference, supported
 
 SHAPES = [(1, 4, 2, 32, 16), (9, 8, 3, 70, 50), (270, 3, 2, 64, 40), (5, 6, 1, 33, 130), (0, 4, 2, 16, 16)]
 """(rows, experts, chosen, in, out): few pairs, many of each expert, sizes that fill no block, and nothing at all."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels import int8
-from kernels.gelu_mul import gelu_mul_reference
-from kernels.silu_mul import silu_mul_reference
+from yardstick_llm.kernels import int8
+from yardstick_llm.kernels.gelu_mul import gelu_mul_reference
+from yardstick_llm.kernels.silu_mul import silu_mul_reference
 
 pytestmark = pytest.mark.skipif(int8.instructions() is None, reason="the processor does not multiply bytes")
 
@@ -59,7 +59,7 @@ def test_every_code_of_rows_is_within_a_half(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "gelu", "biased"), [(DTYPES[0], False, True), (DTYPES[0], True, False), (DTYPES[1], True, True)])
 def test_the_gated_layer_is_its_parts(dtype: torch.dtype, gelu: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.row_chunks.THREAD_ELEMENTS", 7 * 3 * 72)  # seven rows at a time
+    monkeypatch.setattr("yardstick_llm.kernels.row_chunks.THREAD_ELEMENTS", 7 * 3 * 72)  # seven rows at a time
     x, into, back = random(50, 40).to(dtype), random(144, 40, seed=1) / 6, random(40, 72, seed=2) / 8
     biases = [random(count, seed=3).to(dtype) if biased else None for count in (144, 40)]
     gate_up, down = Layer(int8.pack(into), biases[0]), Layer(int8.pack(back), biases[1])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.keep_thresholds
-import kernels.largest
-from kernels.keep_thresholds import keep_thresholds_reference, keep_thresholds_triton, scale
+import yardstick_llm.kernels.keep_thresholds
+import yardstick_llm.kernels.largest
+from yardstick_llm.kernels.keep_thresholds import keep_thresholds_reference, keep_thresholds_triton, scale
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BOTH = pytest.mark.parametrize("operation", [keep_thresholds_reference, keep_thresholds_triton], ids=["reference", "triton"])
@@ -55,7 +55,7 @@ def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: fl
 def test_definition(
     operation: Operation, case: tuple[int, float, float], temperature: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (kernels.keep_thresholds, kernels.largest):  # several blocks, the last one not full
+    for module in (yardstick_llm.kernels.keep_thresholds, yardstick_llm.kernels.largest):  # several blocks, the last one not full
         monkeypatch.setattr(module, "BLOCK", 64)
     logits = torch.randn(150, generator=torch.Generator().manual_seed(3)) * 3
     assert _kept(operation, logits, case, device, temperature) == _sorted_kept(logits, case, temperature)
@@ -75,13 +75,13 @@ PATHS = [(64, 1.0), (64, 0.7), (5, 0.5), (65, 1.0), (65, 0.6), (0, 0.1), (0, 0.5
 
 
 @INFINITIES
-@pytest.mark.parametrize(("flatness", "room"), [(0.01, 5), (4.0, kernels.keep_thresholds.ROOM), (30.0, 5)])
+@pytest.mark.parametrize(("flatness", "room"), [(0.01, 5), (4.0, yardstick_llm.kernels.keep_thresholds.ROOM), (30.0, 5)])
 def test_each_path_finds_the_threshold_of_the_reference(
     flatness: float, room: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where collected tokens have no room, splits have few probable tokens, and some have none that is allowed."""
-    monkeypatch.setattr(kernels.keep_thresholds, "ROOM", room)
-    monkeypatch.setattr(kernels.largest, "BLOCK", 64)
+    monkeypatch.setattr(yardstick_llm.kernels.keep_thresholds, "ROOM", room)
+    monkeypatch.setattr(yardstick_llm.kernels.largest, "BLOCK", 64)
     generator = torch.Generator().manual_seed(int(100 * flatness))
     logits = torch.randn(len(PATHS), 300, generator=generator) * flatness
     logits[:, 64:128] -= 8.0
@@ -103,7 +103,7 @@ def test_small_cuts_read_the_row_once(device: torch.device, monkeypatch: pytest.
             launched.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(kernels.keep_thresholds, "_search", Unused())
+    monkeypatch.setattr(yardstick_llm.kernels.keep_thresholds, "_search", Unused())
     cases = [(20, 1.0, 0.0), (20, 0.8, 0.0), (0, 0.9, 0.0), (0, 0.5, 0.1)]
     logits, temperatures = torch.randn(len(cases), 500, device=device) * 2, torch.ones(len(cases), device=device)
     found = keep_thresholds_triton(logits, temperatures, *_parameters(cases, device))

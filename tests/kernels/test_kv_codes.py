@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import kv_codes
-from kernels.paged_attention import paged_attention_reference, paged_attention_triton
-from kernels.qk_norm_rope import qk_norm_rope_write_reference, qk_norm_rope_write_triton
-from kernels.quantize import FP8
-from kernels.rms_norm import rms_norm_reference
-from kernels.rope import rope
 from tests.kernels.test_paged_attention import MIXED, layout_of, tensors
 from tests.kernels.test_qk_norm_rope import Inputs, inputs
+from yardstick_llm.kernels import kv_codes
+from yardstick_llm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference, qk_norm_rope_write_triton
+from yardstick_llm.kernels.quantize import FP8
+from yardstick_llm.kernels.rms_norm import rms_norm_reference
+from yardstick_llm.kernels.rope import rope
 
 SCALES = [[0.25, 2.0], [0.5, 0.0625]]
 """Scales of the keys and of the values of two heads."""
@@ -37,7 +37,7 @@ def test_codes_are_the_nearest_and_too_large_numbers_are_cut_off() -> None:
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept in float32, because the interpreter does not carry when it rounds to FP8. Too large numbers are cut off."""
-    monkeypatch.setattr("kernels.qk_norm_rope.FP8", torch.float32)
+    monkeypatch.setattr("yardstick_llm.kernels.qk_norm_rope.FP8", torch.float32)
     given = inputs(5, 6, 2, 16, torch.float32, device, normed)
     given.qkv[0] *= 1000
     scales = torch.tensor(SCALES, device=device)
@@ -57,7 +57,7 @@ def test_codes_are_written(dtype: torch.dtype, device: torch.device, monkeypatch
     lowest, highest, exact_values = nearest_codes(given, scales)
     # The interpreter does not carry when it rounds to FP8, so torch rounds there.
     stored = FP8 if device.type == "cuda" else torch.float32
-    monkeypatch.setattr("kernels.qk_norm_rope.FP8", stored)
+    monkeypatch.setattr("yardstick_llm.kernels.qk_norm_rope.FP8", stored)
     keys, values = torch.zeros(2, 45, 2, 128, device=device).to(stored)
     qk_norm_rope_write_triton(*given._replace(keys=keys, values=values), scales)
     found = keys.to(FP8).float()

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.label_logprobs import label_logprobs, label_logprobs_reference, label_logprobs_triton, schedule, tiles_for
+from yardstick_llm.kernels.label_logprobs import (
+    label_logprobs,
+    label_logprobs_reference,
+    label_logprobs_triton,
+    schedule,
+    tiles_for,
+)
 
 
 def _inputs(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.largest
-from kernels.largest import token_logprobs_reference, token_logprobs_triton
+import yardstick_llm.kernels.largest
+from yardstick_llm.kernels.largest import token_logprobs_reference, token_logprobs_triton
 
 
 def _sorted(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,7 +22,7 @@ def _sorted(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor,
 @pytest.mark.parametrize(("top_n", "block"), [(0, 64), (1, 2048), (8, 64), (20, 2048), (32, 64)])
 def test_definition(top_n: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal logits, in groups that are full, in part and alone: the large block has more than one group of groups."""
-    monkeypatch.setattr(kernels.largest, "BLOCK", block)
+    monkeypatch.setattr(yardstick_llm.kernels.largest, "BLOCK", block)
     logits = (torch.randn(3, 2500, generator=torch.Generator().manual_seed(top_n)) * 3).round()
     logits[1, 40:] = -9.0
     chosen = torch.tensor([0, 2499, 77])

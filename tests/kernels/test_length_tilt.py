@@ -12,8 +12,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.candidates import Candidates
-from kernels.length_tilt import RULES, Tilts, length_tilt_reference, length_tilt_triton, needs_value
+from yardstick_llm.kernels.candidates import Candidates
+from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt_reference, length_tilt_triton, needs_value
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tilts], Tensor]
 BOTH = pytest.mark.parametrize("operation", [length_tilt_reference, length_tilt_triton], ids=["reference", "triton"])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_qk_norm_rope import fits, linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
-from kernels.product_tiles import Tiles, is_hopper
-from kernels.quantize import FP8, quantize_rows_reference
+from yardstick_llm.kernels.linear_qk_norm_rope import fits, linear_qk_norm_rope_reference, linear_qk_norm_rope_triton
+from yardstick_llm.kernels.product_tiles import Tiles, is_hopper
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference
 
 TILES = {
     "descriptors": Tiles(rows=16, columns=128, step=16, warps=4, group=2),
@@ -100,7 +100,7 @@ def test_chosen_tiles_in_float32(device: torch.device) -> None:
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept in float32, because the interpreter does not carry when it rounds to FP8. Too large numbers are cut off."""
-    monkeypatch.setattr("kernels.qk_norm_rope.FP8", torch.float32)
+    monkeypatch.setattr("yardstick_llm.kernels.qk_norm_rope.FP8", torch.float32)
     given = inputs(37, 32, 4, 2, 64, device, torch.float32)
     given.x[0] *= 1000
     if not normed:

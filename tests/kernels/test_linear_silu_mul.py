@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_silu_mul import fits, linear_silu_mul_reference, linear_silu_mul_triton
-from kernels.product_tiles import Tiles, is_hopper
+from yardstick_llm.kernels.linear_silu_mul import fits, linear_silu_mul_reference, linear_silu_mul_triton
+from yardstick_llm.kernels.product_tiles import Tiles, is_hopper
 
 SMALL = Tiles(rows=16, columns=64, step=16, warps=4, group=2)
 TILES = {

@@ -12,16 +12,25 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from kernels.lora import (
+from tests.kernels.lora import Case, captured, product, rows_of
+from yardstick_llm.kernels.lora import (
     add_lora,
     expand_lora_reference,
     expand_lora_triton,
     shrink_lora_reference,
     shrink_lora_triton,
 )
-from kernels.lora_layout import FEW_ROWS, NO_ADAPTER, ROW_BLOCKS, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks
-from kernels.quantize import quantize_rows_reference
-from tests.kernels.lora import Case, captured, product, rows_of
+from yardstick_llm.kernels.lora_layout import (
+    FEW_ROWS,
+    NO_ADAPTER,
+    ROW_BLOCKS,
+    LoraProduct,
+    LoraRows,
+    LoraRun,
+    block_runs,
+    most_blocks,
+)
+from yardstick_llm.kernels.quantize import quantize_rows_reference
 
 
 def add_lora_reference(y: Tensor, x: Tensor, given: LoraProduct, rows: LoraRows) -> Tensor:

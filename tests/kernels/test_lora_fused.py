@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gelu_mul import gelu_mul_reference
-from kernels.lora import add_lora, shrink_lora_triton
-from kernels.lora_gate import lora_gate, lora_gate_reference, lora_gate_triton
-from kernels.lora_layout import LoraDelta, LoraRows
-from kernels.lora_rope import lora_rope_write, lora_rope_write_reference, lora_rope_write_triton
-from kernels.qk_norm_rope import qk_norm_rope_write_reference
-from kernels.silu_mul import silu_mul_reference
 from tests.kernels.lora import Case, captured, product, rows_of
 from tests.kernels.test_qk_norm_rope import Inputs, inputs
+from yardstick_llm.kernels.gelu_mul import gelu_mul_reference
+from yardstick_llm.kernels.lora import add_lora, shrink_lora_triton
+from yardstick_llm.kernels.lora_gate import lora_gate, lora_gate_reference, lora_gate_triton
+from yardstick_llm.kernels.lora_layout import LoraDelta, LoraRows
+from yardstick_llm.kernels.lora_rope import lora_rope_write, lora_rope_write_reference, lora_rope_write_triton
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference
+from yardstick_llm.kernels.silu_mul import silu_mul_reference
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 MIXED = "ranks of all sizes behind rows without adapter"

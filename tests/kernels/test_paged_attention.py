@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention_layout
-from kernels.attention_layout import FEW_NARROW, MOST_MERGES, MOST_NARROW, Layout, Room, lay_out
-from kernels.attention_spec import PLAIN, AttentionSpec
-from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.engine.depth import seeds
+from yardstick_llm.kernels import attention_layout
+from yardstick_llm.kernels.attention_layout import FEW_NARROW, MOST_MERGES, MOST_NARROW, Layout, Room, lay_out
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+from yardstick_llm.kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SLOTS = 1500

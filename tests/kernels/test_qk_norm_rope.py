@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.qk_norm_rope import qk_norm_rope_write, qk_norm_rope_write_reference, qk_norm_rope_write_triton
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write, qk_norm_rope_write_reference, qk_norm_rope_write_triton
+from yardstick_llm.kernels.rms_norm import rms_norm
+from yardstick_llm.kernels.rope import rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

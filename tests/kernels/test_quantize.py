@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gelu_mul import gelu_mul_quantized_reference, gelu_mul_quantized_triton
-from kernels.quantize import (
+from yardstick_llm.kernels.gelu_mul import gelu_mul_quantized_reference, gelu_mul_quantized_triton
+from yardstick_llm.kernels.quantize import (
     FP8,
     launch_quantize_rows,
     quantize_rows,
@@ -18,7 +18,7 @@ from kernels.quantize import (
     scaled_linear,
     supported,
 )
-from kernels.rms_norm import (
+from yardstick_llm.kernels.rms_norm import (
     add_rms_norm_quantized_reference,
     add_rms_norm_quantized_triton,
     launch_rms_norm,
@@ -26,7 +26,12 @@ from kernels.rms_norm import (
     rms_norm_quantized_triton,
     rms_norm_reference,
 )
-from kernels.silu_mul import launch_silu_mul, silu_mul_quantized_reference, silu_mul_quantized_triton, silu_mul_reference
+from yardstick_llm.kernels.silu_mul import (
+    launch_silu_mul,
+    silu_mul_quantized_reference,
+    silu_mul_quantized_triton,
+    silu_mul_reference,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 64), (2, 1500), (0, 64)]

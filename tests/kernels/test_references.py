@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import kernels
-from kernels.label_logprobs import label_logprobs
-from kernels.linear import MKL, ONEDNN, linear, pack, packed_linear
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope import rope
-from kernels.silu_mul import silu_mul
+from yardstick_llm import kernels
+from yardstick_llm.kernels.label_logprobs import label_logprobs
+from yardstick_llm.kernels.linear import MKL, ONEDNN, linear, pack, packed_linear
+from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
+from yardstick_llm.kernels.rope import rope
+from yardstick_llm.kernels.silu_mul import silu_mul
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 LIBRARIES = [ONEDNN, pytest.param(MKL, marks=pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL"))]
@@ -117,7 +117,7 @@ def test_gradients() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 250, 1 << 24])
 def test_label_logprobs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.label_logprobs.CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("yardstick_llm.kernels.label_logprobs.CHUNK_ELEMENTS", chunk)
     hidden, head, labels = torch.randn(9, 16), torch.randn(100, 16), torch.randint(0, 100, (9, 3))
     expected = (hidden.double() @ head.double().T).log_softmax(-1).gather(1, labels)
     torch.testing.assert_close(label_logprobs(hidden, head, labels).double(), expected, atol=1e-5, rtol=0)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton, rms_norm, rms_norm_reference, rms_norm_triton
+from yardstick_llm.kernels.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 
 # The interpreter cuts float32 off where a GPU rounds it to bfloat16.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.row_argmax import BLOCK, row_argmax
+from yardstick_llm.kernels.row_argmax import BLOCK, row_argmax
 
 
 @pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])

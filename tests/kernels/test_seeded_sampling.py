@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.seeded_sampling
-from kernels.runtime import jit, tl
-from kernels.seeded_sampling import (
+import yardstick_llm.kernels.seeded_sampling
+from yardstick_llm.kernels.runtime import jit, tl
+from yardstick_llm.kernels.seeded_sampling import (
     _gumbel,
     gumbel,
     seeded_choice_reference,
@@ -55,9 +55,9 @@ def test_noise_in_double_precision() -> None:
     key, mask = 0x0123456789ABCDEF, (1 << 64) - 1
     expected = []
     for token in range(1000):
-        z = (key + (token + 1) * kernels.seeded_sampling.GOLDEN) & mask
-        z = (z ^ z >> 30) * kernels.seeded_sampling.MIX_1 & mask
-        z = (z ^ z >> 27) * kernels.seeded_sampling.MIX_2 & mask
+        z = (key + (token + 1) * yardstick_llm.kernels.seeded_sampling.GOLDEN) & mask
+        z = (z ^ z >> 30) * yardstick_llm.kernels.seeded_sampling.MIX_1 & mask
+        z = (z ^ z >> 27) * yardstick_llm.kernels.seeded_sampling.MIX_2 & mask
         expected.append(-math.log(-math.log1p(-((z ^ z >> 31) >> 1) / 2**63)))
     torch.testing.assert_close(gumbel(torch.tensor([key]), torch.arange(1000))[0], torch.tensor(expected), atol=2e-6, rtol=1e-5)
 
@@ -67,7 +67,7 @@ def test_noise_in_double_precision() -> None:
 def test_kernel_draws_as_the_reference(
     rows: int, vocab: int, filtered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.seeded_sampling, "BLOCK", 256)  # several splits, the last one not full
+    monkeypatch.setattr(yardstick_llm.kernels.seeded_sampling, "BLOCK", 256)  # several splits, the last one not full
     logits = torch.randn(rows, vocab, device=device) * 3
     temperatures = torch.tensor([1.0, 0.0, 0.5, 3.0], device=device)[torch.arange(rows) % 4]
     thresholds = torch.tensor([-2.0, -math.inf, -8.0], device=device)[torch.arange(rows) % 3] if filtered else None
@@ -87,7 +87,7 @@ def test_threshold_decides_what_can_be_drawn(operation: Operation, device: torch
 
 @BOTH
 def test_greedy_takes_the_lowest_of_equals(operation: Operation, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.seeded_sampling, "BLOCK", 16)
+    monkeypatch.setattr(yardstick_llm.kernels.seeded_sampling, "BLOCK", 16)
     logits = torch.zeros(2, 100, device=device)
     logits[0, [7, 40, 41, 99]] = 5.0
     logits[1, [96, 97]] = 5.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.token_bits
-from kernels.token_bits import exclude_reference_, exclude_triton_
+import yardstick_llm.kernels.token_bits
+from yardstick_llm.kernels.token_bits import exclude_reference_, exclude_triton_
 
 Operation = Callable[[Tensor, Tensor, Tensor], None]
 BOTH = pytest.mark.parametrize("operation", [exclude_reference_, exclude_triton_])
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("operation", [exclude_reference_, exclude_triton_
 def test_only_tokens_with_a_bit_are_left(
     operation: Operation, vocab: int, words_beyond: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.token_bits, "BLOCK", 64)  # several programs for a row, the last one not full
+    monkeypatch.setattr(yardstick_llm.kernels.token_bits, "BLOCK", 64)  # several programs for a row, the last one not full
     words = max(1, -(-vocab // 32) + words_beyond)
     logits = torch.randn(5, vocab, device=device)
     before = logits.clone()

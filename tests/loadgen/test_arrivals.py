@@ -11,9 +11,9 @@ from statistics import fmean, pstdev, pvariance
 
 import pytest
 
-from loadgen.arrivals import Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
-from loadgen.content import Empirical, LogNormal, Uniform, draw
-from loadgen.errors import LoadError
+from yardstick_llm.loadgen.arrivals import Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
+from yardstick_llm.loadgen.content import Empirical, LogNormal, Uniform, draw
+from yardstick_llm.loadgen.errors import LoadError
 
 
 def times(arrivals: Open, seconds: float, seed: int = 0, share: Share | None = None) -> list[float]:

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 import uvloop
 
-from loadgen.arrivals import Share
-from loadgen.client import Client
-from loadgen.maker import Maker, Order
-from loadgen.scenario import load
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.client import Client
+from yardstick_llm.loadgen.maker import Maker, Order
+from yardstick_llm.loadgen.scenario import load
 
 RATE, SECONDS, ITEMS = 500, 4, 10
 TURNS_LIMIT = 9000

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from loadgen.arrivals import Share
-from loadgen.records import Run
-from loadgen.runner import run
-from loadgen.scenario import load
-from loadgen.statistics import evaluate
 from tests.loadgen.servers import Handler, Request, answer, end, event, piece, scores, serving, stream
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.records import Run
+from yardstick_llm.loadgen.runner import run
+from yardstick_llm.loadgen.scenario import load
+from yardstick_llm.loadgen.statistics import evaluate
 
 SCORE = ("workloads[0].query_length=3", "workloads[0].item_length=4", "workloads[0].items=2")
 CHAT = ("workloads[0].kind=chat", "workloads[0].max_tokens=4")
@@ -28,8 +28,8 @@ CHAT = ("workloads[0].kind=chat", "workloads[0].max_tokens=4")
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heap of the tests is large: a garbage collection at the start of a run would take a second of its schedule. Few requests
     are made ahead: a closed loop has no last one."""
-    monkeypatch.setattr("loadgen.client._undisturbed", nullcontext)
-    monkeypatch.setattr("loadgen.maker.BUFFER_REQUESTS", 50)
+    monkeypatch.setattr("yardstick_llm.loadgen.client._undisturbed", nullcontext)
+    monkeypatch.setattr("yardstick_llm.loadgen.maker.BUFFER_REQUESTS", 50)
 
 
 def drive(url: str, *settings: str, key: str | None = None) -> Run:

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from loadgen.cli import main
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.loadgen.servers import serving
 from tests.loadgen.test_client import good
+from yardstick_llm.loadgen.cli import main
 
 ROOT = Path(__file__).parents[2]
 MIXED = """
@@ -66,7 +66,7 @@ extra = { ignore_eos = true }
 """
 
 
-YARDSTICK_LOAD, LOADGEN = "gateway.cli load", "loadgen"
+YARDSTICK_LOAD, LOADGEN = "yardstick_llm.gateway.cli load", "yardstick_llm.loadgen"
 """The second is what the first becomes; it starts warm."""
 
 
@@ -74,7 +74,7 @@ def yardstick(*arguments: str, program: str = LOADGEN, text: str | None = None, 
     """``yardstick load …``; stdout, stderr and returncode."""
     return subprocess.run(
         [sys.executable, "-m", *program.split(), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment,
         input=text,
         capture_output=True,
         text=True,
@@ -88,7 +88,10 @@ def gateway(tmp_path: Path) -> Any:
     """The URL of a gateway that asks for a key, and the key."""
     file = tmp_path / "keys.json"
     made = subprocess.run(
-        [sys.executable, "-m", "gateway.cli", "keys", "new", "me", "--file", str(file)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "yardstick_llm.gateway.cli", "keys", "new", "me", "--file", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     with gateways() as start:
         client: httpx.Client = start(FakeEngine(), api_keys_file=file)
@@ -179,7 +182,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
 
 
 def test_the_guides_examples_are_scenarios(tmp_path: Path) -> None:
-    from loadgen.scenario import load
+    from yardstick_llm.loadgen.scenario import load
 
     guide = (ROOT / "docs" / "load.md").read_text()
     examples = re.findall(r"```toml\n(.*?)```", guide, flags=re.S)
@@ -192,7 +195,7 @@ def test_the_guides_examples_are_scenarios(tmp_path: Path) -> None:
 
 
 def test_the_guide_has_every_key() -> None:
-    from loadgen.scenario import structs_at
+    from yardstick_llm.loadgen.scenario import structs_at
 
     guide = (ROOT / "docs" / "load.md").read_text()
     paths = ("", "target", "arrivals", "arrivals.stages", "workloads", "workloads.data", "workloads.items")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError
-from loadgen.runner import run
-from loadgen.scenario import load
 from tests.loadgen.servers import serving
 from tests.loadgen.test_client import good
 from tests.parts import need
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.runner import run
+from yardstick_llm.loadgen.scenario import load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "loadgen" / "deploy"
@@ -66,18 +66,18 @@ def test_several_workers_are_an_indexed_job() -> None:
 def test_the_commands_are_of_the_program() -> None:
     from typer.main import get_command
 
-    from loadgen.cli import app
+    from yardstick_llm.loadgen.cli import app
 
     for folder in (DEPLOY, *(ROOT / "loadgen" / name for name in ("deploy-workers", "deploy-claim"))):
         words = arguments(rendered(folder)["Job"])
-        assert words[:3] == ["python", "-m", "loadgen"]
+        assert words[:3] == ["python", "-m", "yardstick_llm.loadgen"]
         command = get_command(app).commands[words[3]]  # type: ignore[attr-defined]
         assert command.make_context("run", words[4:]).params["log_records"] is True
 
 
 def test_workers_start_together(tmp_path: Path) -> None:
     def start(url: str, index: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "loadgen", "run", "--url", url, "--rate", "20", "--duration", "0.3"]
+        command = [sys.executable, "-m", "yardstick_llm.loadgen", "run", "--url", url, "--rate", "20", "--duration", "0.3"]
         folders = ["--out", str(tmp_path / f"{index}"), "--together", str(tmp_path / "ready")]
         command += ["--worker", f"{index}/2", *folders]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from loadgen.arrivals import Share
-from loadgen.records import Run
-from loadgen.runner import run
-from loadgen.scenario import load
 from tests.fakes import FakeEngine, library
 from tests.gateway.conftest import gateways
 from tests.loadgen.servers import Request, answer, serving
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.records import Run
+from yardstick_llm.loadgen.runner import run
+from yardstick_llm.loadgen.scenario import load
 
 RERANK = 'name = "own"\ntask = "rerank"\ntemplate = ["{query}: {document}"]\nlabels = [" Yes", " No"]\nactivation = "softmax"\n'
 EMBEDDING = 'name = "own"\ntask = "embed"\ntemplate = ["{document}"]\n'
@@ -31,7 +31,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def no_collection_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heap of the tests is large: the garbage collection at the start of a run would take a second of its schedule."""
-    monkeypatch.setattr("loadgen.client._undisturbed", nullcontext)
+    monkeypatch.setattr("yardstick_llm.loadgen.client._undisturbed", nullcontext)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError
-from loadgen.records import Record, Run, RunInfo, encode, from_log, merge, parse, to_log
-from loadgen.report import as_json, as_text
-from loadgen.scenario import Objective, as_settings, load
-from loadgen.statistics import evaluate, percentile
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.records import Record, Run, RunInfo, encode, from_log, merge, parse, to_log
+from yardstick_llm.loadgen.report import as_json, as_text
+from yardstick_llm.loadgen.scenario import Objective, as_settings, load
+from yardstick_llm.loadgen.statistics import evaluate, percentile
 
 
 def info(*settings: str, started: float = 1000.0, share: Share | None = None) -> RunInfo:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages
-from loadgen.cli import _stages
-from loadgen.content import LogNormal
-from loadgen.errors import LoadError
-from loadgen.scenario import load
-from loadgen.workloads import Chat, Score
+from yardstick_llm.loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages
+from yardstick_llm.loadgen.cli import _stages
+from yardstick_llm.loadgen.content import LogNormal
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.scenario import load
+from yardstick_llm.loadgen.workloads import Chat, Score
 
 FULL = """
 name = "everything"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from loadgen import scrapes
-from loadgen.arrivals import Share
-from loadgen.errors import LoadError
-from loadgen.records import Run, Scrape
-from loadgen.runner import run
-from loadgen.scenario import load
-from loadgen.scrapes import parse
-from loadgen.statistics import Series, summarise
 from tests.loadgen.servers import Request, answer, scores, serving
+from yardstick_llm.loadgen import scrapes
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.records import Run, Scrape
+from yardstick_llm.loadgen.runner import run
+from yardstick_llm.loadgen.scenario import load
+from yardstick_llm.loadgen.scrapes import parse
+from yardstick_llm.loadgen.statistics import Series, summarise
 
 PAGE = """
 # TYPE yardstick_tokens counter
@@ -60,7 +60,7 @@ def test_increases_means_and_gauges() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.client._undisturbed", nullcontext)
+    monkeypatch.setattr("yardstick_llm.loadgen.client._undisturbed", nullcontext)
     monkeypatch.setattr(scrapes, "PAGE_BYTES", 2000)
     monkeypatch.setattr(scrapes, "_SECONDS", 0.2)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from loadgen.scenario import Scenario, load
-from loadgen.search import LEAST_RATE, Found, Plan, search
-from loadgen.statistics import Results, evaluate
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.loadgen.test_command import yardstick
 from tests.loadgen.test_report import failed, ok, run_of
+from yardstick_llm.loadgen.scenario import Scenario, load
+from yardstick_llm.loadgen.search import LEAST_RATE, Found, Plan, search
+from yardstick_llm.loadgen.statistics import Results, evaluate
 
 OBJECTIVE = 'objectives=["p99 <= 500ms"]'
 

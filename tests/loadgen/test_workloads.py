@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.requests.completions import CompletionRequest
-from gateway.requests.rerank import RerankRequest
-from gateway.requests.score import ScoreRequest
-from gateway.requests.texts import EmbeddingsRequest
-from gateway.schemas.chat import ChatRequest
-from loadgen.arrivals import Share
-from loadgen.content import Content, Data, Uniform
-from loadgen.errors import LoadError
-from loadgen.scenario import load
-from loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
+from yardstick_llm.gateway.requests.completions import CompletionRequest
+from yardstick_llm.gateway.requests.rerank import RerankRequest
+from yardstick_llm.gateway.requests.score import ScoreRequest
+from yardstick_llm.gateway.requests.texts import EmbeddingsRequest
+from yardstick_llm.gateway.schemas.chat import ChatRequest
+from yardstick_llm.loadgen.arrivals import Share
+from yardstick_llm.loadgen.content import Content, Data, Uniform
+from yardstick_llm.loadgen.errors import LoadError
+from yardstick_llm.loadgen.scenario import load
+from yardstick_llm.loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
 
 
 def bodies(workload: AnyWorkload, count: int, share: Share | None = None, model: str | None = None) -> list[bytes]:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.collector import Collector, collecting
 from tests.processes import free_port, wait_until
-from tracing.setup import open_exporter
-from tracing.spans import Span
+from yardstick_llm.tracing.setup import open_exporter
+from yardstick_llm.tracing.spans import Span
 
 rotel = pytest.importorskip("rotel", reason="Rotel has wheels for some platforms only")
 

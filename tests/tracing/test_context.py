@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tracing.context import MAX_TRACESTATE, TraceContext, new_trace_id, read_context
-from tracing.sampling import Sampler, sampler_of
+from yardstick_llm.tracing.context import MAX_TRACESTATE, TraceContext, new_trace_id, read_context
+from yardstick_llm.tracing.sampling import Sampler, sampler_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 VALID = f"00-{TRACE}-{SPAN}-01"

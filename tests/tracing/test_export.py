@@ -12,9 +12,9 @@ import pytest
 
 from tests.collector import Collector, collecting
 from tests.processes import wait_until
-from tracing.export import Exporter, TracingError
-from tracing.setup import check_endpoint, open_exporter
-from tracing.spans import Span
+from yardstick_llm.tracing.export import Exporter, TracingError
+from yardstick_llm.tracing.setup import check_endpoint, open_exporter
+from yardstick_llm.tracing.spans import Span
 
 QUICK = {"OTEL_BSP_SCHEDULE_DELAY": "10"}
 
@@ -155,7 +155,7 @@ def test_off(variables: dict[str, str]) -> None:
 
 
 def test_opentelemetry_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delitem(sys.modules, "tracing.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "yardstick_llm.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     remedy = r"pip install 'yardstick-llm\[tracing\]'"
     with pytest.raises(TracingError, match=remedy):

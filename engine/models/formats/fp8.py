@@ -20,14 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import MLP, Decoder, DecoderLayer
-from engine.models.files import ModelError
-from engine.models.modules import ConvertedLinear, Experts, GroupedLinear, Linear, NoNorm, RMSNorm, convert_parts, fill_parts
-from kernels.gelu_mul import gelu_mul_quantized
-from kernels.grouped_experts import Blocks, grouped_scaled_linear
-from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
-from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
-from kernels.silu_mul import silu_mul_quantized
+from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.modules import (
+    ConvertedLinear,
+    Experts,
+    GroupedLinear,
+    Linear,
+    NoNorm,
+    RMSNorm,
+    convert_parts,
+    fill_parts,
+)
+from yardstick_llm.kernels.gelu_mul import gelu_mul_quantized
+from yardstick_llm.kernels.grouped_experts import Blocks, grouped_scaled_linear
+from yardstick_llm.kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
+from yardstick_llm.kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
+from yardstick_llm.kernels.silu_mul import silu_mul_quantized
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import logging
 import torch
 from torch import Tensor
 
-from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
-from engine.models.files import ModelError
-from engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
-from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
-from kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
+from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
+from yardstick_llm.kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
+from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import platform
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
-from kernels.linear import PackedWeight, pack, packed_linear
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
+from yardstick_llm.kernels.linear import PackedWeight, pack, packed_linear
 
 
 class PackedLinear(ConvertedLinear):

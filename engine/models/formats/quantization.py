@@ -21,14 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.files import ModelError
-from engine.models.formats import fp8, int8, packed
-from engine.models.modules import Linear
-from kernels.int8 import instructions
-from kernels.linear import ONEDNN, pack
-from kernels.quantize import CAPABILITY, MAX_CODE
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import fp8, int8, packed
+from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.kernels.int8 import instructions
+from yardstick_llm.kernels.linear import ONEDNN, pack
+from yardstick_llm.kernels.quantize import CAPABILITY, MAX_CODE
 
 MARGIN = 1.25
 """For the rounding of the inputs and products, also where matrices are quantised."""

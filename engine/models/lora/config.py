@@ -16,9 +16,9 @@ from typing import Any
 
 import re2
 
-from engine import wire
-from engine.models.files import Keys, ModelError
-from engine.models.lora.slots import FUSED, PROJECTIONS, WHOLE
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.files import Keys, ModelError
+from yardstick_llm.engine.models.lora.slots import FUSED, PROJECTIONS, WHOLE
 
 
 class AdapterError(Exception):

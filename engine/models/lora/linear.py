@@ -16,15 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
-from engine.models.lora.slots import DeviceSlots, Layout
-from engine.models.modules import Unadded
-from engine.models.transfer import Copy
-from kernels.gelu_mul import gelu_mul
-from kernels.lora import expand_lora, shrink_lora
-from kernels.lora_gate import lora_gate
-from kernels.lora_layout import FEW_ROWS, ROW_BLOCKS, LoraProduct, LoraRows, LoraRun, block_runs, most_blocks, padded_rank
-from kernels.silu_mul import silu_mul
+from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
+from yardstick_llm.engine.models.lora.slots import DeviceSlots, Layout
+from yardstick_llm.engine.models.modules import Unadded
+from yardstick_llm.engine.models.transfer import Copy
+from yardstick_llm.kernels.gelu_mul import gelu_mul
+from yardstick_llm.kernels.lora import expand_lora, shrink_lora
+from yardstick_llm.kernels.lora_gate import lora_gate
+from yardstick_llm.kernels.lora_layout import (
+    FEW_ROWS,
+    ROW_BLOCKS,
+    LoraProduct,
+    LoraRows,
+    LoraRun,
+    block_runs,
+    most_blocks,
+    padded_rank,
+)
+from yardstick_llm.kernels.silu_mul import silu_mul
 
 
 class UploadedRows(NamedTuple):

@@ -25,11 +25,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.models.config import MULTI_LABEL, REGRESSION
-from engine.models.lora.config import CONFIG_FILE, MAX_BYTES, MODEL_FILE, AdapterConfig, AdapterError, parse
-from engine.models.lora.slots import WHOLE, Layout, LoadedAdapter
-from kernels.lora_layout import ALIGNMENT, padded_rank
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION
+from yardstick_llm.engine.models.lora.config import CONFIG_FILE, MAX_BYTES, MODEL_FILE, AdapterConfig, AdapterError, parse
+from yardstick_llm.engine.models.lora.slots import WHOLE, Layout, LoadedAdapter
+from yardstick_llm.kernels.lora_layout import ALIGNMENT, padded_rank
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER = 16 << 20

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import wire
-from engine.models.lora.config import CONFIG_FILE, MODEL_FILE, AdapterError, check_name
-from engine.models.lora.reader import WEIGHTS_FILE, AdapterReader
-from engine.models.lora.slots import DeviceSlots, LoadedAdapter
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.lora.config import CONFIG_FILE, MODEL_FILE, AdapterError, check_name
+from yardstick_llm.engine.models.lora.reader import WEIGHTS_FILE, AdapterReader
+from yardstick_llm.engine.models.lora.slots import DeviceSlots, LoadedAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.models.config import ModelConfig
-from kernels.lora_layout import LoraMatrices, LoraProduct
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.kernels.lora_layout import LoraMatrices, LoraProduct
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

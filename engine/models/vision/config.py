@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.models.files import Keys, read_json
+from yardstick_llm.engine.models.files import Keys, read_json
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """The second holds the first as ``image_processor`` in checkpoints of newer releases."""

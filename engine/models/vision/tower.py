@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder
-from engine.models.modules import Linear
-from engine.models.transfer import Upload
-from engine.models.vision.config import VisionConfig
-from kernels.linear import linear
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
-from kernels.silu_mul import silu_mul
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Attend, Decoder
+from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.engine.models.transfer import Upload
+from yardstick_llm.engine.models.vision.config import VisionConfig
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.rms_norm import rms_norm
+from yardstick_llm.kernels.rope import rope
+from yardstick_llm.kernels.silu_mul import silu_mul
 
 Longs = npt.NDArray[np.int64]
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.ints import Ints
-from engine.models.config import ModelConfig
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.requests.batch import ExtendSegment
-from kernels.attention_layout import Longs, cumulate
-from kernels.attention_spec import PLAIN, AttentionSpec
-from kernels.branch_attention import branch_attention_triton, chunks_of
-from kernels.lora_rope import lora_rope_write
-from kernels.qk_norm_rope import qk_norm_rope_write
-from kernels.quantize import FP8
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.kernels.attention_layout import Longs, cumulate
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+from yardstick_llm.kernels.branch_attention import branch_attention_triton, chunks_of
+from yardstick_llm.kernels.lora_rope import lora_rope_write
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
+from yardstick_llm.kernels.quantize import FP8
 
 
 class KVCache:

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ints import Ints, as_ints
-from engine.models.config import ModelConfig
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.requests.batch import ExtendSegment
-from engine.runner.attention.base import MOST_SLOTS, AttentionBackend, KVCache, plan_branches
-from kernels.attention_layout import within
-from kernels.attention_spec import PLAIN, AttentionSpec
-from kernels.label_logprobs import multiprocessors
-from kernels.soft_cap import NO_CAP
+from yardstick_llm.engine.ints import Ints, as_ints
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.runner.attention.base import MOST_SLOTS, AttentionBackend, KVCache, plan_branches
+from yardstick_llm.kernels.attention_layout import within
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+from yardstick_llm.kernels.label_logprobs import multiprocessors
+from yardstick_llm.kernels.soft_cap import NO_CAP
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.ints import EMPTY, Ints, as_ints
-from engine.models.config import ModelConfig
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.requests.batch import ExtendSegment
-from engine.runner.attention.base import AttentionBackend, KVCache
-from kernels import kv_codes
-from kernels.attention_spec import AttentionSpec
-from kernels.qk_norm_rope import qk_norm_rope_write_reference
-from kernels.soft_cap import NO_CAP, soft_cap
+from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.kernels import kv_codes
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference
+from yardstick_llm.kernels.soft_cap import NO_CAP, soft_cap
 
 Longs = npt.NDArray[np.int64]
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from engine import wire
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.models.formats.quantization import kv_scales
-from engine.runner.attention import flashinfer
-from engine.runner.attention.base import AttentionBackend, KVCache
-from engine.settings import ATTENTION, ATTENTION_BACKENDS
-from kernels.quantize import FP8
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import kv_scales
+from yardstick_llm.engine.runner.attention import flashinfer
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.engine.settings import ATTENTION, ATTENTION_BACKENDS
+from yardstick_llm.kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.ints import Ints
-from engine.models.config import ModelConfig
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.requests.batch import ExtendSegment
-from engine.runner.attention.base import MOST_SLOTS, AttentionBackend, KVCache, plan_branches
-from kernels.attention_layout import NARROW, Layout, Room, lay_out
-from kernels.attention_spec import AttentionSpec
-from kernels.paged_attention import HEAD_DIMS, block_rows, paged_attention_triton
-from kernels.qk_norm_rope import qk_norm_rope_write_triton
-from kernels.runtime import INTERPRETED
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.runner.attention.base import MOST_SLOTS, AttentionBackend, KVCache, plan_branches
+from yardstick_llm.kernels.attention_layout import NARROW, Layout, Room, lay_out
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.paged_attention import HEAD_DIMS, block_rows, paged_attention_triton
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_triton
+from yardstick_llm.kernels.runtime import INTERPRETED
 
 
 class TritonAttention(AttentionBackend):

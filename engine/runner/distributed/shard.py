@@ -34,17 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.ints import EMPTY, Ints
-from engine.models.config import ExpertConfig, ModelConfig, load_config
-from engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
-from engine.models.files import ModelError
-from engine.models.formats.quantization import format_of, pack_head
-from engine.models.loader import fill, read_checked
-from engine.models.registry import family_of
-from engine.requests.batch import ExtendSegment
-from engine.requests.core import Request
-from engine.runner.attention.base import AttentionBackend
-from engine.settings import EngineSettings
+from yardstick_llm.engine.ints import EMPTY, Ints
+from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_config
+from yardstick_llm.engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import format_of, pack_head
+from yardstick_llm.engine.models.loader import fill, read_checked
+from yardstick_llm.engine.models.registry import family_of
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.attention.base import AttentionBackend
+from yardstick_llm.engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class LeadingAttention(AttentionBackend):
 
 
 def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "engine.runner.distributed.worker", msgspec.json.encode(assignment).decode()]
+    command = [sys.executable, "-m", "yardstick_llm.engine.runner.distributed.worker", msgspec.json.encode(assignment).decode()]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 (this program's own module)
 
 

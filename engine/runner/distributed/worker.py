@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.models.config import load_config
-from engine.models.files import ModelError
-from engine.models.formats.quantization import format_of
-from engine.runner.attention.select import make_attention
-from engine.runner.distributed.shard import (
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.runner.attention.select import make_attention
+from yardstick_llm.engine.runner.distributed.shard import (
     READY,
     Allocate,
     Assignment,
@@ -34,8 +34,8 @@ from engine.runner.distributed.shard import (
     load_part,
     read_orders,
 )
-from engine.runner.machine import device_of, dtype_of, set_threads
-from engine.settings import EngineSettings
+from yardstick_llm.engine.runner.machine import device_of, dtype_of, set_threads
+from yardstick_llm.engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

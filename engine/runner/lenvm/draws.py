@@ -27,17 +27,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.ints import Ints
-from engine.models.decoder import FusedAttend
-from engine.models.lenvm import LenVM
-from engine.models.transfer import Upload
-from engine.requests.batch import CandidatePass, ExtendSegment, Tokens
-from engine.requests.generation import target
-from engine.runner.attention.base import AttentionBackend
-from engine.runner.images import StepImages
-from engine.runner.lenvm.graphs import Needs, Packed, PassGraphs, pack_needed
-from engine.runner.lenvm.passes import (
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.decoder import FusedAttend
+from yardstick_llm.engine.models.lenvm import LenVM
+from yardstick_llm.engine.models.transfer import Upload
+from yardstick_llm.engine.requests.batch import CandidatePass, ExtendSegment, Tokens
+from yardstick_llm.engine.requests.generation import target
+from yardstick_llm.engine.runner.attention.base import AttentionBackend
+from yardstick_llm.engine.runner.images import StepImages
+from yardstick_llm.engine.runner.lenvm.graphs import Needs, Packed, PassGraphs, pack_needed
+from yardstick_llm.engine.runner.lenvm.passes import (
     LenVMOutput,
     LenVMPass,
     Parts,
@@ -47,11 +47,11 @@ from engine.runner.lenvm.passes import (
     position_of,
     shifts_of,
 )
-from engine.runner.sampling import SamplingBatch, SamplingRows, edited, prepare
-from kernels.candidates import Candidates, candidates
-from kernels.largest import MOST
-from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
-from kernels.seeded_sampling import seeded_choice
+from yardstick_llm.engine.runner.sampling import SamplingBatch, SamplingRows, edited, prepare
+from yardstick_llm.kernels.candidates import Candidates, candidates
+from yardstick_llm.kernels.largest import MOST
+from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
+from yardstick_llm.kernels.seeded_sampling import seeded_choice
 
 GUIDANCE = np.dtype([("rule", "i8"), ("scale", "f8"), ("log_gamma", "f8"), ("value_min", "f8"), ("entropy_threshold", "f8")])
 """Guidance of a request. rule: its place in :data:`RULES`; log_gamma: NaN for the length model's own."""

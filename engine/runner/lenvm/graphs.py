@@ -27,15 +27,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.ints import Ints
-from engine.models.decoder import DecoderLayer
-from engine.models.lenvm import LenVM
-from engine.models.modules import PROJECTIONS, Linear, convert_parts
-from engine.runner.attention.base import FixedBranches
-from engine.runner.graphs import Capture, Graphs
-from engine.runner.lenvm.passes import Kept
-from kernels.candidates import Candidates
-from kernels.counted_linear import counted_linear
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.decoder import DecoderLayer
+from yardstick_llm.engine.models.lenvm import LenVM
+from yardstick_llm.engine.models.modules import PROJECTIONS, Linear, convert_parts
+from yardstick_llm.engine.runner.attention.base import FixedBranches
+from yardstick_llm.engine.runner.graphs import Capture, Graphs
+from yardstick_llm.engine.runner.lenvm.passes import Kept
+from yardstick_llm.kernels.candidates import Candidates
+from yardstick_llm.kernels.counted_linear import counted_linear
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.models.transfer import Upload
-from engine.requests.batch import CandidatePass, ExtendSegment
-from engine.requests.images import shift_of
-from engine.runner.attention.base import AttentionBackend, KVCache
-from kernels.attention_layout import within
-from kernels.qk_norm_rope import qk_norm_rope_write
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.models.transfer import Upload
+from yardstick_llm.engine.requests.batch import CandidatePass, ExtendSegment
+from yardstick_llm.engine.requests.images import shift_of
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.kernels.attention_layout import within
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
 
 WIDTHS = (5, 8)
 """Widths of parts on a GPU: the default ``top_k``, which nearly all requests use, and one that wastes less on many candidates."""

@@ -23,13 +23,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.models.decoder import Decoder
-from engine.models.modules import TokenHead
-from engine.models.transfer import Download, Upload
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import Branch
-from engine.runner.lenvm.draws import GuidedStep
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.transfer import Download, Upload
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import Branch
+from yardstick_llm.engine.runner.lenvm.draws import GuidedStep
 
 
 class Drawn(msgspec.Struct, frozen=True, eq=False):

@@ -12,18 +12,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.ints import EMPTY, Bits, Ints, bits_of, words_of
-from engine.models.modules import TokenHead
-from engine.models.transfer import Copy, Download, Upload
-from engine.requests.batch import Batch, CandidatePass, ExtendSegment
-from engine.requests.core import Branch
-from engine.requests.generation import GenerateRequest
-from engine.runner.lenvm.draws import GuidedDraws, GuidedRows, pack_guidance
-from engine.runner.readouts.base import CheckedDraft, Drawn, PromptPart, Readout, ReadoutContext, StepResult, StepTensors
-from engine.runner.sampling import SamplingRow, SamplingRows, changes_logits, draw_rows, pack
-from kernels.largest import TokenLogprobs, token_logprobs
-from kernels.row_chunks import CHUNK_ELEMENTS
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import EMPTY, Bits, Ints, bits_of, words_of
+from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.transfer import Copy, Download, Upload
+from yardstick_llm.engine.requests.batch import Batch, CandidatePass, ExtendSegment
+from yardstick_llm.engine.requests.core import Branch
+from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.runner.lenvm.draws import GuidedDraws, GuidedRows, pack_guidance
+from yardstick_llm.engine.runner.readouts.base import (
+    CheckedDraft,
+    Drawn,
+    PromptPart,
+    Readout,
+    ReadoutContext,
+    StepResult,
+    StepTensors,
+)
+from yardstick_llm.engine.runner.sampling import SamplingRow, SamplingRows, changes_logits, draw_rows, pack
+from yardstick_llm.kernels.largest import TokenLogprobs, token_logprobs
+from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS
 
 
 class LogprobsCopy:

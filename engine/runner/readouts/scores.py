@@ -11,17 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.ints import Ints
-from engine.models.modules import TokenHead
-from engine.models.transfer import Copy, Download, Upload
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
-from engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
-from kernels.label_logprobs import label_logprobs
-from kernels.linear import linear
-from kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
-from kernels.soft_cap import soft_cap
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.transfer import Copy, Download, Upload
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
+from yardstick_llm.engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from yardstick_llm.kernels.label_logprobs import label_logprobs
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
+from yardstick_llm.kernels.soft_cap import soft_cap
 
 
 class LabelReadout(Readout):

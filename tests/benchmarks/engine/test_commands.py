@@ -22,10 +22,10 @@ from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
-from engine.demo import MODELS
-from engine.models.loader import load_model
-from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.kernels.int8 import instructions
 
 
 def bench(*arguments: str) -> dict:

@@ -25,8 +25,8 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
-from gateway.pool.discovery import find_access
 from tests.helm.chart import CHART, ROOT, Values
+from yardstick_llm.gateway.pool.discovery import find_access
 
 READY_SECONDS = 240
 RESTARTED = "kubectl.kubernetes.io/restartedAt"

@@ -52,7 +52,7 @@ def apply(release: Release, folder: Path, **changes: str) -> None:
 
 def report(log: str, folder: Path) -> dict[str, Any]:
     """Return the line of JSON that ``yardstick load report`` prints for a Job's log."""
-    command = [sys.executable, "-m", "loadgen", "report", "-", "--out", str(folder)]
+    command = [sys.executable, "-m", "yardstick_llm.loadgen", "report", "-", "--out", str(folder)]
     done = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {file.name for file in folder.iterdir()} == {"records.jsonl", "report.txt", "summary.json"}

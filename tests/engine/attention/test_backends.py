@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ints import EMPTY, Ints, as_ints
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from engine.requests.batch import ExtendSegment
-from engine.requests.core import Request
-from engine.runner.attention import flashinfer
-from engine.runner.attention.base import AttentionBackend, KVCache
-from engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
-from engine.runner.attention.reference import ReferenceAttention
-from engine.runner.attention.triton import TritonAttention
-from kernels.attention_spec import AttentionSpec
-from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer
+from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
+from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.attention import flashinfer
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.runner.attention.triton import TritonAttention
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LAYERS = 2

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.ints import EMPTY
-from engine.models.decoder import Heads
-from engine.requests.batch import ExtendSegment
-from engine.requests.core import Request
-from engine.runner.attention.base import AttentionBackend, KVCache
-from engine.runner.attention.reference import ReferenceAttention
-from engine.runner.attention.triton import TritonAttention
 from tests.engine.device import no_waiting
+from yardstick_llm.engine.ints import EMPTY
+from yardstick_llm.engine.models.decoder import Heads
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.runner.attention.triton import TritonAttention
 
 LAYERS, KV_HEADS = 2, 2
 

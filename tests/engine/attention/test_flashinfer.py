@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine import wire
-from engine.models.config import ModelConfig
-from engine.models.decoder import Heads
-from engine.models.rope import Rope
-from engine.runner.attention import flashinfer
-from engine.runner.attention.base import KVCache
-from engine.runner.attention.flashinfer import FlashInferAttention
-from engine.runner.attention.select import choose
-from engine.runner.attention.triton import TritonAttention
-from kernels.attention_spec import PLAIN, AttentionSpec
 from tests.checkpoints import make_checkpoint
 from tests.engine.late import computing
 from tests.engine.test_graphs import a_segment
 from tests.engine.test_late_gpu import Late, alike, never, run, traffic
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Heads
+from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.engine.runner.attention import flashinfer
+from yardstick_llm.engine.runner.attention.base import KVCache
+from yardstick_llm.engine.runner.attention.flashinfer import FlashInferAttention
+from yardstick_llm.engine.runner.attention.select import choose
+from yardstick_llm.engine.runner.attention.triton import TritonAttention
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 
 GPU, HALF, HEADS, KV_HEADS, HEAD_DIM = torch.device("cuda", 0), torch.bfloat16, 4, 2, 64
 WINDOW, CAPPED, SCALED = AttentionSpec(window=8), AttentionSpec(0.25, None, 30.0), AttentionSpec(scale=0.5)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ints import EMPTY, Ints, as_ints
-from engine.models.decoder import Heads
-from engine.requests.batch import ExtendSegment
-from engine.requests.core import Request
-from engine.runner.attention import reference
-from engine.runner.attention.base import KVCache
-from engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
+from yardstick_llm.engine.models.decoder import Heads
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.runner.attention import reference
+from yardstick_llm.engine.runner.attention.base import KVCache
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 400
 

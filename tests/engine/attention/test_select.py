@@ -7,14 +7,14 @@ import logging
 import pytest
 import torch
 
-from engine.models.config import ModelConfig
-from engine.models.files import ModelError
-from engine.models.rope import Rope
-from engine.runner.attention import flashinfer, triton
-from engine.runner.attention.flashinfer import FlashInferAttention
-from engine.runner.attention.reference import ReferenceAttention
-from engine.runner.attention.select import choose
-from engine.runner.attention.triton import TritonAttention
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.engine.runner.attention import flashinfer, triton
+from yardstick_llm.engine.runner.attention.flashinfer import FlashInferAttention
+from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
+from yardstick_llm.engine.runner.attention.select import choose
+from yardstick_llm.engine.runner.attention.triton import TritonAttention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from engine import wire
 from tests.checkpoints import END_OF_TURN, make_checkpoint
+from yardstick_llm.engine import wire
 
 GAMMA = 0.9
 

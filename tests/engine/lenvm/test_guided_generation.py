@@ -12,14 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.loop import Loop
-from engine.requests.batch import Batch, ExtendSegment
-from engine.requests.core import PENDING
-from engine.runner.lenvm import draws as guided_draws
-from engine.runner.runner import PendingStep
-from kernels.candidates import candidates_triton
-from kernels.length_tilt import length_tilt_triton
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.device import no_waiting
 from tests.engine.integrity import check
@@ -37,6 +29,14 @@ from tests.engine.lenvm.writing import (
     tokens_of,
     verify,
 )
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
+from yardstick_llm.engine.requests.core import PENDING
+from yardstick_llm.engine.runner.lenvm import draws as guided_draws
+from yardstick_llm.engine.runner.runner import PendingStep
+from yardstick_llm.kernels.candidates import candidates_triton
+from yardstick_llm.kernels.length_tilt import length_tilt_triton
 
 Build = Callable[..., Loop]
 TIGHT = {"max_total_tokens": 128, "max_batched_tokens": 24}

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.loop import Loop
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
 from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, some_tokens, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.loop import Loop
 
 Build = Callable[..., Loop]
 TIGHT = {"max_total_tokens": 128, "max_batched_tokens": 24}

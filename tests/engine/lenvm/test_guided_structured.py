@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from engine import wire
-from engine.loop.loop import Loop
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, tokens_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.loop import Loop
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from engine import wire
-from engine.demo import MODELS
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
 from examples.demo_models.corpus.documents import draw_request
 from examples.demo_models.text import load_tokenizer
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop, check
-from engine.models.files import ModelError
-from engine.settings import EngineSettings
-from kernels import length_tilt
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop, check
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import length_tilt
 
 
 @pytest.fixture(scope="module")

@@ -15,27 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ints import Ints
-from engine.loop import build
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.lenvm import LenVM, load_lenvm
-from engine.requests.batch import Batch
-from engine.runner.attention.base import FixedBranches, KVCache, plan_branches
-from engine.runner.graphs import CudaCapture
-from engine.runner.lenvm import graphs
-from engine.runner.lenvm.graphs import Needs, PassGraphs, pack_needed
-from engine.runner.lenvm.passes import Kept
-from engine.runner.runner import PendingStep
-from engine.server.metrics import render
-from engine.settings import EngineSettings
-from kernels import branch_attention
-from kernels.candidates import Candidates
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import no_waiting
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import guidance, guided, run, some_tokens, tokens_of, verify
 from tests.engine.recording import Recorder
+from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.runner.attention.base import FixedBranches, KVCache, plan_branches
+from yardstick_llm.engine.runner.graphs import CudaCapture
+from yardstick_llm.engine.runner.lenvm import graphs
+from yardstick_llm.engine.runner.lenvm.graphs import Needs, PassGraphs, pack_needed
+from yardstick_llm.engine.runner.lenvm.passes import Kept
+from yardstick_llm.engine.runner.runner import PendingStep
+from yardstick_llm.engine.server.metrics import render
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import branch_attention
+from yardstick_llm.kernels.candidates import Candidates
 
 SLOTS = 200
 SHAPE = {"head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -158,7 +158,7 @@ def test_the_whole_engine_draws_the_same(
 ) -> None:
     """With two steps in flight, too; prompts, wider draws and more rows than any bucket has are launched between."""
     given, tolerance = {"dtype": "float32"}, 1e-4 if torch.cuda.is_available() else 1e-5
-    with caplog.at_level(logging.INFO, "engine.runner.lenvm.graphs"):
+    with caplog.at_level(logging.INFO, "yardstick_llm.engine.runner.lenvm.graphs"):
         loop = build_pair(checkpoints, cuda_graphs="on", **given)
     (line,) = caplog.messages
     assert line.startswith("CUDA graphs of the length model: captured for 1, 3 parts of 5 or 8 candidates in ")
@@ -301,7 +301,7 @@ def test_the_whole_engine_draws_the_same_from_needed_candidates(
     monkeypatch.setattr(build, "format_of", lambda *_: None)  # weights as on a GPU
     rng, turns = random.Random(6), itertools.count()
     monkeypatch.setattr(Needs, "few", property(lambda self: next(turns) % 2 == 0))
-    with caplog.at_level(logging.INFO, "engine.runner.lenvm.graphs"):
+    with caplog.at_level(logging.INFO, "yardstick_llm.engine.runner.lenvm.graphs"):
         loop = build_pair(checkpoints, cuda_graphs="on", dtype="float32")
     assert "captured for needed candidates of [2, 4] parts" in caplog.messages[-1]
     modes = (

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.settings import EngineSettings
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
 
 PAIRS = {
     "qwen2+qwen3": ("qwen2", {"tie_word_embeddings": True}, "qwen3", {"num_key_value_heads": 1}),

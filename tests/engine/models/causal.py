@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Attend
+from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.decoder import Attend
 
 
 def causal_rows(batch: int) -> Attend:

@@ -13,10 +13,10 @@ import torch
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.models.config import ModelConfig, config_json, load_config, parse_config
-from engine.models.files import ModelError
-from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from tests.checkpoints import FAMILIES, TRAINED
+from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, parse_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.models.decoder import Decoder
-from engine.models.loader import load_model, save_model
 from tests.checkpoints import FAMILIES, QUICK, TRAINED, VOCAB_SIZE, every, make_checkpoint
 from tests.engine.models.causal import causal, causal_of, causal_rows
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.loader import load_model, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine import wire
-from engine.models.files import ModelError
-from engine.models.lenvm import GAMMA_FILE
-from engine.models.loader import fingerprint, load_model
-from engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, locate, split_revision, tokenizer_files
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import write_adapter
 from tests.processes import Pod
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lenvm import GAMMA_FILE
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, locate, split_revision, tokenizer_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -126,7 +126,7 @@ def test_missing_config(model: Path) -> None:
 
 def test_nothing_is_copied_before_all_is_checked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(model, lambda tensors: tensors.pop(Q_PROJ))
-    monkeypatch.setattr("engine.models.checkpoint.copy", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr("yardstick_llm.engine.models.checkpoint.copy", lambda *_: pytest.fail("copied"))
     error_of(model)
 
 
@@ -188,8 +188,8 @@ def test_fingerprint_tells_models_apart(model: Path, sharded: Path) -> None:
 
 
 def test_fingerprint_of_large_files_samples_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.loader.HASHED_WHOLE", 1000)
-    monkeypatch.setattr("engine.models.loader.SAMPLE_BLOCK", 1000)
+    monkeypatch.setattr("yardstick_llm.engine.models.loader.HASHED_WHOLE", 1000)
+    monkeypatch.setattr("yardstick_llm.engine.models.loader.SAMPLE_BLOCK", 1000)
     before = fingerprint(model, torch.float32)
     rewrite(model, lambda tensors: [tensor.mul_(1.01) for tensor in tensors.values()])
     assert fingerprint(model, torch.float32) != before
@@ -275,7 +275,7 @@ def hub(handler: type[Hub] = Hub) -> Iterator[str]:
 
 def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> subprocess.CompletedProcess[str]:
     """Locate a model in a process of its own, because the hub's library reads its environment when it is imported."""
-    program = f"from engine.models.source import locate; print(locate({hub_id!r}, {revision!r}))"
+    program = f"from yardstick_llm.engine.models.source import locate; print(locate({hub_id!r}, {revision!r}))"
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, timeout=100, check=False)
 
@@ -340,7 +340,7 @@ def test_what_is_no_hub_id_is_looked_for_here_only(name: str) -> None:
 
 
 def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine.models.download", *arguments]
+    command = [sys.executable, "-m", "yardstick_llm.engine.models.download", *arguments]
     return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
 
 
@@ -357,7 +357,10 @@ def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: P
             with download(endpoint, tmp_path, "me/value@v1") as done:
                 assert (done.wait(60), waits.wait(60)) == (0, 0)
         with download(endpoint, tmp_path, "me/nothing") as missing:
-            assert "engine.models.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
+            assert (
+                "yardstick_llm.engine.models.download: There is no directory and no hub model me/nothing"
+                in missing.communicate(timeout=60)[1]
+            )
         assert missing.returncode == 1
     offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
     assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.config import load_config
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.files import ModelError
-from engine.models.formats import fp8
-from engine.models.loader import fingerprint, load_model
-from engine.models.modules import GroupedLinear, Linear
-from engine.settings import EngineSettings
-from kernels.quantize import FP8, quantize_rows_reference
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal, causal_of
 from tests.engine.models.fp8_errors import assert_same_logits, assert_same_logprobs
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import fp8
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.modules import GroupedLinear, Linear
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference
 
 OVERRIDES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel, SiglipVisionConfig
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.config import parse_config
-from engine.models.files import ModelError
-from engine.models.loader import load_model
-from engine.models.rope import LinearRope, Rope
-from engine.settings import EngineSettings
 from tests.checkpoints import DEFAULTS, OVERRIDES, write_tokenizer
 from tests.engine.models.causal import causal_of
 from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
 from tests.engine.vision.models import some_image
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import parse_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.rope import LinearRope, Rope
+from yardstick_llm.engine.settings import EngineSettings
 
 VISION = {
     "hidden_size": 16,

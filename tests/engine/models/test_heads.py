@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.loop.build import build_loop
-from engine.models.config import load_pooling
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.models.loader import fingerprint, load_model
-from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, every, make_checkpoint, write_pooling
 from tests.engine.models.causal import causal_of
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_pooling
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.settings import EngineSettings
 
 SINGLE = "model.safetensors"
 TOKENS = torch.arange(3, 60)

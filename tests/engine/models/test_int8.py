@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.models.config import load_config
-from engine.models.decoder import MLP, Decoder, DecoderLayer
-from engine.models.files import ModelError
-from engine.models.formats import int8
-from engine.models.loader import fingerprint, load_model
-from engine.models.modules import Linear
-from engine.settings import EngineSettings
-from kernels.int8 import instructions, quantize_rows
-from kernels.linear import multiplies_bfloat16
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal_of
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import int8
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.int8 import instructions, quantize_rows
+from yardstick_llm.kernels.linear import multiplies_bfloat16
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 CPU = torch.device("cpu")

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
-from engine.models.files import ModelError
-from engine.models.formats.quantization import arithmetic_of, check_kv_dtype, kv_bounds, kv_scales
-from engine.models.loader import fingerprint, load_model
-from engine.runner import machine as capacity
-from engine.runner.machine import default_slots
-from engine.settings import EngineSettings
-from kernels.int8 import instructions
-from kernels.quantize import FP8
 from tests.checkpoints import make_checkpoint
 from tests.engine.parity import some_tokens
 from tests.engine.test_item_scores import answer, message
 from tests.engine.test_loop import run
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.quantization import arithmetic_of, check_kv_dtype, kv_bounds, kv_scales
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.runner import machine as capacity
+from yardstick_llm.engine.runner.machine import default_slots
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.int8 import instructions
+from yardstick_llm.kernels.quantize import FP8
 
 GPU = torch.device("cuda", 0)
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}

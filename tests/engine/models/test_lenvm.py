@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.files import ModelError
-from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
-from engine.models.loader import load_model
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.causal import causal
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm, save_lenvm
+from yardstick_llm.engine.models.loader import load_model
 
 SIZE = 64
 TOKENS = torch.arange(3, 60)

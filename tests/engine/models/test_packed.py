@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder
-from engine.models.formats.quantization import format_of
-from engine.models.loader import load_model
-from engine.models.modules import PROJECTIONS, ConvertedLinear
-from kernels.label_logprobs import label_logprobs
-from kernels.linear import MKL, ONEDNN, PackedWeight, linear
-from kernels.soft_cap import soft_cap
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal_of
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear
+from yardstick_llm.kernels.label_logprobs import label_logprobs
+from yardstick_llm.kernels.linear import MKL, ONEDNN, PackedWeight, linear
+from yardstick_llm.kernels.soft_cap import soft_cap
 
 CPU = torch.device("cpu")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
@@ -33,7 +33,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Each library in turn, as if it were the faster one."""
     if request.param == MKL and not torch.backends.mkl.is_available():
         pytest.skip("torch has no MKL here")
-    monkeypatch.setattr("kernels.linear.library", lambda: request.param)
+    monkeypatch.setattr("yardstick_llm.kernels.linear.library", lambda: request.param)
     return request.param
 
 

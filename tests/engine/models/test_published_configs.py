@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
-from engine.models.config import ModelConfig, parse_config
-from engine.models.decoder import Decoder
-from engine.models.files import ModelError
-from engine.models.formats.int8 import check_shapes
-from engine.models.loader import load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.models.causal import causal_of
+from yardstick_llm.engine.models.config import ModelConfig, parse_config
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.int8 import check_shapes
+from yardstick_llm.engine.models.loader import load_model
 
 
 def shape(

@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine import wire
-from engine.ints import EMPTY, ints
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.requests.prompt_lookup import FIRST_CREDIT, MOST_INDEXED, REGAINED, Lookup, PromptIndex, key_of
-from engine.runner.readouts.draws import join_logprobs
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.depth import seeds
 from tests.engine.integrity import check
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.ints import EMPTY, ints
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.requests.prompt_lookup import FIRST_CREDIT, MOST_INDEXED, REGAINED, Lookup, PromptIndex, key_of
+from yardstick_llm.engine.runner.readouts.draws import join_logprobs
+from yardstick_llm.engine.settings import EngineSettings
 
 DRAFTS = wire.DraftOptions(max_tokens=6, ngram=2)
 

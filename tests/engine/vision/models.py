@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from engine import wire
 from tests.checkpoints import END_OF_TURN, VOCAB_SIZE, write_tokenizer
+from yardstick_llm.engine import wire
 
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 5, 6, 7, 8
 TEXT: dict[str, Any] = {

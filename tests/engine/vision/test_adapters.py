@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.models.files import ModelError
-from engine.settings import EngineSettings
 from tests.engine.adapters import ALL, merge, write_adapter
 from tests.engine.lenvm.writing import run
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.settings import EngineSettings
 
 # PEFT asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

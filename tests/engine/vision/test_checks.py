@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.checks import check
-from engine.server.loop_process import INLINE_BYTES, DigestChecks
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image
 from tests.processes import Pod
 from tests.warm import as_in_production
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.checks import check
+from yardstick_llm.engine.server.loop_process import INLINE_BYTES, DigestChecks
 
 INFO = wire.Info(
     model="m",

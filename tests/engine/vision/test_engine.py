@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import wire
-from engine.loop.build import build_loop
-from engine.loop.loop import Loop
-from engine.loop.warm_up import requests
-from engine.models.files import ModelError
-from engine.requests.batch import Batch
-from engine.runner.graphs import StepGraphs
-from engine.runner.runner import PendingStep
-from engine.scheduling.scheduler import Budget
-from engine.settings import EngineSettings
 from tests.engine.lenvm.writing import run
 from tests.engine.test_graphs import Replanned, Rerun
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.loop.warm_up import requests
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.requests.batch import Batch
+from yardstick_llm.engine.runner.graphs import StepGraphs
+from yardstick_llm.engine.runner.runner import PendingStep
+from yardstick_llm.engine.scheduling.scheduler import Budget
+from yardstick_llm.engine.settings import EngineSettings
 
 LABELS = [5, 17, 300]
 
@@ -296,7 +296,7 @@ def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Re
 
 def test_a_step_embeds_few_images(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that came behind many images does not wait for them, and the images count as tokens of their steps."""
-    monkeypatch.setattr("engine.loop.build.CPU_BATCHED_PATCHES", 40)
+    monkeypatch.setattr("yardstick_llm.engine.loop.build.CPU_BATCHED_PATCHES", 40)
     loop, images = build(checkpoint), [some_image(120 + place, 4, 6) for place in range(5)]
     steps, launch = [], loop._runner.launch
 

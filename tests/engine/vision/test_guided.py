@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import wire
-from engine.loop import build
-from engine.loop.build import build_loop
-from engine.models.files import ModelError
-from engine.models.lenvm import load_lenvm
-from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import build_guided, guidance, guided, run, some_tokens, verify
 from tests.engine.recording import Recorder
 from tests.engine.vision.models import IMAGE_PAD, TEXT, Reference, make_vision_checkpoint, shown, some_image, some_text
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lenvm import load_lenvm
+from yardstick_llm.engine.settings import EngineSettings
 
 SMALLER = TEXT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 

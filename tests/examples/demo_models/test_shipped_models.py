@@ -8,15 +8,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.demo import MODELS
-from engine.models.decoder import Decoder
-from engine.models.lenvm import LenVM, load_lenvm
-from engine.models.loader import load_model
 from examples.demo_models.evaluate import description_lengths, label_scores, relevance_auc, value_correlation
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.prompts import CHAT_TEMPLATE, END, LABELS, PAD, START, score_item, score_query
 from examples.demo_models.shapes import count_parameters
 from examples.demo_models.text import load_tokenizer
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.lenvm import LenVM, load_lenvm
+from yardstick_llm.engine.models.loader import load_model
 
 MEGABYTE = 1_000_000
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.demo import MODELS
-from engine.models.config import ModelConfig, load_config
-from engine.models.lenvm import load_lenvm
-from engine.models.loader import load_model
 from examples.demo_models import batches, train
 from examples.demo_models.lenvm import GAMMA, Text
 from examples.demo_models.lenvm import collate as collate_lengths
 from examples.demo_models.prompts import END
 from examples.demo_models.shapes import base_config, length_config
 from examples.demo_models.text import load_tokenizer
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.config import ModelConfig, load_config
+from yardstick_llm.engine.models.lenvm import load_lenvm
+from yardstick_llm.engine.models.loader import load_model
 
 
 def small(shape: Callable[[int, int], ModelConfig]) -> Callable[[int, int], ModelConfig]:

@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.models.config import ModelConfig
 from examples.demo_models.shapes import length_config
 from examples.thinking_model import measure, task, train
+from yardstick_llm.engine.models.config import ModelConfig
 
 
 def test_every_thought_is_right_and_ends_with_the_answer() -> None:

@@ -14,19 +14,19 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.adapters import manager
-from gateway.adapters.manager import MOST_OPERATIONS
-from gateway.adapters.store import Full, Loaded, RedisLoaded
-from gateway.ops.metrics import Telemetry
-from gateway.pool.placement import cut
-from gateway.settings import Settings
-from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine, Running, adapter, stop
 from tests.gateway.adapters.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
 from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.adapters import manager
+from yardstick_llm.gateway.adapters.manager import MOST_OPERATIONS
+from yardstick_llm.gateway.adapters.store import Full, Loaded, RedisLoaded
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.placement import cut
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.store.link import Link, open_client
 
 FILES = {"red": RED, "blue": BLUE, "green": GREEN}
 

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, adapter, ids, logprobs_after, seasoned
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 RED, BLUE, GREEN = adapter("aa11", "red"), adapter("bb22", "blue"), adapter("cc33", "red")
 QUERY, ITEMS, LABELS = [1, 2, 3], [[4], [5, 6]], [7, 8]

@@ -151,7 +151,7 @@ def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
     fields = {"requests_per_minute": 5, "tokens_per_minute": 6, "items_per_minute": 7, "concurrency": 8}
     fields |= {"group": "search", "weight": 2.5, "priority_min": -7, "priority_max": 3}  # type: ignore[dict-item]
     options = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "gateway.cli", "keys", "new"]
+    command = [sys.executable, "-m", "yardstick_llm.gateway.cli", "keys", "new"]
     given = ["ci", "--file", str(file), "--model", "m", "--model", "n", "--expires", "2031-02-03", *options]
     done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
     (found,) = json.loads(file.read_text())["keys"]

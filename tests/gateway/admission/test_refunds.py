@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import wire
-from gateway.limits.limiter import NOTHING, Cost, Lease, Limits, LocalLimiter, used
 from tests.fakes import LIMITS, FakeEngine
 from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
 from tests.redis import RedisServer
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.limits.limiter import NOTHING, Cost, Lease, Limits, LocalLimiter, used
 
 LIMITED = {"requests_per_minute": 30, "tokens_per_minute": 3000, "items_per_minute": 60}
 """Half a request, 50 tokens and one item come back in a second."""
@@ -254,7 +254,7 @@ async def test_each_rate_is_a_bucket_that_fills_evenly_and_takes_refunds(steps: 
     """However long requests run and whatever is refunded when they end, nothing is lost or made."""
     limiter, buckets, open_, now = LocalLimiter(), [Bucket(limit, limit) for limit in RATES.rates if limit], [], 1000.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.limits.limiter.time.monotonic", lambda: now)
+        patch.setattr("yardstick_llm.gateway.limits.limiter.time.monotonic", lambda: now)
         for place, (pause, step) in enumerate(steps):
             now += pause
             if isinstance(step, Cost):

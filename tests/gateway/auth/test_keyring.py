@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from gateway.app import create_app
-from gateway.errors import KeysUnavailable
-from gateway.http.auth import HANG_SECONDS, MAX_FILE_BYTES, KeyRing
-from gateway.ops.metrics import Telemetry
-from gateway.settings import Settings, SettingsError
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.keys import ask, by, entry, replace, write
 from tests.processes import wait_until
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.errors import KeysUnavailable
+from yardstick_llm.gateway.http.auth import HANG_SECONDS, MAX_FILE_BYTES, KeyRing
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import Settings, SettingsError
 
 URL = "http://127.0.0.1:1"
 LOOK_SECONDS, STALE = 0.03, 0.3
@@ -49,7 +49,7 @@ class Followed(NamedTuple):
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     file = write(tmp_path_factory.mktemp("keys") / "keys.json", entry("a"), entry("b"))
     with pytest.MonkeyPatch.context() as patch, gateways() as start:
-        patch.setattr("gateway.http.auth.LOOK_SECONDS", LOOK_SECONDS)
+        patch.setattr("yardstick_llm.gateway.http.auth.LOOK_SECONDS", LOOK_SECONDS)
         engine = FakeEngine()
         patient = start(engine, api_keys_file=file)
         hasty = start(api_keys_file=file, api_keys_stale_seconds=STALE, engines=(engine.url,))

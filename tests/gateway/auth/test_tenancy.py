@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.keys import by, entry, write
 from tests.processes import until, wait_until
+from yardstick_llm.engine import wire
 
 PRIORITY_RANGE = (-100, 100)
 BODIES: dict[str, dict[str, Any]] = {

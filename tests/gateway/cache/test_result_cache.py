@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import wire
-from gateway.scoring.scorer import result_keys
-from gateway.text.catalogue import packed, row_of
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.scoring.scorer import result_keys
+from yardstick_llm.gateway.text.catalogue import packed, row_of
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 

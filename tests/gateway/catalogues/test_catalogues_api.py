@@ -13,13 +13,13 @@ import httpx
 import pytest
 from redis.exceptions import ResponseError
 
-from gateway.requests.catalogue import MAX_ID
-from gateway.schemas.common import MAX_ITEMS
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import gateways, metric
 from tests.prefixes import PrefixCache
 from tests.processes import wait_until
 from tests.redis import RedisServer
+from yardstick_llm.gateway.requests.catalogue import MAX_ID
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS
 
 TEXTS = ["Red running shoes", "Oak table", "", "brown fox", "d", " jumps\nover", "lazy dog ", "été 👟"]
 QUERY = " Is it relevant? Answer:"
@@ -483,7 +483,7 @@ def test_items_expire() -> None:
 
 
 def test_a_request_reads_a_bounded_number_of_bytes(client: httpx.Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.api.catalogues.MOST_READ", 1000)
+    monkeypatch.setattr("yardstick_llm.gateway.api.catalogues.MOST_READ", 1000)
     register(client, name, {f"i{place}": "the quick brown fox " * 5 for place in range(10)})
     assert score(client, name, ["i1"]).status_code == 200
     refused = score(client, name, [f"i{place}" for place in range(10)])

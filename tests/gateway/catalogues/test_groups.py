@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.prefixes import PrefixCache
+from yardstick_llm.engine import wire
 
 KEYS: dict[str, dict[str, Any]] = {
     "a": {},

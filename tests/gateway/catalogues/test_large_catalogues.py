@@ -15,10 +15,10 @@ import httpx
 import msgspec
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, Faults, served
 from tests.processes import Program, wait_until
 from tests.redis import RedisServer
+from yardstick_llm.engine import wire
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.usefixtures("as_in_production")]
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.api.catalogue_scores import MOST_LOSSES
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.catalogue_scores import MOST_LOSSES
 
 ITEMS, QUERY, LABELS = 40, [7, 8], [5, 6]
 AWAY = wire.Failed("", "not_ready", "The loop does not answer.", retryable=True, retry_after=1.0)
@@ -97,7 +97,7 @@ def test_a_scan_goes_on_when_its_only_engine_is_back(
 
 
 def test_an_engine_that_stays_away_ends_the_scan(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.api.catalogue_scores.WAIT_SECONDS", 0.3)
+    monkeypatch.setattr("yardstick_llm.gateway.api.catalogue_scores.WAIT_SECONDS", 0.3)
     engine = FakeEngine()
     engine.item_scores = Trouble(lambda: unready(engine))
     found, error = streamed(scan(started(start, engine), stream=True))

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.api.catalogue_scores import PAGE_ITEMS, SLACK, Best, Result
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.api.catalogue_scores import PAGE_ITEMS, SLACK, Best, Result
 
 QUERY, LABELS = [7, 8], [5, 6]
 WIDE = wire.Limits(max_branches=2048, max_slots=1 << 20, max_logprobs=20, max_labels=16, max_sequences=8)
@@ -92,7 +92,7 @@ def test_the_most_items_while_some_change(start: Start, monkeypatch: pytest.Monk
     """Items that were scored already come again, and take no place from one that moved behind them before its turn."""
     items = PAGE_ITEMS + 50
     engine = FakeEngine(limits=WIDE)
-    monkeypatch.setattr("gateway.api.catalogue_scores.MOST_ITEMS", items)
+    monkeypatch.setattr("yardstick_llm.gateway.api.catalogue_scores.MOST_ITEMS", items)
     client = start(engine)
     load(client, items)
     engine.faults.hold = True

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway import cli
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import gateways
+from yardstick_llm.gateway import cli
 
 EMBEDDING = 'name = "own"\ntask = "embed"\ntemplate = ["{document}"]\n'
 RERANK = 'name = "own"\ntask = "rerank"\ntemplate = ["{query}: {document}"]\nlabels = [" Yes", " No"]\nactivation = "softmax"\n'

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.commands import CommandError
-from gateway.commands import catalogue as command
-from gateway.commands.catalogue import Columns
-from gateway.commands.client import Server
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.commands import catalogue as command
+from yardstick_llm.gateway.commands.catalogue import Columns
+from yardstick_llm.gateway.commands.client import Server
 
 
 @pytest.fixture
@@ -127,7 +127,11 @@ def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, 
 def test_the_command_line(client: httpx.Client, file: Path) -> None:
     options = ["load", str(file), "--catalogue", "other", "--url", str(client.base_url), "--template", "{item}{query}"]
     done = subprocess.run(
-        [sys.executable, "-m", "gateway.cli", "catalogue", *options], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "yardstick_llm.gateway.cli", "catalogue", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, "100 added" in done.stderr) == (0, True), done.stderr
     command.delete(Server(str(client.base_url), None), "other")

@@ -16,29 +16,29 @@ from pathlib import Path
 
 import pytest
 
-from engine.server.options import parse
-from gateway.commands.files import replace_file
-from gateway.commands.processes import Child, Supervisor, stop
-from gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
-from gateway.http.auth import KeyRing
-from gateway.presets.preset import builtin
-from gateway.settings import Settings
 from tests.gateway.commands.conftest import Yardstick, full_disk, the_one_line
 from tests.processes import free_port
+from yardstick_llm.engine.server.options import parse
+from yardstick_llm.gateway.commands.files import replace_file
+from yardstick_llm.gateway.commands.processes import Child, Supervisor, stop
+from yardstick_llm.gateway.commands.serve import ServeOptions, _engine_arguments, _Models, gateway_settings
+from yardstick_llm.gateway.http.auth import KeyRing
+from yardstick_llm.gateway.presets.preset import builtin
+from yardstick_llm.gateway.settings import Settings
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "yardstick_llm.gateway.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
 def test_help_imports_nothing_heavy() -> None:
     program = f"""
 import sys
-from gateway import cli
+from yardstick_llm.gateway import cli
 sys.argv = ["yardstick", "--help"]
 try:
     cli.main()
@@ -60,12 +60,14 @@ def test_every_subcommand_explains_itself(yardstick: Yardstick, command: str) ->
 def test_commands_become_programs(yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     """The variables for clients go to clients only: a gateway would take them for settings of its own, and refuse them."""
     seen: list[tuple[list[str], Mapping[str, str]]] = []
-    monkeypatch.setattr("gateway.commands.processes.os.execve", lambda _, command, environment: seen.append((command, environment)))
+    monkeypatch.setattr(
+        "yardstick_llm.gateway.commands.processes.os.execve", lambda _, command, environment: seen.append((command, environment))
+    )
     for variable in ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY"):
         monkeypatch.setenv(variable, "sk")
     yardstick(command, "--port", "1", "--help")
     ((program, environment),) = seen
-    assert program == [sys.executable, "-m", module, "--port", "1", "--help"]
+    assert program == [sys.executable, "-m", f"yardstick_llm.{module}", "--port", "1", "--help"]
     assert {variable in environment for variable in ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY")} == {module == "loadgen"}
 
 
@@ -190,7 +192,7 @@ def test_a_link_in_the_place_of_the_draft_is_not_followed(tmp_path: Path) -> Non
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, command: list[str]) -> None:
     file = tmp_path / "keys.json"
     file.write_text('{"keys":[]}')
-    command = [sys.executable, "-m", "gateway.cli", *command, *[str(file)] * (command[0] == "keys")]
+    command = [sys.executable, "-m", "yardstick_llm.gateway.cli", *command, *[str(file)] * (command[0] == "keys")]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1

@@ -19,14 +19,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.commands.serve import ITEMS as ITEMS_SHOWN
-from gateway.commands.serve import example_body
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.parts import need
 from tests.processes import alive, free_port, wait_until
 from tests.warm import as_in_production
+from yardstick_llm.gateway.commands.serve import ITEMS as ITEMS_SHOWN
+from yardstick_llm.gateway.commands.serve import example_body
 
-YARDSTICK = [sys.executable, "-m", "gateway.cli"]
+YARDSTICK = [sys.executable, "-m", "yardstick_llm.gateway.cli"]
 START_SECONDS = 60
 END_SECONDS = 20
 WIDE = {"COLUMNS": "300"}

@@ -37,7 +37,7 @@ async def some_fail(_: Embeddings, texts: list[str]) -> Reply | None:
 
 
 def start(command: str, *arguments: object, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    given = [sys.executable, "-m", "gateway.cli", command, *map(str, arguments)]
+    given = [sys.executable, "-m", "yardstick_llm.gateway.cli", command, *map(str, arguments)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     return subprocess.Popen(given, stderr=subprocess.PIPE, text=True, preexec_fn=before, env=variables)
 
@@ -163,7 +163,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     with served(Embeddings(slow)) as url:
         arguments = ["embed", "--input", source, "--output", tmp_path / "o.jsonl", "--url", url, "--batch", 5, "--concurrency", 1]
-        command = [sys.executable, "-m", "gateway.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "yardstick_llm.gateway.cli", *map(str, arguments)]
         variables = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
         with subprocess.Popen(command, stderr=end, env=variables) as process:
             os.close(end)

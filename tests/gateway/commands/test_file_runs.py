@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from gateway.commands import files
 from tests.fakes import FakeEngine, Running, served, stop
 from tests.gateway.commands.conftest import Embeddings, Reply, Served, Yardstick, error, lines, the_one_line, write, write_texts
 from tests.gateway.conftest import Start
 from tests.processes import free_port, wait_until
+from yardstick_llm.gateway.commands import files
 
 
 def expected(source: Path) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def test_a_line_is_printed_now_and_then_where_there_is_no_terminal(
         await asyncio.sleep(0.05)
 
     server.before = slow
-    monkeypatch.setattr("gateway.commands.client.LINE_SECONDS", 0.1)
+    monkeypatch.setattr("yardstick_llm.gateway.commands.client.LINE_SECONDS", 0.1)
     source = write_texts(tmp_path / "in.jsonl", 100)
     given = ("--input", source, "--output", tmp_path / "o.jsonl", "--url", url, "--batch", 5, "--concurrency", 1)
     *progress, _ = yardstick("embed", *given).err.splitlines()

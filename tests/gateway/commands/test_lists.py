@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.commands import CommandError
-from gateway.commands.lists import Results, write
 from tests.gateway.commands.conftest import Served, Yardstick, full_disk, the_one_line
+from yardstick_llm.gateway.commands import CommandError
+from yardstick_llm.gateway.commands.lists import Results, write
 
 ITEMS = [f" shoes {number}" for number in range(7)]
 SCORE = ("score", "--query", "the red", "--labels", " Yes, No", "--items", "-", "--batch", 3)

@@ -15,15 +15,23 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from engine.server.options import parse
-from gateway.commands import CommandError, WrongUsage
-from gateway.commands import serve as command
-from gateway.commands.processes import Child
-from gateway.commands.serve import VISIBLE, ServeOptions, engine_programs, gateway_settings, gpus_of_engines, models_of, splitting
 from tests.checkpoints import make_checkpoint
 from tests.gateway.commands.test_cli_serve import END_SECONDS, Served, start
 from tests.processes import alive, wait_until
 from tests.warm import as_in_production
+from yardstick_llm.engine.server.options import parse
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.commands import serve as command
+from yardstick_llm.gateway.commands.processes import Child
+from yardstick_llm.gateway.commands.serve import (
+    VISIBLE,
+    ServeOptions,
+    engine_programs,
+    gateway_settings,
+    gpus_of_engines,
+    models_of,
+    splitting,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -92,5 +92,7 @@ def test_pages_of_other_sites_cannot_use_it_without_keys(shared: httpx.Client) -
 
 
 def test_the_package_has_all_files() -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["gateway.console"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "yardstick_llm.gateway.console"
+    ]
     assert [name for name in FILES if not any(fnmatch(name, pattern) for pattern in patterns)] == []

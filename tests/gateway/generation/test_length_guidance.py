@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.generation.length import remaining_tokens
 from tests.fakes import FakeEngine, guided, ids, library
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_completions_api import chat, complete
 from tests.gateway.routes.test_streaming import events
 from tests.gateway.test_error_table import told
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.generation.length import remaining_tokens
 
 GUIDES = ("length_guidance", "custom_params")
 

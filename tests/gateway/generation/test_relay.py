@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine import wire
-from gateway.generation.relay import merged
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.generation.relay import merged
 
 UNREAD = {"prompt": "the quick brown", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
 BODY = UNREAD | {"stop": ["\N{SNOWMAN}"]}

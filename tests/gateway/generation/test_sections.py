@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine import wire
-from gateway.errors import InvalidRequest
-from gateway.generation.length import default_min_p, thinking_limit, with_section
-from gateway.output.answer import AnswerFormat, Thinking
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.length import default_min_p, thinking_limit, with_section
+from yardstick_llm.gateway.output.answer import AnswerFormat, Thinking
 
 
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import wire
-from gateway.generation.sequence import Piece, Sequence, TextOptions
-from gateway.text.tokenizer import Tokenizer
 from tests.fakes import ids, library
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.generation.sequence import Piece, Sequence, TextOptions
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(library())
 END = library().token_to_id("<|im_end|>")

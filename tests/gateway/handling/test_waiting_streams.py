@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.gateway.routes.test_sdk import run
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 COMMENT = ": keep-alive"
 READ_WITH_SDK = """

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.images.decode import decode, prepare
 from tests.fakes import FakeEngine, with_vision
 from tests.gateway.conftest import Start, gateways, metric
 from tests.pictures import data_url, image_part, picture
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.images.decode import decode, prepare
 
 
 @pytest.fixture(scope="module")

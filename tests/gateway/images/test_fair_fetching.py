@@ -9,12 +9,12 @@ from contextlib import suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.errors import Overloaded
-from gateway.images.fetch import MAX_URLS, ImageFetcher, ImageRoom
-from gateway.ops.metrics import ImageMetrics
-from gateway.process.bounds import Tenant
 from tests.pictures import picture
 from tests.processes import until
+from yardstick_llm.gateway.errors import Overloaded
+from yardstick_llm.gateway.images.fetch import MAX_URLS, ImageFetcher, ImageRoom
+from yardstick_llm.gateway.ops.metrics import ImageMetrics
+from yardstick_llm.gateway.process.bounds import Tenant
 
 A, B = Tenant("a"), Tenant("b")
 SIZE = 16_000

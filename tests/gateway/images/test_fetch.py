@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.images.decode import InvalidImage
-from gateway.images.fetch import ImageFetcher
-from gateway.ops.metrics import ImageMetrics
-from gateway.process.bounds import Tenant
 from tests.pictures import picture
+from yardstick_llm.gateway.images.decode import InvalidImage
+from yardstick_llm.gateway.images.fetch import ImageFetcher
+from yardstick_llm.gateway.ops.metrics import ImageMetrics
+from yardstick_llm.gateway.process.bounds import Tenant
 
 MOST = 20_000
 Handle = Callable[[str, asyncio.StreamWriter], Awaitable[None]]

@@ -10,8 +10,8 @@ from io import BytesIO
 import pytest
 from PIL import Image as Pillow
 
-from engine.wire import VisionInfo
-from gateway.images.decode import ImageError, decode, prepare, read_data_url
+from yardstick_llm.engine.wire import VisionInfo
+from yardstick_llm.gateway.images.decode import ImageError, decode, prepare, read_data_url
 
 VISION = VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token=7)
 MAX_PIXELS = 1 << 20

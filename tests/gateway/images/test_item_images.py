@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
-from gateway.images.decode import decode, prepare
 from tests.fakes import FakeEngine, ids, logprobs_after, with_vision
 from tests.gateway.conftest import Start, gateways
 from tests.gateway.images.test_chat_images import refused, text
 from tests.pictures import image_part, picture, seen
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.images.decode import decode, prepare
 
 PRESET = """
 name = "pictures"

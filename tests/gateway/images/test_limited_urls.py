@@ -13,8 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import create_app
-from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop, with_vision
 from tests.gateway.conftest import Start, metric
 from tests.gateway.images.test_chat_images import ask, refused, text
@@ -22,6 +20,8 @@ from tests.gateway.keys import by, entry, write
 from tests.pictures import image_part, picture
 from tests.processes import wait_until
 from tests.tuned import split, tuned
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.settings import Settings
 
 KEYS = {
     "requests": {"requests_per_minute": 1},

@@ -15,8 +15,8 @@ from PIL import ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_resize
 
-from engine.wire import Image, VisionInfo
-from gateway.images.decode import ImageError, decode, prepare, smart_resize
+from yardstick_llm.engine.wire import Image, VisionInfo
+from yardstick_llm.gateway.images.decode import ImageError, decode, prepare, smart_resize
 
 VISION = VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token=7)
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "PA-like")

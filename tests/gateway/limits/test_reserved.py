@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gateway.api.access import Quotas
-from gateway.errors import Overloaded, RateLimited
-from gateway.http.context import RequestContext
-from gateway.keys import ApiKey
-from gateway.limits.limiter import LocalLimiter
-from gateway.ops.metrics import Telemetry
-from gateway.schemas.common import new_id
 from tests.gateway.limits.test_shared_limits import limiter
 from tests.redis import RedisServer
+from yardstick_llm.gateway.api.access import Quotas
+from yardstick_llm.gateway.errors import Overloaded, RateLimited
+from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.keys import ApiKey
+from yardstick_llm.gateway.limits.limiter import LocalLimiter
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.schemas.common import new_id
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 1000, "items_per_minute": 100, "concurrency": 2}
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.limits.limiter import Cost, Lease, Limits, LocalLimiter, SharedLimiter
-from gateway.ops.metrics import Telemetry
-from gateway.settings import Settings
-from gateway.store.link import Link, open_client
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.gateway.keys import ask, entry, write
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
+from yardstick_llm.gateway.limits.limiter import Cost, Lease, Limits, LocalLimiter, SharedLimiter
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.store.link import Link, open_client
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Gateway:
     def __init__(self, engine: FakeEngine, stderr: Any, *arguments: str, **settings: str) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         environment = os.environ | {f"YARDSTICK_{name.upper()}": value for name, value in settings.items()}
-        command = [sys.executable, "-m", "gateway", "--engine", engine.url, "--port", str(port), *arguments]
+        command = [sys.executable, "-m", "yardstick_llm.gateway", "--engine", engine.url, "--port", str(port), *arguments]
         self.process = subprocess.Popen(command, stderr=stderr, env=environment)
         self.client = httpx.Client(base_url=self.url, timeout=20)
         wait_until(self._ready, 60)

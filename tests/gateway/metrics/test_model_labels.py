@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.ops.metrics import OTHER, ModelLabels
+from yardstick_llm.gateway.ops.metrics import OTHER, ModelLabels
 
 
 def test_the_first_models_have_labels_and_later_ones_share_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.parser import CustomInput
+from yardstick_llm.gateway.output.parser import CustomInput
 
 
 def read(chunks: list[str]) -> str:

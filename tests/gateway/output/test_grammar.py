@@ -10,9 +10,9 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.output.answer import THINKING, Calls, answer_grammar
-from gateway.output.families import FAMILIES, Function, SchemaError
-from gateway.output.parser import joined
+from yardstick_llm.gateway.output.answer import THINKING, Calls, answer_grammar
+from yardstick_llm.gateway.output.families import FAMILIES, Function, SchemaError
+from yardstick_llm.gateway.output.parser import joined
 
 DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
 ALL, ONE, SEPARATOR, ONE_END, ALL_END = DEEPSEEK

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.families import FAMILIES
-from gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Joined, ToolParser, joined
+from yardstick_llm.gateway.output.families import FAMILIES
+from yardstick_llm.gateway.output.parser import CallArguments, CallBegin, CallCut, Content, Joined, ToolParser, joined
 
 FUNCTIONS = {"get_weather": ["days", "exact", "places", "note"], "get_time": [], "f": [], "g": ["n"]}
 

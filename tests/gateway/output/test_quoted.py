@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 from llguidance import LLMatcher
 
-from gateway.output.constraint import GrammarTextError, of_regex
-from gateway.output.lark import quoted
 from tests.gateway.output.test_grammar import vocabulary
+from yardstick_llm.gateway.output.constraint import GrammarTextError, of_regex
+from yardstick_llm.gateway.output.lark import quoted
 
 LETTERS = 'a"\\\n/é5'
 GRAMMARS = [

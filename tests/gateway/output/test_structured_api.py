@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.schemas.generation import MAX_ALLOWED_TOKENS
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import gateways, metric
 from tests.gateway.output.test_grammar import accepts
 from tests.processes import wait_until
+from yardstick_llm.gateway.schemas.generation import MAX_ALLOWED_TOKENS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 BODIES = {

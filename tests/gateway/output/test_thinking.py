@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.answer import (
+from yardstick_llm.gateway.output.answer import (
     THINKING,
     AnswerFormat,
     AnswerReader,
@@ -19,7 +19,7 @@ from gateway.output.answer import (
     is_open,
     thinking_of,
 )
-from gateway.output.parser import joined
+from yardstick_llm.gateway.output.parser import joined
 
 TAGS = THINKING["think"]
 TEXTS = st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think>", "\n", " ", "a", "😀"]), max_size=9).map("".join)

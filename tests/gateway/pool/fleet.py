@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from engine import wire
-from gateway.ops.metrics import Telemetry
-from gateway.ops.tracing import Stage
-from gateway.pool.client import EngineClient
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.hedging import MIN_ANSWERS, Hedge, _Model, _SizeClass, size_class
-from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import FakeEngine, Faults, Running, logprobs_after, stop
 from tests.processes import until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.tracing import Stage
+from yardstick_llm.gateway.pool.client import EngineClient
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.hedging import MIN_ANSWERS, Hedge, _Model, _SizeClass, size_class
+from yardstick_llm.gateway.pool.replica import Health, Replica, ServedModel
 
 MESSAGE = wire.Score("", [1] * 30, [[2], [3]], wire.Labels([4, 5]))
 TOKENS = 32

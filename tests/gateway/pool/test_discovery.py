@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.pool.discovery import Endpoint, Source, resolved
 from tests.processes import until
+from yardstick_llm.gateway.pool.discovery import Endpoint, Source, resolved
 
 
 async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

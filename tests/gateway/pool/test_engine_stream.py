@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from yarl import URL
 
-from engine import wire
-from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
-from gateway.generation.plan import WHOLE_TOKENS
-from gateway.pool.connection import MAX_MESSAGE, MAX_UNREAD, Connections, EngineStream
-from gateway.schemas.generation import MAX_LOGPROBS
 from tests.processes import until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
+from yardstick_llm.gateway.generation.plan import WHOLE_TOKENS
+from yardstick_llm.gateway.pool.connection import MAX_MESSAGE, MAX_UNREAD, Connections, EngineStream
+from yardstick_llm.gateway.schemas.generation import MAX_LOGPROBS
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

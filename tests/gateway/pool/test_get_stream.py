@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
-from gateway.errors import EngineLost
-from gateway.pool.client import EngineClient, EngineToken, Readiness
-from gateway.pool.connection import MAX_OVERHEAD
 from tests.processes import until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost
+from yardstick_llm.gateway.pool.client import EngineClient, EngineToken, Readiness
+from yardstick_llm.gateway.pool.connection import MAX_OVERHEAD
 
 STATS = wire.Stats(0, 0, 10, 10, 0, 1, 1, 1)
 Serve = Callable[["Server", asyncio.StreamWriter], Awaitable[None]]

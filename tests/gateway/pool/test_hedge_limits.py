@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.errors import Overloaded
-from gateway.pool import hedging
-from gateway.pool.fanout import FanOut, Prompts
-from gateway.pool.hedging import Quantile
-from gateway.pool.replica import Health
 from tests.gateway.conftest import Clock
 from tests.gateway.pool.fleet import MESSAGE, TOKENS, Fleet, fleet, rows, served_fleet
 from tests.processes import until
+from yardstick_llm.gateway.errors import Overloaded
+from yardstick_llm.gateway.pool import hedging
+from yardstick_llm.gateway.pool.fanout import FanOut, Prompts
+from yardstick_llm.gateway.pool.hedging import Quantile
+from yardstick_llm.gateway.pool.replica import Health
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,7 +84,7 @@ async def test_a_replica_that_loses_races_is_ejected() -> None:
 
 def test_health_of_a_slow_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("gateway.pool.replica.monotonic", clock.monotonic)
+    monkeypatch.setattr("yardstick_llm.gateway.pool.replica.monotonic", clock.monotonic)
     health = Health(tolerance=2, seconds=10)
     assert not health.failed(slow=True)
     assert health.failed(slow=True)

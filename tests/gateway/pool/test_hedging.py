@@ -9,19 +9,19 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine import wire
-from gateway.errors import EngineLost
-from gateway.limits.limiter import Lease, Limits
-from gateway.ops.tracing import Stage
-from gateway.pool import hedging
-from gateway.pool.fanout import FanOut, Prompts
-from gateway.pool.hedging import Hedge
-from gateway.pool.replica import Replica
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.fleet import MESSAGE, SIZE, TOKENS, fleet, let_fail, row, rows, served_fleet
 from tests.prefixes import PrefixCache
 from tests.processes import until, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import EngineLost
+from yardstick_llm.gateway.limits.limiter import Lease, Limits
+from yardstick_llm.gateway.ops.tracing import Stage
+from yardstick_llm.gateway.pool import hedging
+from yardstick_llm.gateway.pool.fanout import FanOut, Prompts
+from yardstick_llm.gateway.pool.hedging import Hedge
+from yardstick_llm.gateway.pool.replica import Replica
 
 
 @pytest.fixture(autouse=True, scope="module")

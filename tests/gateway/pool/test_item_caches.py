@@ -5,11 +5,11 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
 from tests.prefixes import PrefixCache
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 STATS = wire.Stats(
     running=0,
@@ -35,7 +35,7 @@ def told(client: httpx.Client, name: str, engine: FakeEngine) -> float:
 
 def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that tells nothing, such as an older one, has none; one that is away keeps its last ones."""
-    monkeypatch.setattr("gateway.pool.pool.STATS_SECONDS", 0.05)
+    monkeypatch.setattr("yardstick_llm.gateway.pool.pool.STATS_SECONDS", 0.05)
     one, old = FakeEngine(stats=STATS), FakeEngine()
     client = start(one, old)
     wait_until(lambda: "yardstick_item_cache_tokens{" in client.get("/metrics").text)

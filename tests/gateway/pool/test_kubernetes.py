@@ -19,14 +19,14 @@ import pytest
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.config import incluster_config
 
-from gateway.pool import discovery as kubernetes
-from gateway.pool.discovery import Access, AccessError, Endpoint, endpoint_slices, endpoints_of, find_access
-from gateway.settings import ServiceAddress
 from tests.fakes import served
 from tests.gateway.pool.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator
 from tests.processes import until
 from tests.redis import Certificates
+from yardstick_llm.gateway.pool import discovery as kubernetes
+from yardstick_llm.gateway.pool.discovery import Access, AccessError, Endpoint, endpoint_slices, endpoints_of, find_access
+from yardstick_llm.gateway.settings import ServiceAddress
 
 
 def slice_of(

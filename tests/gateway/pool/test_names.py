@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.settings import Settings, SettingsError
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
 from tests.processes import wait_until
+from yardstick_llm.gateway.settings import Settings, SettingsError
 
 ALIASES = ("small=one", "best=two", "org/nick=one")
 KEYS = {"one": ["one"], "alias": ["best"], "first": ["one"], "both": ["one", "two"]}

@@ -11,12 +11,12 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from gateway.pool import placement
-from gateway.pool.placement import assign, item_digests
-from gateway.pool.replica import Replica
 from tests.fakes import FakeEngine, joined, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from yardstick_llm.gateway.pool import placement
+from yardstick_llm.gateway.pool.placement import assign, item_digests
+from yardstick_llm.gateway.pool.replica import Replica
 
 LABELS = [3, 4]
 

@@ -9,17 +9,17 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
-from engine import wire
-from gateway.errors import ModelNotFound, NotReady
-from gateway.ops.metrics import Telemetry
-from gateway.pool.client import EngineClient
-from gateway.pool.discovery import Endpoint, Source
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.pool import Pool
-from gateway.pool.replica import Replica, ServedModel
-from gateway.workers.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
 from tests.processes import until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import ModelNotFound, NotReady
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.pool.client import EngineClient
+from yardstick_llm.gateway.pool.discovery import Endpoint, Source
+from yardstick_llm.gateway.pool.dispatch import Dispatcher
+from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.replica import Replica, ServedModel
+from yardstick_llm.gateway.workers.workers import Capacity, Workers
 
 
 class Told:

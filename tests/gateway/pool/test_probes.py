@@ -6,11 +6,11 @@ import asyncio
 import random
 from contextlib import ExitStack
 
-from engine import wire
-from gateway.pool.pool import PHASES, Pool
 from tests.fakes import FakeEngine, adapter, served
 from tests.gateway.pool.test_pool import Told, engines_ready, pool_of
 from tests.processes import until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.pool.pool import PHASES, Pool
 
 RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from engine import wire
-from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
-from gateway.pool.client import REFUSED, EngineClient
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.processes import free_port, wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
+from yardstick_llm.gateway.pool.client import REFUSED, EngineClient
 
 SCORE = wire.Score("x", [1], [[2]], wire.Labels([3]))
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}

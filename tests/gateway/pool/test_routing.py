@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import wire
-from gateway.pool.client import EngineClient
-from gateway.pool.placement import parts_of, split
-from gateway.pool.replica import Health, Replica, ServedModel
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
 from tests.gateway.conftest import Clock, Start, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.pool.client import EngineClient
+from yardstick_llm.gateway.pool.placement import parts_of, split
+from yardstick_llm.gateway.pool.replica import Health, Replica, ServedModel
 
 INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
 
@@ -74,7 +74,7 @@ def test_no_more_than_half_are_ejected() -> None:
 def health_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which replicas are ejected."""
     clock = Clock()
-    monkeypatch.setattr("gateway.pool.replica.monotonic", clock.monotonic)
+    monkeypatch.setattr("yardstick_llm.gateway.pool.replica.monotonic", clock.monotonic)
     return clock
 
 

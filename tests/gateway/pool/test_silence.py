@@ -8,13 +8,13 @@ import time
 import httpx
 import pytest
 
-from gateway.errors import ModelNotFound, NotReady
-from gateway.pool import pool as pool_module
-from gateway.pool.pool import AwakeClock
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.test_pool import Told, engines_ready, pool_of, score
 from tests.processes import until, wait_until
+from yardstick_llm.gateway.errors import ModelNotFound, NotReady
+from yardstick_llm.gateway.pool import pool as pool_module
+from yardstick_llm.gateway.pool.pool import AwakeClock
 
 SCORE = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 

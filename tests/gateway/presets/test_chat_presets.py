@@ -14,15 +14,15 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engine.wire import TokenizerFiles
-from gateway.presets.preset import builtin_presets
-from gateway.requests.endpoint import Model, TextSide
-from gateway.requests.rerank import RERANK, RerankRequest
-from gateway.requests.texts import CLASSIFY, ClassifyRequest
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import UNBOUND, Facts, Prepared
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.presets.preset import builtin_presets
+from yardstick_llm.gateway.requests.endpoint import Model, TextSide
+from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
+from yardstick_llm.gateway.requests.texts import CLASSIFY, ClassifyRequest
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import UNBOUND, Facts, Prepared
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTROLS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

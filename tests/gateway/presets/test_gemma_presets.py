@@ -6,10 +6,10 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from engine.wire import TokenizerFiles
-from gateway.presets.preset import builtin_presets
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.presets.preset import builtin_presets
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 CONTROL = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
 TEXTS = ["Is it red?", "red\n", " shoes ", "Yes", "", "é漢🙂"]

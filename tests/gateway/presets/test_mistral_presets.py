@@ -9,11 +9,11 @@ import tokenizers
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from engine.wire import TokenizerFiles
-from gateway.presets.preset import builtin_presets
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import sentencepiece_with_bos
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.presets.preset import builtin_presets
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 TEXTS = ["How much protein should a female eat?", "", " two  spaces ", "\n\nnewlines\n", "東京 🙂", "</s> and <s>", "{document}"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.presets.preset import Preset, builtin, parse_preset
+from yardstick_llm.gateway.presets.preset import Preset, builtin, parse_preset
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
 

@@ -11,8 +11,11 @@ import httpx
 import pytest
 import tokenizers
 
-from engine import wire
-from gateway.presets.preset import (
+from tests.fakes import FakeEngine, adapter, library
+from tests.gateway.conftest import Start, metric
+from tests.processes import wait_until
+from yardstick_llm.engine import wire
+from yardstick_llm.gateway.presets.preset import (
     Fitted,
     Preset,
     PresetError,
@@ -26,12 +29,9 @@ from gateway.presets.preset import (
     softmax,
     unreadable,
 )
-from gateway.settings import Settings, SettingsError
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.tokenizer import Tokenizer
-from tests.fakes import FakeEngine, adapter, library
-from tests.gateway.conftest import Start, metric
-from tests.processes import wait_until
+from yardstick_llm.gateway.settings import Settings, SettingsError
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 
 def test_the_files_of_the_package_are_valid() -> None:

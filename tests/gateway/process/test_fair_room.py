@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.process.bounds import ALPHA, FairRoom
+from yardstick_llm.gateway.process.bounds import ALPHA, FairRoom
 
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=200)
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from gateway.ops.metrics import Telemetry
-from gateway.process.event_loop import GarbageCollection
-from gateway.store.base import Space
-from gateway.store.memory import MemoryStore
-from gateway.text.tokenizer import GPT2, Pieces
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import GarbageCollection
+from yardstick_llm.gateway.store.base import Space
+from yardstick_llm.gateway.store.memory import MemoryStore
+from yardstick_llm.gateway.text.tokenizer import GPT2, Pieces
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from gateway.ops.metrics import Telemetry
-from gateway.process.event_loop import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.process.event_loop import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
 
 
 def longest(telemetry: Telemetry) -> float:

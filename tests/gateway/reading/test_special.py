@@ -11,16 +11,16 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from gateway.requests.chat import CHAT
-from gateway.requests.endpoint import Model, TextSide
-from gateway.requests.length import LENGTH, LengthRequest
-from gateway.schemas.chat import ChatMessage, ChatRequest, EarlierCall, FunctionCall
-from gateway.schemas.common import TextPart
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import Bounds, Facts
-from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import byte_level, byte_level_with_bos, from_library, sentencepiece
 from tests.gateway.text.test_chat_template import CHATML, HEADERS, PARTS
+from yardstick_llm.gateway.requests.chat import CHAT
+from yardstick_llm.gateway.requests.endpoint import Model, TextSide
+from yardstick_llm.gateway.requests.length import LENGTH, LengthRequest
+from yardstick_llm.gateway.schemas.chat import ChatMessage, ChatRequest, EarlierCall, FunctionCall
+from yardstick_llm.gateway.schemas.common import TextPart
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import Bounds, Facts
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 THINKING = """{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' -%}
 <｜Assistant｜>{{ message.content.split('</think>')[-1] | trim }}<｜end｜>{% else -%}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.app import create_app
-from gateway.settings import Settings
+from yardstick_llm.gateway.app import create_app
+from yardstick_llm.gateway.settings import Settings
 
 scalars = (
     st.none()

@@ -74,7 +74,7 @@ def test_a_gateway_starts_in_a_checkout_that_is_not_installed(start: Start, monk
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("tracing.version.version", missing)
+    monkeypatch.setattr("yardstick_llm.tracing.version.version", missing)
     client = start(FakeEngine())
     assert client.get("/version").json() == {"version": "unknown"}
     assert client.get("/schema/openapi.json").json()["info"]["version"] == "unknown"

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
 from tests.gateway.answers import told
 from tests.gateway.conftest import Start, metric
+from yardstick_llm.engine import wire
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"

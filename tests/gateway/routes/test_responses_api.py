@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, ids, library
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
+from yardstick_llm.engine import wire
 
 PATH = "/v1/responses"
 ASK = {"input": "The fox", "seed": 5, "max_output_tokens": 8}

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import LIMITS, FakeEngine, Faults, ids, library, logprobs_after
 from tests.gateway.answers import events
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 YES, NO = ids(" Yes")[0], ids(" No")[0]
 QUERY = "Is it relevant? "

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import wire
 from tests.fakes import FakeEngine, ids
 from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from yardstick_llm.engine import wire
 
 EMOJI = "a 🦊 naïve 👩‍👩‍👧 東京 fox"
 

@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from engine import wire
 from tests import templates
 from tests.fakes import EOS, FakeEngine, ids, library
 from tests.gateway.answers import events
 from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.output.test_grammar import accepts
+from yardstick_llm.engine import wire
 
 MODELS = {
     **templates.FAMILY_OF,

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api.scoring import item_usage_of
-from gateway.schemas.common import MAX_ITEMS
-from gateway.scoring.scorer import Scores
-from gateway.text.prepared import Prepared
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
+from yardstick_llm.gateway.api.scoring import item_usage_of
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS
+from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.text.prepared import Prepared
 
 RERANKER = """
 name = "reranker"

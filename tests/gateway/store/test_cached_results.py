@@ -10,15 +10,15 @@ import httpx
 import pytest
 from redis.asyncio import Connection
 
-from gateway.ops.metrics import Telemetry
-from gateway.settings import Settings
-from gateway.store.link import Link, open_client
-from gateway.store.redis import QUEUE_BYTES, QUEUE_VALUES, RedisStore
-from gateway.store.results import ResultCache
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.settings import Settings
+from yardstick_llm.gateway.store.link import Link, open_client
+from yardstick_llm.gateway.store.redis import QUEUE_BYTES, QUEUE_VALUES, RedisStore
+from yardstick_llm.gateway.store.results import ResultCache
 
 AVAILABLE = "yardstick_redis_available"
 STORED = 'yardstick_cache_writes_total{result="stored"}'

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-import gateway
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric, metrics
 from tests.gateway.store.test_cached_results import AVAILABLE, STORED, connected, hits, score
 from tests.processes import wait_until
 from tests.redis import Certificates, RedisServer, cluster
+from yardstick_llm import gateway
 
 
 def test_tls_with_an_authority_of_ones_own(start: Start, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from itertools import count
 import pytest
 from redis.asyncio import Redis
 
-from gateway.ops.metrics import Telemetry
-from gateway.store.base import Full, Missing, Page, Space, Store, Totals, Unavailable
-from gateway.store.link import Link
-from gateway.store.memory import CACHED_BYTES, MemoryStore
-from gateway.store.redis import RedisStore
 from tests.redis import RedisServer
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.store.base import Full, Missing, Page, Space, Store, Totals, Unavailable
+from yardstick_llm.gateway.store.link import Link
+from yardstick_llm.gateway.store.memory import CACHED_BYTES, MemoryStore
+from yardstick_llm.gateway.store.redis import RedisStore
 
 pytestmark = pytest.mark.parametrize("kind", ["memory", "redis"])
 WIDE = 1 << 30

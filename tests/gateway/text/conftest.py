@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.wire import TokenizerFiles
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 CORPUS = [
     "Query: red running shoes\nItem: wooden table, 42 legs\nRelevant: Yes",

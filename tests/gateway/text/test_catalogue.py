@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.catalogue import Frame, Template, TemplateError, digest_of, packed, row_of, tail_bytes, tokens_of
-from gateway.text.prepared import UNBOUND
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.text.catalogue import Frame, Template, TemplateError, digest_of, packed, row_of, tail_bytes, tokens_of
+from yardstick_llm.gateway.text.prepared import UNBOUND
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 TEMPLATES = [
     Template(),

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text import chat_template
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from yardstick_llm.gateway.text import chat_template
+from yardstick_llm.gateway.text.chat_template import ChatTemplate, ChatTemplateError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATML = """

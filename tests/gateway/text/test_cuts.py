@@ -10,14 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from engine.wire import TokenizerFiles
-from gateway.errors import InvalidRequest
-from gateway.text import tokenizer as module
-from gateway.text.cuts import cuts_of
-from gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
-from gateway.text.prompts import PromptTooLongError, tokenise_items, tokenise_pairs
-from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import CUTTABLE, byte_level, from_library, sentencepiece_with_bos
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.text import tokenizer as module
+from yardstick_llm.gateway.text.cuts import cuts_of
+from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
+from yardstick_llm.gateway.text.prompts import PromptTooLongError, tokenise_items, tokenise_pairs
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 TRICKY = [
     *" \n\t\r/'.,3éà日。",

@@ -5,9 +5,9 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.tokenizer import Tokenizer
-from gateway.text.vocabulary import Detokenizer
 from tests.gateway.text.conftest import bytes_of
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.text.vocabulary import Detokenizer
 
 IDS = st.lists(st.integers(0, 520), max_size=30)
 TEXT = st.text(st.sampled_from("ab red wooden 😀é東京👩\u200d👧 \n"), max_size=30)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from gateway.text import tokenizer as module
-from gateway.text.tokenizer import Pieces, Tokenizer, expression_of
 from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
 from tests.gateway.text.test_cuts import TEXT
+from yardstick_llm.gateway.text import tokenizer as module
+from yardstick_llm.gateway.text.tokenizer import Pieces, Tokenizer, expression_of
 
 PROSE = Path(__file__).parents[3].joinpath("README.md").read_text()
 IN_CONTEXTS = "a{0}b 1{0}2 .{0}.{0}{0} '{0} {0}\n{0}"

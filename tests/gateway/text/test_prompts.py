@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from gateway.text.prompts import EmptyPromptError, common_suffix, join_ids, tokenise_items, tokenise_pairs
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.gateway.text.prompts import EmptyPromptError, common_suffix, join_ids, tokenise_items, tokenise_pairs
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 WORDS = st.lists(
     st.sampled_from(["wood", "en", "ness", " red", "red", " ", "\n", "😀", "4", "<|im_end|>", "é", "\u0301"]), max_size=6

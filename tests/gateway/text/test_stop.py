@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.vocabulary import StopStrings
+from yardstick_llm.gateway.text.vocabulary import StopStrings
 
 LETTERS = st.text("ab😀", max_size=12)
 

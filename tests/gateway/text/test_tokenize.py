@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from tokenizers import Tokenizer as Library
 
-from gateway.requests.endpoint import Model, TextSide
-from gateway.requests.tokenize import TOKENIZE, TokenizeRequest, TokenizeResponse
-from gateway.schemas.chat import ChatMessage
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import Bounds, Facts
-from gateway.text.tokenizer import Tokenizer
 from tests.gateway.reading.test_special import KINDS, Chat
 from tests.gateway.text.test_tokenizer import TEXT
+from yardstick_llm.gateway.requests.endpoint import Model, TextSide
+from yardstick_llm.gateway.requests.tokenize import TOKENIZE, TokenizeRequest, TokenizeResponse
+from yardstick_llm.gateway.schemas.chat import ChatMessage
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import Bounds, Facts
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 MESSAGES = [ChatMessage("system", "Be brief."), ChatMessage("user", "naïve 😀")]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
-from engine.wire import TokenizerFiles
-from gateway.text.tokenizer import Tokenizer, TokenizerError
 from tests.gateway.text.conftest import bytes_of
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.text.tokenizer import Tokenizer, TokenizerError
 
 TEXT = st.text(st.one_of(st.sampled_from("ab re w😀é東 \n▁Ġ"), st.characters(codec="utf-8")), max_size=40)
 

@@ -22,19 +22,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire import TokenizerFiles
-from gateway.errors import Overloaded
-from gateway.ops.metrics import Telemetry
-from gateway.requests.score import ScoreRequest
-from gateway.requests.worker import FIRST_BYTES, receive
-from gateway.text.prepared import Bounds, Facts, Packed, unpack
-from gateway.text.vocabulary import TokenizerError
-from gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused
-from gateway.workers.queue import LEAST_COST, SECONDS_PER_BYTE, Capacity, JobQueue, QueuedJob
-from gateway.workers.workers import BULK, GRACE_SECONDS, Forks, WorkerLostError, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
 from tests.warm import as_in_production
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.errors import Overloaded
+from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.requests.score import ScoreRequest
+from yardstick_llm.gateway.requests.worker import FIRST_BYTES, receive
+from yardstick_llm.gateway.text.prepared import Bounds, Facts, Packed, unpack
+from yardstick_llm.gateway.text.vocabulary import TokenizerError
+from yardstick_llm.gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused
+from yardstick_llm.gateway.workers.queue import LEAST_COST, SECONDS_PER_BYTE, Capacity, JobQueue, QueuedJob
+from yardstick_llm.gateway.workers.workers import BULK, GRACE_SECONDS, Forks, WorkerLostError, Workers
 
 FILES = TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})
 SCORE = msgspec.json.encode({"query": "red shoes, ", "items": ["blue", "red"], "label_token_ids": [1]})
@@ -254,7 +254,7 @@ async def test_a_job_that_is_cancelled_as_a_worker_becomes_free_costs_no_worker(
 
 
 async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.workers.workers.GRACE_SECONDS", 10.0)  # a busy machine takes long for a short job
+    monkeypatch.setattr("yardstick_llm.gateway.workers.workers.GRACE_SECONDS", 10.0)  # a busy machine takes long for a short job
     async with running(1) as (workers, key):
         await until(lambda: workers._idle)
         pid = workers._idle[0].pid
@@ -269,7 +269,7 @@ async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: py
 def test_the_fork_server_imports_no_server() -> None:
     program = "import sys; import gateway.requests.worker; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "gateway.requests.worker" in modules
+    assert "yardstick_llm.gateway.requests.worker" in modules
     assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)
 
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine import wire
-from engine.models.config import load_config, parse_config
-from engine.models.files import ModelError
-from engine.models.loader import fingerprint, load_model
-from engine.models.vision.config import Preprocessing
-from engine.models.vision.tower import VisionTower, grid_of
 from tests.engine.vision.models import Reference, make_vision_checkpoint, picture, processor, some_image
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import load_config, parse_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.vision.config import Preprocessing
+from yardstick_llm.engine.models.vision.tower import VisionTower, grid_of
 
 SHAPES = [(2, 2), (2, 30), (8, 8), (10, 8), (8, 10), (18, 6), (22, 26), (4, 16)]
 """Rows and columns of patches: below a window, exactly one and two windows, and windows cut at each edge."""
@@ -72,7 +72,7 @@ def test_cudnn_computes_no_attention(tower: VisionTower, monkeypatch: pytest.Mon
         allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
         return scaled_dot_product_attention(*given)
 
-    monkeypatch.setattr("engine.models.vision.tower.scaled_dot_product_attention", attend)
+    monkeypatch.setattr("yardstick_llm.engine.models.vision.tower.scaled_dot_product_attention", attend)
     embed(tower, some_image(1, 4, 4))
     assert set(allowed) == {(False, True)}
     assert torch.backends.cuda.cudnn_sdp_enabled(), "elsewhere it may"

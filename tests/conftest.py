@@ -67,7 +67,7 @@ if DEVICE == "cpu" and HAS_TRITON:
         environment.setenv("TRITON_INTERPRET", "1")
         for module in pkgutil.iter_modules(kernels.__path__):
             if not module.ispkg:
-                importlib.import_module(f"kernels.{module.name}")
+                importlib.import_module(f"yardstick_llm.kernels.{module.name}")
         importlib.import_module("triton.experimental.gluon")  # the first launch would import it, without the setting
         importlib.import_module("tests.interpreter").speed_up()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response
-from litestar.response import Stream
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
@@ -263,20 +262,37 @@ class JsonResponse(Response[C]):
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """Return the ASGI response that the framework sends."""
-        return _ASGIJson(_encoder.encode(self.content), self.headers, self._status)
+        return _ASGIJson([_encoder.encode(self.content)], self.headers, self._status)
+
+
+class _InParts(JsonResponse[None]):
+    """A response with parts of JSON, which are sent one after another."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> None:
+        super().__init__(None, headers)
+        self._parts = parts
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIJson(self._parts, self.headers, self._status)
 
 
 class _ASGIJson(ASGIResponse):
-    def __init__(self, body: bytes, headers: Mapping[str, str], status: int) -> None:
-        self.body = body
+    """The framework's own stream waits for the client to leave while it sends, and then sometimes closes the connection."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str], status: int) -> None:
+        self._parts = parts
         self._status = status
-        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, parts)))]
         self._fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send the response."""
         await send({"type": "http.response.start", "status": self._status, "headers": self._fields})
-        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+        for part in self._parts[:-1]:
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            await asyncio.sleep(0)  # so that the event loop serves others in between
+        await send({"type": "http.response.body", "body": bytes(self._parts[-1]), "more_body": False})
 
 
 async def with_rows(
@@ -286,12 +302,12 @@ async def with_rows(
     encoding the rows takes more than a millisecond."""
     if not large:
         return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
-    return _in_parts(await _filled(answer, {name: rows}), headers)
+    return _InParts(await _filled(answer, {name: rows}), headers)
 
 
 async def with_lists(answer: msgspec.Struct, lists: Mapping[str, Iterable[object]], *, headers: Mapping[str, str]) -> Response[Any]:
     """Return a response with each of ``lists`` in place of the empty list of that name in ``answer``, encoded in slices."""
-    return _in_parts(await _filled(answer, lists), headers)
+    return _InParts(await _filled(answer, lists), headers)
 
 
 async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
@@ -311,7 +327,7 @@ async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, s
     """Return a response that is a list of ``rows``; see :func:`with_rows`."""
     if not large:
         return JsonResponse(list(rows), headers)
-    return _in_parts(await _parts(b"[", rows, b"]"), headers)
+    return _InParts(await _parts(b"[", rows, b"]"), headers)
 
 
 async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
@@ -332,16 +348,4 @@ async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[by
 def encoded(body: bytes | memoryview) -> Response[Any]:
     """Return a response with ``body``, which is JSON already. Its parts are views, because copying megabytes takes milliseconds."""
     view = memoryview(body)
-    return _in_parts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
-
-
-def _in_parts(parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> Response[Any]:
-    """Return a response that sends ``parts`` one after another."""
-
-    async def each() -> AsyncIterator[bytes]:
-        for part in parts:
-            yield bytes(part)
-            await asyncio.sleep(0)  # the transport joins writes of one event loop iteration
-
-    length = str(sum(map(len, parts)))
-    return Stream(each(), media_type="application/json", headers={**(headers or {}), "content-length": length})
+    return _InParts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)

@@ -14,8 +14,11 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from yardstick_llm.gateway.ops.metrics import Telemetry
+if TYPE_CHECKING:
+    from yardstick_llm.gateway.ops.metrics import Telemetry
+
 
 SLICE_SECONDS = 0.001
 

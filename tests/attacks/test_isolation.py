@@ -288,10 +288,9 @@ def registered_item(server: Server, key: str, tokens: list[int]) -> Seen:
 
 
 def warm(server: Server, key: str) -> None:
-    """Have the engine compute the items of a catalogue of ``key``."""
-    asked = {"headers": by(key), "json": {}}
-    warmed = server.program.client.post(f"/v1/catalogues/of-{key}/warm", **asked).raise_for_status().json()
-    assert (warmed["items"], warmed["done"]) == (1, True)
+    """Have the engine compute the items of a catalogue of ``key``: the key scores them."""
+    body = {"query": [8], "catalogue": f"of-{key}", "ids": ["item"], "label_token_ids": [1]}
+    server.ask(key, "score", body, "no-cache")
 
 
 @pytest.mark.parametrize("guess", [item_in_request, registered_item])

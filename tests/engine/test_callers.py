@@ -210,10 +210,10 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
     """Standard error is often a pipe. A write to a full pipe blocks until someone reads from it."""
     code = """
 import logging
-from yardstick_llm.engine.serving import logs
+from yardstick_llm.engine.server.loop_process import start_logs
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.replies import RequestLog
-handler, clock = logs.start(), iter(range(1 << 30))
+handler, clock = start_logs(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)
 for place in range(5000):
     log.write("refused", wire.Caller("r" * 100), str(place), code="overloaded")

@@ -52,7 +52,7 @@ class Variants(TorchDispatchMode):
         patch.setattr(label_logprobs, "multiprocessors", lambda device: PROCESSORS)
         patch.setattr("yardstick_llm.engine.loop.build._fuses", lambda device: True)
         for module in pkgutil.iter_modules(kernels.__path__):
-            self._record_beside_references(importlib.import_module(f"kernels.{module.name}"), patch)
+            self._record_beside_references(importlib.import_module(f"yardstick_llm.kernels.{module.name}"), patch)
 
     def _record_beside_references(self, module: Any, patch: pytest.MonkeyPatch) -> None:
         """Let each operation of ``module`` record its kernel and compute its reference, whichever of the two the engine calls."""

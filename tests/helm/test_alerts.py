@@ -208,7 +208,6 @@ TESTS = [
         "/v1/score",
     ),
     slow("loads and probes", times(SECONDS, 60, route="/v1/load_lora_adapter") + times(SECONDS, 60, route="/metrics")),
-    slow("warm-ups", times(SECONDS, 60, route="/v1/catalogues/{name}/warm")),
     slow("long chats", times(FIRST, 10, route=CHATS, stream="false")),
     slow("responses of minutes", times(FIRST, 60, route="/v1/responses", stream="false"), "/v1/responses"),
     slow("streams of minutes", times(SECONDS, 60, route="/v1/responses")),

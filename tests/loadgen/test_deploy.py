@@ -80,7 +80,7 @@ def test_workers_start_together(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "yardstick_llm.loadgen", "run", "--url", url, "--rate", "20", "--duration", "0.3"]
         folders = ["--out", str(tmp_path / f"{index}"), "--together", str(tmp_path / "ready")]
         command += ["--worker", f"{index}/2", *folders]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     with serving(good) as url:

@@ -201,7 +201,10 @@ def test_without_gpus_all_engines_share_the_cpu(four_gpus: Mapping[str, str], mo
 
 
 def test_the_variables_of_a_child_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shows.py").write_text(f"import os\nprint(os.environ['{VISIBLE}'])\n")
+    package = tmp_path / "yardstick_llm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "shows.py").write_text(f"import os\nprint(os.environ['{VISIBLE}'])\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     child = Child("engine 2", ["shows"], {VISIBLE: "GPU-b"})
     lines: list[str] = []

@@ -145,7 +145,7 @@ def test_each_request_is_one_line(engine: FakeEngine, logged: tuple[Gateway, Pat
         ("/v1/score", 404, "refused", "model_not_found", "ci team", None, 0),
         ("/v1/score", 400, "refused", "context_length_exceeded", "ci team", "fake", 0),
         ("/v1/completions", 200, "broken_stream", "engine_lost", "ci team", "fake", 0),
-        ("/v1/score", 429, "refused", "rate_limit_exceeded", "ci team", "fake", 2),
+        ("/v1/score", 429, "refused", "rate_limit_exceeded", "ci team", "fake", 0),
         ("/v1/score", 401, "refused", "invalid_api_key", None, None, 0),
         ("none", 404, "refused", "not_found", None, None, 0),
         ("/v1/models/{model}", 200, "ok", None, "ci team", None, 0),

@@ -174,8 +174,8 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     await store.stop()
     assert written("stored") == room
     kept = [*rows][7], [*rows][room + 1]
-    assert await cache.get_many(kept, "m") == [rows[kept[0]], None]
+    assert await cache.get_many(kept) == [rows[kept[0]], None]
     await cache.put_many({b"later": (1.0,)})
     await store.stop()
-    assert await cache.get_many([b"later"], "m") == [(1.0,)], "there is room again"
+    assert await cache.get_many([b"later"]) == [(1.0,)], "there is room again"
     await link.stop()

@@ -267,7 +267,7 @@ async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: py
 
 
 def test_the_fork_server_imports_no_server() -> None:
-    program = "import sys; import gateway.requests.worker; print(*sys.modules)"
+    program = "import sys; import yardstick_llm.gateway.requests.worker; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "yardstick_llm.gateway.requests.worker" in modules
     assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)

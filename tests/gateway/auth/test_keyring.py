@@ -152,7 +152,7 @@ def test_the_server_follows_links_as_kubernetes_changes_them(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory behind two links is replaced."""
-    monkeypatch.setattr("gateway.auth.keyring.LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr("yardstick_llm.gateway.http.auth.LOOK_SECONDS", LOOK_SECONDS)
     caplog.set_level(logging.INFO)
     for version, name in enumerate("ab"):
         (tmp_path / str(version)).mkdir()
@@ -262,7 +262,7 @@ def test_a_file_is_read_again_if_it_changed_while_it_was_read(tmp_path: Path, mo
 
     write(file, entry("b"))
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.auth.keyring.os.fstat", and_a_write)
+        patch.setattr("yardstick_llm.gateway.http.auth.os.fstat", and_a_write)
         ring.look(telemetry)
     ring.look(telemetry)
     assert [name for name in "abc" if ring.find(name)] == ["b", "c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -35,7 +36,10 @@ def engine_at(port: int) -> EngineClient:
     ],
 )
 async def test_what_is_no_engine(reply: bytes | None, error: type[GatewayError]) -> None:
+    writers: list[asyncio.StreamWriter] = []
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         await reader.read(100)
         if reply is None:
             await reader.read()
@@ -48,6 +52,11 @@ async def test_what_is_no_engine(reply: bytes | None, error: type[GatewayError])
             await client.score(SCORE)
         with pytest.raises(GatewayError):
             await anext(client.generate(wire.Generate("x", [1])))
+        client.close()
+        for writer in writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 async def test_a_refused_connection_is_not_ready(port: int) -> None:

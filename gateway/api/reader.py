@@ -171,12 +171,6 @@ class Reader:
         """Return the reading of ``body``, which is decoded where the block of the reading begins."""
         return Reading(self, request, NAMES[kind], body.content)
 
-    def without_worker(self, request: Request[Any, Any, Any], fields: T) -> Reading[T]:
-        """Return a reading of ``fields``."""
-        reading: Reading[T] = Reading(self, request, NAMES[type(fields)], msgspec.json.encode(fields))
-        reading.fields = fields
-        return reading
-
     async def decode(self, request: Request[Any, Any, Any], name: str, body: bytes) -> Decoded:
         """Decode a body in a worker. If that ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
         for last in (False, True):

@@ -51,12 +51,8 @@ class Prompts(msgspec.Struct, frozen=True):
     caller: wire.Caller = wire.Caller()
     suffix: Ids = ()
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
-    pin_seconds: float | None = None
-    """See :class:`engine.wire.ScoreItems`."""
     images: Sequence[wire.Image] = ()
     """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
-    may_hedge: bool = True
-    """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
 
     @property
     def lengths(self) -> list[int]:
@@ -194,17 +190,12 @@ class FanOut:
             if isinstance(request, wire.Score):
                 return await ask(replica, span)
             caller = msgspec.structs.replace(request.caller, keep_prefix=False)
-            return await ask(replica, span, msgspec.structs.replace(request, caller=caller, pin_seconds=None))
+            return await ask(replica, span, msgspec.structs.replace(request, caller=caller))
 
-        hedge = Hedge(size_class(request, tokens), ask_second) if prompts.may_hedge and prompts.priority <= 0 else None
+        hedge = Hedge(size_class(request, tokens), ask_second) if prompts.priority <= 0 else None
         return await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=sub_batch.affinity, preferred=sub_batch.replica, caller=prompts.caller, hedge=hedge
         )
-
-
-def any_readout(info: wire.Info) -> wire.ScoreReadout:
-    """Return a readout that the model has, for requests that only fill prefix caches and whose rows are not used."""
-    return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()
 
 
 def message_of(prompts: Prompts, branches: list[Ids], adapter: str) -> wire.Score | wire.ScoreItems:
@@ -225,7 +216,6 @@ def message_of(prompts: Prompts, branches: list[Ids], adapter: str) -> wire.Scor
         readout,
         priority,
         caller=caller,
-        pin_seconds=prompts.pin_seconds,
         adapter=adapter,
         images=images,
     )

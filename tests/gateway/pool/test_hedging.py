@@ -196,7 +196,7 @@ async def test_items_are_kept_where_they_belong_only() -> None:
         for engine in hedged.engines:
             engine.prefixes = PrefixCache()
         fan_out = FanOut(hedged.dispatcher, hedged.telemetry, split_tokens=4096)
-        prompts = Prompts([], [[7, place] * 10 for place in range(12)], wire.Labels([4, 5]), suffix=[9, 9], pin_seconds=60)
+        prompts = Prompts([], [[7, place] * 10 for place in range(12)], wire.Labels([4, 5]), suffix=[9, 9])
         for tokens in (22, 32, 64, 128, 256):
             hedged.answered(1 << 5 | tokens.bit_length(), 0.2)
         hedged.engines[0].faults.hold = True
@@ -211,7 +211,7 @@ async def test_items_are_kept_where_they_belong_only() -> None:
         other = hedged.engines[1]
         assert [found[place] for place in range(12)] == [row(other, [*item, 9, 9]) for item in prompts.branches]
         own, hedge = sorted(other.item_scores, key=lambda message: not message.caller.keep_prefix)
-        assert (own.pin_seconds, hedge.pin_seconds, hedge.caller.keep_prefix) == (60, None, False)
+        assert (own.caller.keep_prefix, hedge.caller.keep_prefix) == (True, False)
         kept = [item for item in prompts.branches if other.prefixes.match_and_insert(wire.Caller(), item) == len(item)]
         assert 0 < len(kept) == len(own.lengths) // 4 < 12, "none of the hedge's items was kept"
         assert lease.begun.requests == 1

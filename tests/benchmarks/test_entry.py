@@ -50,13 +50,15 @@ def test_yardstick_bench_runs_the_checkouts_benchmarks_from_any_folder(tmp_path:
     decoy = tmp_path / "benchmarks"
     decoy.mkdir()
     (decoy / "__main__.py").write_text("print('decoy')")
-    done = yardstick_bench(ROOT, tmp_path, "--help")
+    done = yardstick_bench(ROOT / "src", tmp_path, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage: python -m benchmarks" in done.stdout
 
 
 def test_yardstick_bench_of_an_installed_package_names_the_checkout(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "gateway", tmp_path / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src" / "yardstick_llm", tmp_path / "yardstick_llm", ignore=shutil.ignore_patterns("__pycache__", "demo")
+    )
     done = yardstick_bench(tmp_path, ROOT, "score")
     assert done.returncode == 1
     assert done.stdout == ""

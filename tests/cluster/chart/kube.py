@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,8 +30,6 @@ from yardstick_llm.gateway.pool.discovery import find_access
 READY_SECONDS = 240
 RESTARTED = "kubectl.kubernetes.io/restartedAt"
 BIN = Path(__file__).parents[1] / "bin"
-FIRST_CHART = Path(__file__).parents[1] / "chart-0.1.0.tgz"
-"""The chart of version 0.1.0, as `git archive` packs it."""
 HELM = [found] if (found := shutil.which("helm")) else [sys.executable, str(BIN / "helm")]
 """The machine's own Helm, else what stands in for it."""
 
@@ -58,13 +55,6 @@ def chart() -> Path:
     return copy
 
 
-def first_chart(folder: Path) -> Path:
-    """Unpack the chart of version 0.1.0 in ``folder``; returns its path."""
-    with tarfile.open(FIRST_CHART) as packed:
-        packed.extractall(folder, filter="data")
-    return folder / "helm"
-
-
 class HelmError(RuntimeError):
     """Helm's error message."""
 
@@ -85,9 +75,9 @@ class Release:
         self.namespace, self.name = namespace, name
         self.core, self.apps, self.batch = client.CoreV1Api(api()), client.AppsV1Api(api()), client.BatchV1Api(api())
 
-    def install(self, values: Values, *, wait: bool = True, source: Path | None = None) -> None:
-        """Install the chart, or that of the folder ``source``, and wait until all of it is ready."""
-        self.run_helm("install", source or chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
+    def install(self, values: Values, *, wait: bool = True) -> None:
+        """Install the chart, and wait until all of it is ready."""
+        self.run_helm("install", chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
 
     def upgrade(self, values: Values, *, wait: bool = True) -> None:
         """Change the values given, keep the others, and wait."""

@@ -127,7 +127,7 @@ print(sorted(name for name in ATTENTION_BACKENDS if backend_of(name)), torch.__v
     checked = subprocess.run(
         [python, "-c", program],
         cwd=tmp_path,
-        env=clean | {"PYTHONPATH": str(ROOT), "FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "9.0a"},
+        env=clean | {"PYTHONPATH": str(ROOT / "src"), "FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "9.0a"},
         capture_output=True,
         text=True,
         timeout=180,

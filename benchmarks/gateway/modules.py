@@ -34,13 +34,15 @@ import mmap, os, sys, threading
 _here = os.environ["BENCH_CALLS"]
 _flag = mmap.mmap(os.open(f"{_here}/flag", os.O_RDWR), 1)
 _calls = os.open(f"{_here}/calls", os.O_WRONLY | os.O_APPEND)
-_seen, _root = set(), os.path.join(os.getcwd(), "src", "yardstick_llm", "gateway", "")
+_seen, _root = set(), os.path.join(os.path.realpath(os.getcwd()), "gateway", "")
 def _record(frame, event, _):
     number, code = _flag[0], frame.f_code
-    if number and event == "call" and code.co_filename.startswith(_root) and (number, id(code)) not in _seen:
+    if number and event == "call" and (number, id(code)) not in _seen:
         _seen.add((number, id(code)))
-        said = f"{number}\\t{os.getpid()}\\t{code.co_filename[len(_root):]}\\t{code.co_qualname}\\n"
-        os.write(_calls, said.encode())
+        file = os.path.realpath(code.co_filename)
+        if file.startswith(_root):
+            said = f"{number}\\t{os.getpid()}\\t{file[len(_root):]}\\t{code.co_qualname}\\n"
+            os.write(_calls, said.encode())
 sys.setprofile(_record)
 threading.setprofile(_record)
 """

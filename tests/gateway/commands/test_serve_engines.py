@@ -65,7 +65,7 @@ def sub_batches(served: Served) -> float:
 
 
 def engine_pids(served: Served) -> list[int]:
-    return sorted(pid for pid in served.descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(pid for pid in served.descendants if b"-m\0yardstick_llm.engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.fixture

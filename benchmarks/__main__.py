@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,17 @@ def _restart_as_engine(arguments: Sequence[str]) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
+def _find_packages() -> None:
+    """Make this process, and those that it starts, find the packages of this checkout where it is not installed, as on a GPU host."""
+    if find_spec("yardstick_llm") is None:
+        source = str(Path(__file__).parents[1] / "src")
+        sys.path.insert(0, source)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+
+
 if __name__ == "__main__":
     try:
+        _find_packages()
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

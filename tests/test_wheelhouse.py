@@ -116,7 +116,7 @@ import torch, flashinfer
 from yardstick_llm.engine.runner.attention.flashinfer import compiled, problem, import_module
 from yardstick_llm.engine.runner.attention.select import backend_of
 from yardstick_llm.engine.settings import ATTENTION_BACKENDS
-import yardstick_llm.engine.loop.build, benchmarks.engine.score, gateway.app
+import yardstick_llm.engine.loop.build, benchmarks.engine.score, yardstick_llm.gateway.app
 from yardstick_llm.gateway.api.openapi import openapi_config
 assert openapi_config().version, "also where the project itself is not installed"
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
@@ -127,7 +127,12 @@ print(sorted(name for name in ATTENTION_BACKENDS if backend_of(name)), torch.__v
     checked = subprocess.run(
         [python, "-c", program],
         cwd=tmp_path,
-        env=clean | {"PYTHONPATH": str(ROOT / "src"), "FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "9.0a"},
+        env=clean
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+            "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
+        },
         capture_output=True,
         text=True,
         timeout=180,

@@ -72,7 +72,7 @@ def _restart_as_engine(arguments: Sequence[str]) -> None:
 
 
 def _find_packages() -> None:
-    """Make this process, and those that it starts, find the packages of this checkout where it is not installed, as on a GPU host."""
+    """Find the packages of this checkout where it is not installed, as on a GPU host, and in processes started here."""
     if find_spec("yardstick_llm") is None:
         source = str(Path(__file__).parents[1] / "src")
         sys.path.insert(0, source)

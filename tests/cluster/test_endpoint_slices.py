@@ -21,7 +21,8 @@ from kubernetes.client import (
 
 from tests.gateway.pool.test_discovery import following
 from tests.processes import until
-from yardstick_llm.gateway.pool.discovery import Access, Endpoint, Source, endpoint_slices, find_access
+from yardstick_llm.gateway.pool.discovery import Endpoint, Source
+from yardstick_llm.gateway.pool.kubernetes import Access, endpoint_slices, find_access
 from yardstick_llm.gateway.settings import ServiceAddress
 
 pytestmark = [

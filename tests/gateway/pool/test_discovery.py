@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -51,3 +53,10 @@ async def following(source: Source) -> AsyncIterator[list[Sequence[Endpoint]]]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+def test_the_client_of_kubernetes_is_imported_for_services_only() -> None:
+    """Importing it takes half a second, and hosts that only run benchmarks lack it."""
+    program = "import sys; import yardstick_llm.gateway.app; print('kubernetes' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -24,8 +24,9 @@ from tests.gateway.pool.test_discovery import following
 from tests.gateway.pool.test_tls import Terminator
 from tests.processes import until
 from tests.redis import Certificates
-from yardstick_llm.gateway.pool import discovery as kubernetes
-from yardstick_llm.gateway.pool.discovery import Access, AccessError, Endpoint, endpoint_slices, endpoints_of, find_access
+from yardstick_llm.gateway.pool import kubernetes
+from yardstick_llm.gateway.pool.discovery import Endpoint
+from yardstick_llm.gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoints_of, find_access
 from yardstick_llm.gateway.settings import ServiceAddress
 
 

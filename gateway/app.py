@@ -315,7 +315,7 @@ def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """What a gateway keeps between requests: in Redis, which all gateways share, or in its own memory."""
+    """The stores of a gateway: in Redis, which all gateways share, or in its own memory."""
 
     limiter: Limiter
     store: Store

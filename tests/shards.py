@@ -103,6 +103,8 @@ def _pytest(name: str, arguments: list[str], begun: Path) -> int:
     command = [sys.executable, "-u", "-m", "pytest", *options, *limit, *arguments]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # as many shards as cores run at once
     environment |= {BEGUN: str(begun), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    source = str(TESTS.parent / "src")  # programs that tests start find the packages, also where they are not installed
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -1,4 +1,4 @@
-"""What the machine offers: device, number format, cores and CPU threads, and the slots and requests that fit its memory.
+"""Resources of the machine: device, number format, cores and CPU threads, and the slots and requests that fit its memory.
 
 A container sets limits of cores and memory through cgroups, version 1 and 2 (docs.kernel.org, admin-guide/cgroup-v2 and cgroup-v1).
 A limit that cannot be read does not exist.

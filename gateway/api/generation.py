@@ -1,4 +1,4 @@
-"""What the endpoints that generate share: starting generations, and answers and streams of what they produce."""
+"""Shared by the endpoints that generate: running generations, and building their answers and streams."""
 
 from __future__ import annotations
 

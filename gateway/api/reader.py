@@ -306,7 +306,7 @@ class Reading(Generic[T]):
         self._endpoint: Endpoint[T] = ENDPOINTS[name]
         self._body = body
         self._decoded: Decoded | None = None
-        """What a worker told of a long body."""
+        """The fields of a long body, as a worker decoded them."""
 
     async def __aenter__(self) -> Self:
         """Decode the body. Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`."""

@@ -1,4 +1,4 @@
-"""What the endpoints that score share: running a request, and the forms of its answer."""
+"""Shared by the endpoints that score: running a request, and the forms of its answer."""
 
 from __future__ import annotations
 

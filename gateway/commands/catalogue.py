@@ -14,7 +14,6 @@ import msgspec
 from yardstick_llm.gateway.commands import CommandError
 from yardstick_llm.gateway.commands.client import Call, Report, Sender, Server, decoded
 from yardstick_llm.gateway.commands.files import Row, open_source
-from yardstick_llm.gateway.errors import ErrorDetail
 
 MAX_REQUEST_BYTES = 1 << 20
 """Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""
@@ -35,17 +34,6 @@ class _Registered(msgspec.Struct):
 
 class _Deleted(msgspec.Struct):
     deleted: bool
-
-
-class _Progress(msgspec.Struct):
-    """An event of a warm-up."""
-
-    items: int = 0
-    total: int = 0
-    cached_items: int = 0
-    pinned_items: int = 0
-    done: bool = False
-    error: ErrorDetail | None = None
 
 
 class _Batch(NamedTuple):

@@ -1,1 +1,1 @@
-"""What operators see: metrics, the access log and traces."""
+"""Metrics, access log and traces."""

@@ -1,1 +1,1 @@
-"""What models write: constraints and their grammars, tool calls and thinking sections."""
+"""Output of models: constraints and their grammars, tool calls and thinking sections."""

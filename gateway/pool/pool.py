@@ -54,10 +54,6 @@ class Names:
         """Return the model that ``name`` stands for: ``name`` itself if it is no alias."""
         return self.aliases.get(name, name)
 
-    def aliases_of(self, model: str) -> list[str]:
-        """Return the aliases of ``model``."""
-        return [alias for alias, real in self.aliases.items() if real == model]
-
     def fallbacks_of(self, model: str) -> Iterator[str]:
         """Yield the fallback of ``model``, the fallback of that one, and so on, each once."""
         seen = {self.real(model)}

@@ -83,9 +83,9 @@ class ComputeStep(msgspec.Struct, tag="step", frozen=True):
 
     def unpack(self) -> list[ExtendSegment]:
         """The segments, of a placeholder request: attention does not read whose they are."""
-        nobody = Request(id="", prefix=EMPTY)
+        placeholder = Request(id="", prefix=EMPTY)
         arrays = ((np.frombuffer(tokens, np.int32), np.frombuffer(context, np.int32)) for tokens, context in self.segments)
-        return [ExtendSegment(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]
+        return [ExtendSegment(placeholder, None, tokens.copy(), context.copy()) for tokens, context in arrays]
 
 
 Order = Allocate | ComputeStep

@@ -607,14 +607,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Slots of items that came first, in the prefix cache."""
     item_bytes: int = 0
     """Bytes of keys and values of items in the prefix cache."""
-    slots_pinned: int = 0
-    """Tokens of pinned items."""
     slots_reserved: int = 0
     """Slots that items never take from generations and queries."""
-    unpinned_items: int = 0
-    """Times that an item was to be pinned and was not, because pins have no more room."""
-    displaced_pins: int = 0
-    """Pins that ended early because another salt had less than its equal part of their room."""
     scored_items: int = 0
     """Items scored that came before the query."""
     cached_items: int = 0
@@ -782,10 +776,6 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 
 
-MOST_PIN_SECONDS = 86_400
-"""Longest time of a pin: pins are renewed, so that what is forgotten ends."""
-
-
 class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=True):
     """Read ``readout`` after each prompt ``item + query``, without decoding.
 
@@ -806,10 +796,6 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     deadline: float | None = None
     """See :class:`Score`."""
     caller: Caller = Caller()
-    pin_seconds: Annotated[float, Meta(ge=0, le=MOST_PIN_SECONDS)] | None = None
-    """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
-    it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
-    to a request that otherwise could not be computed at all, and end with the pod."""
     adapter: str = ""
     """See :class:`Score`."""
     images: list[Image] = []
@@ -830,8 +816,6 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     """Time from the receipt of the whole request by the engine's HTTP server to the first step that computed a part of it."""
     cached_items: int = 0
     """Items of :class:`ScoreItems` that were in the prefix cache whole."""
-    pinned_items: int = 0
-    """Items of :class:`ScoreItems` with ``pin_seconds`` above 0 that are pinned."""
 
 
 def row_length(readout: ScoreReadout, branch: Sequence[int], info: Info) -> int:

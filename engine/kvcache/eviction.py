@@ -119,14 +119,6 @@ class Node:
         """Whether it is a leaf that no request holds."""
         return not (self.references or self.children or self.parent is None)
 
-    @property
-    def root(self) -> Node:
-        """The empty prefix of its tree."""
-        node = self
-        while node.parent is not None:
-            node = node.parent
-        return node
-
 
 class Root(Node):
     """The empty prefix of one tree. Each request at work in the tree holds one reference on it."""

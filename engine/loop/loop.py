@@ -53,13 +53,6 @@ def take_items(
     group: ItemGroup, done: Sequence[tuple[ScoringRequest, list[float]]], scheduler: Scheduler, counters: Counters
 ) -> list[wire.Reply]:
     """Take the rows of items of ``group`` that a step has computed, all of each block; return the answer with the last one."""
-    seconds = group.message.pin_seconds
-    for request, _ in done if seconds is not None else ():
-        assert seconds is not None
-        if scheduler.pin(request, seconds):
-            group.pinned_items += 1
-        elif seconds > 0 and request.salt is not None and len(request.prefix):
-            counters.unpinned_items += 1
     group.take(done)
     for part in dict.fromkeys(request.block or request for request, _ in done):
         scheduler.finish_items(part)

@@ -39,7 +39,6 @@ class Counters:
     cached_tokens: int = 0
     scored_items: int = 0
     cached_items: int = 0
-    unpinned_items: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
@@ -74,10 +73,7 @@ class Counters:
             slots_cached=scheduler.cache.evictable,
             slots_items=scheduler.cache.item_tokens,
             item_bytes=scheduler.cache.item_tokens * info.slot_bytes,
-            slots_pinned=scheduler.cache.pins.tokens,
             slots_reserved=scheduler.allocator.reserved(scheduler.pool),
-            unpinned_items=self.unpinned_items,
-            displaced_pins=scheduler.cache.pins.displaced,
             scored_items=self.scored_items,
             cached_items=self.cached_items,
             evicted_item_tokens=scheduler.cache.evicted_item_tokens,

@@ -406,7 +406,6 @@ class ItemGroup(Request):
     left: int
     """Items that are not done."""
     cached_items: int = 0
-    pinned_items: int = 0
     item_images: ItemImages | None = None
     """Images of items and query; None without any."""
     _requests: dict[int, ScoringRequest] = field(default_factory=dict)
@@ -507,8 +506,7 @@ class ItemGroup(Request):
     @property
     def answer(self) -> wire.Scored:
         """The answer, when no item is left."""
-        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
-        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
+        return wire.Scored(self.id, self.rows, self.cached_tokens, self.computed_tokens, self.queue_seconds, self.cached_items)
 
     def _request(self, index: int, arrival: int, node: Node | None, prefix_slots: IntBuffer, context: IntBuffer) -> ScoringRequest:
         item, query, readout, targets = self.items[index], self.query, self.message.readout, []

@@ -202,10 +202,6 @@ def _taken(request: Request, kv_pool: int) -> int:
     return sum(part.taken for part in request.with_aux if part.on_lenvm == kv_pool)
 
 
-PINNED_SHARE = 0.5
-"""Part of the slots that items may have which pinned items may have."""
-
-
 class KVPool(NamedTuple):
     """Slots and prefix cache of one model."""
 
@@ -220,8 +216,6 @@ class Allocator:
         """pools: one for each model. reserved_share: see :attr:`~engine.settings.EngineSettings.reserved_share`."""
         self._reserved_share = reserved_share
         self.kv_pools = [KVPool(pool, PrefixCache(pool, self.reserved(pool))) for pool in pools]
-        for pool, cache in self.kv_pools:
-            cache.pins.room = int(PINNED_SHARE * (pool.size - self.reserved(pool)))
         self.running: dict[int, Request] = {}
         """Admitted requests by arrival, in order of admission."""
         self.items_running = 0
@@ -247,17 +241,12 @@ class Allocator:
         return int(self._reserved_share * pool.size)
 
     def allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
-        """Return ``count`` slots for ``branch`` (None: the prefix), or none at all.
-
-        Pins give way to a request that runs alone, so that each request that fits the slots is computed at some time.
-        """
+        """Return ``count`` slots for ``branch`` (None: the prefix), or none at all."""
         pool, cache = self.kv_pools[request.on_lenvm]
         while pool.available < count:
             if cache.evict(count - pool.available):
                 continue
-            if may_preempt and self._preempt_behind(request, branch):
-                continue
-            if len(self.running) > 1 or not cache.pins.give_way():
+            if not may_preempt or not self._preempt_behind(request, branch):
                 return EMPTY
         return pool.allocate(count)
 

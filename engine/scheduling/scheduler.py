@@ -201,8 +201,6 @@ class Scheduler:
         """Return the next step; it is empty only if there is nothing to compute."""
         batch = Batch()
         now = self._clock()
-        for kv_pool in self.kv_pools:
-            kv_pool.cache.pins.expire(now)
         self.allocator.step += 1
         self.allocator.turns.begin(chain(self._running.values(), self.queue.heads))
         contended, shared = self.queue.contended(), self.queue.shared
@@ -223,11 +221,6 @@ class Scheduler:
         self.queue.settle(max_load)
         self.wait_estimator.turn()
         return batch
-
-    def pin(self, request: Request, seconds: float) -> bool:
-        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin. Return whether it is pinned."""
-        pins = self.allocator.kv_pool(request).cache.pins
-        return pins.set(request.node, len(request.prefix), seconds, self._clock())
 
     def finish(self, branch: Branch) -> None:
         """End a branch. A generation stays in the prefix cache; an item does not, because later requests rarely have it."""

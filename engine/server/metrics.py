@@ -13,7 +13,7 @@ from yardstick_llm.engine.server.options import attribute_docstrings
 
 GAUGES = (
     *("running", "waiting", "wait_seconds", "tenants", "slots_total", "slots_free", "attention_fallback", "slots_cached"),
-    *("slots_items", "item_bytes", "slots_pinned", "slots_reserved", "adapters", "adapter_bytes", "compiling", "grammar_bytes"),
+    *("slots_items", "item_bytes", "slots_reserved", "adapters", "adapter_bytes", "compiling", "grammar_bytes"),
     "image_bytes",
 )
 """Fields of :class:`engine.wire.Stats` that are gauges; the others are counters."""

@@ -132,7 +132,7 @@ async function drawCatalogues(signal) {
 
 function drawItemCaches(metrics, opened) {
   const caches = new Map();
-  for (const name of ["tokens", "bytes", "pinned_tokens", "scored_items_total", "found_items_total", "evicted_tokens_total"]) {
+  for (const name of ["tokens", "bytes", "scored_items_total", "found_items_total", "evicted_tokens_total"]) {
     for (const { labels: { engine }, value } of (metrics.get(`yardstick_item_cache_${name}`) ?? []).slice(0, MAX_ROWS)) {
       caches.set(engine, { ...caches.get(engine), [name]: value });
     }
@@ -141,9 +141,9 @@ function drawItemCaches(metrics, opened) {
     if (!opened.has(engine)) opened.set(engine, cache);
     const since = (name) => cache[name] - (cache.scored_items_total > opened.get(engine).scored_items_total ? opened.get(engine)[name] : 0);
     const hits = `${Math.round(100 * since("found_items_total") / since("scored_items_total"))} %`;
-    return [engine, count(cache.tokens), count(cache.bytes), count(cache.pinned_tokens), hits, count(since("evicted_tokens_total"))];
+    return [engine, count(cache.tokens), count(cache.bytes), hits, count(since("evicted_tokens_total"))];
   });
-  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows,
+  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Hit rate", "Evicted tokens"], rows,
     hidesEngines(metrics) ? HIDDEN : "No engine has scored items before queries.");
   const hint = "Hit rate and evictions since the panel was opened; where nothing was scored since, from the engine's start on.";
   if (rows.length) byId("status-item-caches").append(make("p", { class: "hint", text: hint }));

@@ -50,7 +50,6 @@ class ItemCacheSample(NamedTuple):
     url: str
     tokens: int
     bytes: int
-    pinned_tokens: int
     scored_items: int
     found_items: int
     evicted_tokens: int
@@ -112,7 +111,6 @@ def fleet(replicas: Iterable[ReplicaSample], models: Iterable[ModelSample], foun
 _ITEM_GAUGES = {
     "tokens": "Tokens of items in the prefix cache of an engine.",
     "bytes": "Bytes of keys and values of items in the prefix cache of an engine.",
-    "pinned_tokens": "Tokens of pinned items in the prefix cache of an engine.",
 }
 _ITEM_COUNTERS = {
     "scored_items": "Items that an engine scored and that came before the query.",

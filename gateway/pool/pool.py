@@ -382,7 +382,6 @@ class Pool:
                 url,
                 stats.slots_items,
                 stats.item_bytes,
-                stats.slots_pinned,
                 stats.scored_items,
                 stats.cached_items,
                 stats.evicted_item_tokens,

@@ -69,7 +69,7 @@ class SlotContents:
 
 
 def check(scheduler: Scheduler) -> None:
-    """On each model each slot is free, or in the prefix cache, or a branch's own; references are those of requests and pins."""
+    """On each model each slot is free, or in the prefix cache, or a branch's own; references are those of requests."""
     for on_lenvm, kv_pool in enumerate(scheduler.kv_pools):
         _check_kv_pool(kv_pool, [part for part in parts_of(scheduler) if part.on_lenvm == on_lenvm])
     items = [part for part in parts_of(scheduler) if part.group is not None]
@@ -160,28 +160,13 @@ def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:
         if part.node is not None:
             roots[node.salt].append(part)
             assert [slot for slots in reversed(held) for slot in slots] == part.prefix_slots.view.tolist()
-    pinned_roots: dict[str | None, int] = defaultdict(int)
-    for node, (_, tokens) in cache.pins._until.items():
-        length = 0
-        while node.parent is not None:
-            references[id(node)] += 1
-            length += len(node.tokens)
-            node = node.parent
-        assert length == tokens
-        pinned_roots[node.salt] += 1
-    assert cache.pins.tokens == sum(tokens for _, tokens in cache.pins._until.values()) <= cache.pins.room
-    for root, held in cache.pins._held.items():
-        pins = {node: tokens for node, (_, tokens) in cache.pins._until.items() if node.root is root}
-        assert pins
-        assert (held.nodes.keys(), held.tokens) == (pins.keys(), sum(pins.values()))
-    assert sum(len(held.nodes) for held in cache.pins._held.values()) == len(cache.pins._until)
     for node in nodes:
         assert node.references == references[id(node)]
         assert len(node.tokens) == len(node.slots) > 0
         assert node.parent.children[int(node.tokens[0])] is node
         assert all(node.references >= child.references for child in node.children.values())
     for root in cache.roots:
-        own = 1 if root.salt is None else len(roots[root.salt]) + pinned_roots[root.salt]
+        own = 1 if root.salt is None else len(roots[root.salt])
         assert root.references == (0 if root is cache.root else own)
         assert root.children or root.references or root is cache.root, "a tree without tokens and requests is dropped"
     for salt, requests in roots.items():

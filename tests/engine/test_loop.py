@@ -415,7 +415,6 @@ INVALID_FOR_ALL = {
     "prompt_lookup.max_tokens": wire.Generate("x", [5], prompt_lookup=wire.DraftOptions(33)),
     "prompt_lookup.ngram": wire.Generate("x", [5], prompt_lookup=wire.DraftOptions(4, 0)),
     "thinking_limit.tokens": wire.Generate("x", [5], thinking_limit=wire.ThinkingLimit(wire.Thinking(3), -1)),
-    "pin_seconds": wire.ScoreItems("x", b"", b"", [7], wire.Labels([1]), pin_seconds=float("nan")),
     "query": wire.ScoreItems("x", b"", b"", [], wire.Labels([1])),
     **{
         f"sampling.{name}": wire.Generate("x", [1], wire.Sampling(**{name: value}))

@@ -333,7 +333,7 @@ def metric_names() -> set[str]:
     telemetry.watch(lambda: dropped_lines(0))
     telemetry.watch(lambda: dropped_spans(0))
     telemetry.text.queue.set_function(lambda: 0)
-    telemetry.watch(lambda: item_caches([ItemCacheSample("http://engine", 0, 0, 0, 0, 0, 0)]))
+    telemetry.watch(lambda: item_caches([ItemCacheSample("http://engine", 0, 0, 0, 0, 0)]))
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

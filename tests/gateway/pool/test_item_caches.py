@@ -22,7 +22,6 @@ STATS = wire.Stats(
     cached_tokens=1,
     slots_items=500,
     item_bytes=64_000,
-    slots_pinned=20,
     scored_items=300,
     cached_items=200,
     evicted_item_tokens=77,
@@ -39,8 +38,8 @@ def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatc
     one, old = FakeEngine(stats=STATS), FakeEngine()
     client = start(one, old)
     wait_until(lambda: "yardstick_item_cache_tokens{" in client.get("/metrics").text)
-    found = {name: told(client, name, one) for name in ("tokens", "bytes", "pinned_tokens")}
-    assert found == {"tokens": 500, "bytes": 64_000, "pinned_tokens": 20}
+    found = {name: told(client, name, one) for name in ("tokens", "bytes")}
+    assert found == {"tokens": 500, "bytes": 64_000}
     counted = [told(client, f"{name}_total", one) for name in ("scored_items", "found_items", "evicted_tokens")]
     assert counted == [300, 200, 77]
     assert f'item_cache_tokens{{engine="{old.url}"}}' not in client.get("/metrics").text

@@ -561,8 +561,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     eos_token_ids: list[int]
     capabilities: list[str]
     """``score`` (:class:`Labels` and :class:`Likelihood`), ``generate``, ``classify`` (:class:`Classes`), ``embed``
-    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), ``grammar``
-    (``Generate.grammar``) and ``vision`` (:class:`Image`)."""
+    (:class:`Embedding`), ``token_vectors`` (:class:`TokenVectors`), ``sparse`` (:class:`Sparse`), ``length_guidance``
+    (:class:`LengthGuidance` and :class:`LengthValue`), ``grammar`` (``Generate.grammar``) and ``vision`` (:class:`Image`)."""
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
@@ -574,6 +574,11 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Whether the head's outputs are numbers, which no function makes probabilities."""
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
+    token_vector_size: int = 0
+    """Length of each vector of :class:`TokenVectors`; 0 where the model has none."""
+    encoder: bool = False
+    """Whether all tokens attend to each other. A prompt is then computed whole; where it has a prefix, the two are a pair, and
+    tokens of the branch have token type 1."""
     arithmetic: str = ""
     """Number formats that the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
     attention: AttentionChoice | None = None
@@ -696,6 +701,9 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """Contents of ``yardstick.toml`` beside the weights: how the model is prompted and read."""
     architecture: str = ""
     """The first of ``architectures`` in the model's ``config.json``."""
+    model_files: dict[str, bytes] = {}
+    """Contents of the sentence-transformers files of the directory, by relative path: ``modules.json``,
+    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module."""
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -747,12 +755,25 @@ class Embedding(msgspec.Struct, tag="embedding", frozen=True, omit_defaults=True
     """Scale to length 1, after numbers are cut off."""
 
 
+class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaults=True):
+    """A vector for each token of the branch (ColBERT). A row has those of all tokens, one after the other, each of
+    ``Info.token_vector_size`` numbers. Only where ``Info.capabilities`` has ``token_vectors``."""
+
+    normalize: bool = True
+    """Scale each vector to length 1."""
+
+
+class Sparse(msgspec.Struct, tag="sparse", frozen=True):
+    """Weights of vocabulary entries (SPLADE, bge-m3). A row has the id and the weight of each entry whose weight is not 0, in the
+    order of ids. Only where ``Info.capabilities`` has ``sparse``."""
+
+
 class LengthValue(msgspec.Struct, tag="length_value", frozen=True):
     """The length model's estimate. A row has one number: z of v = sigmoid(z) = 1 − gamma^(tokens to come); v itself rounds to 1 for
     long texts. Only where ``Info.capabilities`` has ``length_guidance``."""
 
 
-ScoreReadout = Labels | Likelihood | Classes | Embedding | LengthValue
+ScoreReadout = Labels | Likelihood | Classes | Embedding | TokenVectors | Sparse | LengthValue
 """The kinds of output of a :class:`Score`; one row for each branch."""
 
 
@@ -819,7 +840,7 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
 
 
 def row_length(readout: ScoreReadout, branch: Sequence[int], info: Info) -> int:
-    """Return the number of numbers in the row of ``readout`` for ``branch``."""
+    """Return the number of numbers in the row of ``readout`` for ``branch``; of :class:`Sparse`, the most that it can have."""
     match readout:
         case Labels():
             return len(readout.tokens)
@@ -829,6 +850,10 @@ def row_length(readout: ScoreReadout, branch: Sequence[int], info: Info) -> int:
             return len(info.classes)
         case Embedding():
             return readout.dimensions or info.embedding_size
+        case TokenVectors():
+            return len(branch) * info.token_vector_size
+        case Sparse():
+            return 2 * info.vocab_size
         case LengthValue():
             return 1
 

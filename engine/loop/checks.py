@@ -277,6 +277,8 @@ NEEDED: dict[type[wire.ScoreReadout], str] = {
     wire.Likelihood: "score",
     wire.Classes: "classify",
     wire.Embedding: "embed",
+    wire.TokenVectors: "token_vectors",
+    wire.Sparse: "sparse",
     wire.LengthValue: "length_guidance",
 }
 """Capability that each readout needs."""

@@ -374,7 +374,14 @@ def abilities_of(engine: str, presets: Mapping[str, str]) -> set[str]:
             info = msgspec.msgpack.decode(client.get("/info").raise_for_status().content, type=wire.Info)
             files = msgspec.msgpack.decode(client.get("/tokenizer").raise_for_status().content, type=wire.TokenizerFiles)
         preset = choose(
-            info.model, files.architecture, info.capabilities, classes=len(info.classes), beside=files.preset, chosen=presets
+            info.model,
+            files.architecture,
+            info.capabilities,
+            classes=len(info.classes),
+            encoder=info.encoder,
+            beside=files.preset,
+            chosen=presets,
+            model_files=files.model_files,
         )
     except (httpx.HTTPError, msgspec.MsgspecError, PresetError) as error:
         raise CommandError(f"the engine does not say what its model can do: {error}") from None

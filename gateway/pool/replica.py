@@ -270,13 +270,17 @@ class ServedModel:
 
     @cached_property
     def context(self) -> int:
-        """Largest number of prompt and completion tokens together that an engine takes."""
-        return min(self.info.max_context, self.info.limits.max_slots)
+        """Largest number of prompt and completion tokens together that an engine takes, and that the preset of a model that only
+        reads allows."""
+        fitted = self.tokenizer.table.fitted
+        own = None if fitted is None or "generate" in self.info.capabilities else fitted.preset.max_length
+        return min(self.info.max_context, self.info.limits.max_slots, own or self.info.max_context)
 
     @cached_property
     def facts(self) -> Facts:
         """The model's properties that request parsing needs."""
-        return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels, self.info.vision)
+        info = self.info
+        return Facts(self.name, self.context, info.vocab_size, info.limits.max_labels, info.vision, info.encoder)
 
     @property
     def ready(self) -> list[Replica]:

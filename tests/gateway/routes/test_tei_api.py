@@ -132,7 +132,8 @@ def test_what_a_model_cannot_do_is_refused(
 ) -> None:
     similar = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
     for client, path, body, param, words in (
-        (embedder, "/", {"query": "a", "texts": ["b"]}, "model", "is not a reranker; it serves /v1/embeddings"),
+        (classifier, "/", {"query": "a", "texts": ["b"]}, "model", "is not a reranker; it serves /v1/classify"),
+        (embedder, "/embed_sparse", {"inputs": "a"}, "model", "has no sparse embeddings; it has embeddings of whole texts"),
         (embedder, "/predict", {"inputs": "a"}, "inputs", "/predict does not take this"),
         (embedder, "/", {"inputs": [["a"], ["b"]]}, "inputs", "is an embedding model"),
         (embedder, "/", {}, "inputs", "either"),

@@ -753,6 +753,9 @@ class Embedding(msgspec.Struct, tag="embedding", frozen=True, omit_defaults=True
     """Length of the row: its first numbers are kept (Matryoshka). At most ``Info.embedding_size``; None keeps all."""
     normalize: bool = True
     """Scale to length 1, after numbers are cut off."""
+    prompt_tokens: Count = 0
+    """Tokens at the beginning of each branch that a mean, sum or maximum leaves out: those of the prompt, if the model's pooling
+    does not include it (``include_prompt``). Only of an encoder."""
 
 
 class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaults=True):

@@ -14,11 +14,14 @@ import torch
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
+from yardstick_llm.engine.loop.build_whole import build_whole_loop, check_whole_settings
+from yardstick_llm.engine.loop.describe import describe
 from yardstick_llm.engine.loop.images import ImageIntake
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
@@ -67,7 +70,6 @@ from yardstick_llm.engine.scheduling.scheduler import Budget, Scheduler
 from yardstick_llm.engine.scheduling.structured_requests import StructuredRequests
 from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from yardstick_llm.engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
-from yardstick_llm.kernels.largest import MOST
 from yardstick_llm.kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
@@ -80,51 +82,6 @@ alone."""
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
 """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token. Measured for
 CPUs (docs/generation.md), not for GPUs."""
-
-
-def describe(
-    config: ModelConfig,
-    settings: EngineSettings,
-    slots: int,
-    digest: str,
-    lenvm: LenVM | None = None,
-    gamma: float | None = None,
-    *,
-    grammar: bool = False,
-) -> wire.Info:
-    """Return the description of the model and its limits for the gateway. ``gamma``: of the length model, if there is one.
-    Head rows that only one of two models has are padding."""
-    vocab_size = config.vocab_size if lenvm is None else min(config.vocab_size, lenvm.config.vocab_size)
-    able = {
-        "score": config.lm_head,
-        "generate": config.lm_head,
-        "classify": bool(config.classes),
-        "embed": config.pooling is not None,
-        "length_guidance": lenvm is not None,
-        "grammar": grammar,
-        "vision": config.vision is not None,
-    }
-    return wire.Info(
-        model=settings.name,
-        fingerprint=digest,
-        vocab_size=vocab_size,
-        max_context=config.max_context,
-        eos_token_ids=list(config.eos_token_ids),
-        capabilities=[name for name, is_able in able.items() if is_able],
-        limits=wire.Limits(
-            max_branches=10_000,
-            max_slots=slots,
-            max_logprobs=20,
-            max_labels=1000,
-            max_sequences=128,
-            max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
-        ),
-        lenvm_gamma=gamma,
-        classes=list(config.classes),
-        multi_label=config.multi_label,
-        regression=config.regression,
-        embedding_size=0 if config.pooling is None else config.hidden_size,
-    )
 
 
 class Vision(NamedTuple):
@@ -244,7 +201,12 @@ def build_loop(settings: EngineSettings) -> Loop:
     Only for a process that computes nothing else, because operations of the calling thread may get no other threads from here on.
     """
     settings = located(settings)
-    check_settings(settings, load_config(Path(settings.model)))
+    directory = Path(settings.model)
+    model = load_encoder_config(directory) if is_encoder(directory) else load_config(directory)
+    if is_whole := isinstance(model, EncoderConfig) or model.bidirectional:
+        check_whole_settings(settings, model)
+    else:
+        check_settings(settings, model)
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
@@ -253,7 +215,8 @@ def build_loop(settings: EngineSettings) -> Loop:
         FORMATS[settings.quantize].check_device(device, dtype)
     if settings.kv_dtype != "auto":
         check_kv_dtype(device, dtype)
-    directory = Path(settings.model)
+    if is_whole:
+        return build_whole_loop(settings, model, device, dtype)
     shared = settings.tensor_parallel > 1
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
@@ -358,7 +321,7 @@ def assemble(
             max_waiting=max_waiting,
             max_wait_seconds=max_wait,
             overlap=overlap,
-            mean_pooling=config.pooling == "mean",
+            mean_pooling=config.pooling is not None and config.pooling.mode == "mean",
             pad_token_id=config.pad_token_id,
             structured=structured,
             compilations=compilations,

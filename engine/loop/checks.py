@@ -32,7 +32,7 @@ MAX_NUMBERS = 1 << 18
 message, and twice as many as a message of the gateway has tokens, each of which may have a log-probability. The row of a single
 branch is bounded by the context."""
 MAX_REPEATED_TOKENS = 1 << 22
-"""Most tokens of the prefix times branches of an embedding, because means are computed from a copy of the prefix in each branch."""
+"""Most tokens of the prefix times branches, where each branch has a copy of the prefix: of means, and in an encoder."""
 
 
 def score_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     if isinstance(message.readout, wire.Likelihood) and message.branches and not message.prefix:
         yield "The prefix is empty; the likelihood of a branch needs at least one token before it."
     repeated = len(message.prefix) * len(message.branches)
-    if isinstance(message.readout, wire.Embedding) and repeated > MAX_REPEATED_TOKENS:
+    if (info.encoder or isinstance(message.readout, wire.Embedding)) and repeated > MAX_REPEATED_TOKENS:
         yield f"A prefix of {len(message.prefix)} tokens for {len(message.branches)} branches is too long; send fewer branches."
     numbers = sum(wire.row_length(message.readout, branch, info) for branch in message.branches)
     if numbers > MAX_NUMBERS and len(message.branches) > 1:
@@ -86,6 +86,9 @@ def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
 def item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``message``, as sentences."""
     yield from readout_problems(message.readout, info)
+    if info.encoder:
+        yield "This model computes prompts whole, so items cannot come before the query; send a Score."
+        return
     if len(message.items) % 4 or len(message.lengths) % 4:
         yield "items and lengths must be 32-bit integers."
         return

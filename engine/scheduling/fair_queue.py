@@ -78,6 +78,8 @@ class Flow:
     """Rest of its share of this step's other tokens."""
     spent: int = 0
     """Tokens that this step computes for it."""
+    waiting_first: bool = False
+    """Whether its next turn is that of a waiting request, where whole sequences are computed (:mod:`engine.scheduling.whole`)."""
     ready: bool = False
     """Whether the queue has it among the flows that only wait."""
 

@@ -157,13 +157,13 @@ class ReferenceAttention(AttentionBackend):
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = group.mask if len(group.mask) == 1 else group.mask[some]
         if longest == 1:  # a decoding step: nothing to fold, one tile
-            out[:, 0] = _attention(q[:, 0], keys, values, mask, self.specs[layer])
+            out[:, 0] = attention(q[:, 0], keys, values, mask, self.specs[layer])
             return
         folded = q.transpose(1, 2).reshape(pieces, kv_heads, -1, head_dim)
         for begin, end, width in group.tiles:
             rows = slice(begin * fold, end * fold)
             seen_keys, seen_values, seen_mask = keys[:, :, :width], values[:, :, :width], mask[:, :, rows, :width]
-            found = _attention(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
+            found = attention(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
             out[:, begin:end] = found.view(pieces, kv_heads, end - begin, fold, head_dim).transpose(1, 2)
 
     def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
@@ -238,11 +238,13 @@ def tiles(queries: int, width: int, before: int) -> list[Tile]:
     return [Tile(begin, end, min(width, before + end)) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """q: [pieces, kv_heads, queries, head_dim]; keys, values: [pieces, kv_heads, context, head_dim]; mask: 0 or -inf."""
+def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """q: [pieces, kv_heads, queries, head_dim]; keys, values: [pieces, kv_heads, context, head_dim]; mask: 0 or -inf, None for
+    all 0."""
     if spec.soft_cap == NO_CAP:
         return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.scale)
-    scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap) + mask
+    scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap)
+    scores = scores if mask is None else scores + mask
     return scores.softmax(-1).to(values.dtype) @ values
 
 

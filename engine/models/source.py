@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,6 +136,9 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
 
 
 MAX_MODEL_FILE_BYTES = 256 << 10
+CONFIG_FILE = "config.json"
+ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
+"""Keys with which ``config.json`` of a cross-encoder names its activation."""
 
 
 def _model_files(directory: Path) -> dict[str, bytes]:
@@ -146,7 +150,10 @@ def _model_files(directory: Path) -> dict[str, bytes]:
     for name, path in found.items():
         if path.stat().st_size > MAX_MODEL_FILE_BYTES:
             raise ModelError(f"{name} in the model directory has more than {MAX_MODEL_FILE_BYTES >> 10} KiB; download it again.")
-    return {name: path.read_bytes() for name, path in found.items()}
+    config = directory / CONFIG_FILE
+    named = {key: value for key, value in read_json(config).items() if key in ACTIVATION_KEYS} if config.is_file() else {}
+    kept = {CONFIG_FILE: json.dumps(named).encode()} if named else {}
+    return {name: path.read_bytes() for name, path in found.items()} | kept
 
 
 def _preset(path: Path) -> str | None:

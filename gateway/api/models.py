@@ -65,7 +65,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Largest number of prompt and completion tokens together."""
     capabilities: list[str]
-    """Supported operations: `score`, `generate`, `classify`, `embed`, `length_guidance` (the request field and `/v1/length`)."""
+    """Supported operations: `score`, `generate`, `classify`, `embed`, `token_vectors`, `sparse`, `length_guidance` (the request
+    field and `/v1/length`)."""
     preset: PresetInfo | None = None
     """How the model is prompted and read by `/v1/rerank`, `/v1/classify` or `/v1/embeddings`; null if it serves none of these."""
     lenvm_gamma: float | None = None

@@ -115,9 +115,10 @@ class Scoring:
     async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
         prepared = job.prepared
         caller = caller_of(job.request, cache_salt=job.cache_salt)
-        prompts = Prompts(
-            prepared.prefix, prepared.rows, job.readout, job.priority, caller, prepared.suffix, images=prepared.images
-        )
+        readout = job.readout
+        if prepared.prompt_tokens and isinstance(readout, wire.Embedding):
+            readout = msgspec.structs.replace(readout, prompt_tokens=prepared.prompt_tokens)
+        prompts = Prompts(prepared.prefix, prepared.rows, readout, job.priority, caller, prepared.suffix, images=prepared.images)
         account = RequestContext.of(job.request).account
         account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
         lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)

@@ -99,6 +99,8 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         async with reader.open(request, TeiRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
+            if asks is not None:
+                require(model, "sparse" if isinstance(asks, wire.Sparse) else "token_vectors", "model")
             asked, fitted = _of_task(request, model, fields)
             if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
                 message = (
@@ -107,8 +109,6 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
                 raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
             embeds = isinstance(asked, EmbeddingsRequest)
             readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
-            if asks is not None:
-                require(model, "sparse" if isinstance(asks, wire.Sparse) else "token_vectors", "model")
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         if embeds:
@@ -118,11 +118,8 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         )
         scores = await scoring.score(job)
         if asks is not None:
-            rows = (
-                map(_weights, scores.rows)
-                if isinstance(asks, wire.Sparse)
-                else (vectors_of(row, model.info.token_vector_size) for row in scores.rows)
-            )
+            size = model.info.token_vector_size
+            rows = (_weights(row) if isinstance(asks, wire.Sparse) else vectors_of(row, size) for row in scores.rows)
             large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
             return await listed(rows, large=large, headers=headers_of(prepared, scores))
         return await _answered(fields, asked, fitted, model, prepared, scores)

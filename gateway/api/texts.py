@@ -236,7 +236,7 @@ def require(model: ServedModel, capability: str, param: str) -> None:
     if capability not in model.info.capabilities:
         kinds = {"embed": "embeddings of whole texts", "token_vectors": "token vectors", "sparse": "sparse embeddings"}
         has = " and ".join(name for each, name in kinds.items() if each in model.info.capabilities)
-        raise InvalidRequest(f"The model {model.name!r} has no {kinds[capability]}; it has {has}.", param=param)
+        raise InvalidRequest(f"The model {model.name!r} has no {kinds[capability]}; it has {has or 'none at all'}.", param=param)
 
 
 def is_query(fields: EmbeddingsRequest) -> bool:

@@ -56,6 +56,8 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Longer queries are cut to this many tokens, and shorter ones are filled up with ``expansion``."""
     document_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 20)] = 180
     do_query_expansion: bool = True
+    attend_to_expansion_tokens: bool = False
+    """Whether a query's tokens see those that fill it up. Engines cannot compute False, so queries are then refused."""
     skiplist_words: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)] = tuple(string.punctuation)
     """Tokens of documents without a vector."""
     expansion: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=16)] = ("[MASK]", "<mask>")
@@ -94,8 +96,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Only with the task ``embed``: texts that go before ``{document}``, by the names with which requests choose them."""
     default_prompt: str = ""
     """Name of the prompt of requests that choose none; empty: none."""
-    strip: bool = False
-    """Remove whitespace around texts."""
+    include_prompt: bool = True
+    """False: the mean of a text's vectors leaves out those of the prompt."""
     lowercase: bool = False
 
     labels: Annotated[tuple[Group, ...], msgspec.Meta(max_length=256)] = ()
@@ -481,6 +483,7 @@ class _SentenceTransformers(msgspec.Struct, frozen=True):
     query_length: int | None = None
     document_length: int | None = None
     do_query_expansion: bool | None = None
+    attend_to_expansion_tokens: bool | None = None
     skiplist_words: list[str] | None = None
 
 
@@ -489,6 +492,12 @@ class _Transformer(msgspec.Struct, frozen=True):
 
     max_seq_length: int | None = None
     do_lower_case: bool = False
+
+
+class _Pooling(msgspec.Struct, frozen=True):
+    """What is read of the file of the module ``Pooling``."""
+
+    include_prompt: bool = True
 
 
 class _Activation(msgspec.Struct, frozen=True):
@@ -550,13 +559,15 @@ def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
     elif similarity not in (None, "cosine", "dot", "euclidean", "manhattan"):
         raise PresetError(f"{_CONFIG} names the similarity {similarity!r}, which is unknown")
     if base is None:
-        base = Preset(name=PUBLISHED, task="embed", template=("{document}",), add_special_tokens=True, strip=True)
+        base = Preset(name=PUBLISHED, task="embed", template=("{document}",), add_special_tokens=True)
     prompts = (config.prompts or {}) | base.prompts
     if base.instructed:
         prompts.pop("query", None)  # the template has it, with a place for another instruction
     chosen = base.default_prompt or config.default_prompt_name or ""
+    pooling = next((path for path in files if path.endswith("_Pooling/config.json")), "")
     made = msgspec.structs.replace(
         base,
+        include_prompt=base.include_prompt and _read(files, pooling, _Pooling).include_prompt,
         prompts=prompts,
         default_prompt=chosen if chosen in prompts else "",
         lowercase=base.lowercase or transformer.do_lower_case,

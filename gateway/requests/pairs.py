@@ -54,8 +54,10 @@ class Pairs:
         if self.instruction and not self.preset.preset.takes_instruction:
             name = self.preset.preset.name
             raise InvalidRequest(f"The prompt of the preset {name!r} has no place for an instruction.", param="instruction")
-        given, documents = documents, [*map(self._cleaned, documents)]
-        self.query = None if self.query is None else self._cleaned(self.query)
+        given = documents
+        if self.preset.preset.lowercase:
+            documents = [document.lower() for document in documents]
+            self.query = self.query and self.query.lower()
         bounds = self.model.bounds
         numbers = len(documents) * max(1, sum(map(len, self.preset.fitted.labels)))
         bounds.check("max_scores", numbers, "numbers (documents and labels)", self.param)
@@ -87,6 +89,13 @@ class Pairs:
 
     def _whole(self, documents: Sequence[str], given: Sequence[str] | None) -> Prepared:
         """Return the prompts of an encoder. Texts are cut unless the request forbids it, as the models' own library cuts them."""
+        late = self.preset.preset.late_interaction
+        if late and self.as_query and late.do_query_expansion and not late.attend_to_expansion_tokens:
+            message = (
+                f"Queries of {self.model.facts.name!r} are filled up with tokens that no other token sees, which engines cannot"
+                " compute. A `yardstick.toml` with `do_query_expansion = false` leaves these tokens out."
+            )
+            raise InvalidRequest(message, param=self.param)
         context, asked = self.model.facts.context, self.cuts.truncate_prompt_tokens
         most = context if asked in (None, -1) else min(context, asked or 0)
         query, document = (getattr(self.cuts, name) or getattr(self.preset.preset, name) for name in CUTS_OF_EACH)
@@ -120,6 +129,7 @@ class Pairs:
             truncated=self._truncated,
             query_truncated=query_truncated,
             refused=self._refused,
+            prompt_tokens=self.preset.prompt_tokens(self.prompt),
         )
         if self.preset.typed and firsts and all(first == firsts[0] for first in firsts):
             prepared.prefix = firsts[0]
@@ -128,11 +138,6 @@ class Pairs:
         prepared.seams = [*map(len, firsts)] if self.preset.typed else []
         prepared.rows = [[*first, *second] for first, second in zip(firsts, rows, strict=True)]
         return prepared
-
-    def _cleaned(self, text: str) -> str:
-        """Return a text as the model's library tokenises it."""
-        text = text.strip() if self.preset.preset.strip else text
-        return text.lower() if self.preset.preset.lowercase else text
 
     def _characters(self, documents: Sequence[str]) -> int:
         """Return the number of characters to tokenise. A chat template repeats the query for each document."""
@@ -306,6 +311,9 @@ def to_compare(
     asked = Pairs(model, preset, cuts, queries[0], as_query=True, prompt=None if instructed else published.prompt_for("query"))
     first = asked.prepared(queries[1])
     second = Pairs(model, preset, cuts, documents[0], prompt=published.prompt_for("document")).prepared(documents[1], texts=texts)
+    if first.prompt_tokens or second.prompt_tokens:
+        message = f"The embeddings of {model.facts.name!r} leave out its prompts; use /v1/embeddings and compare them yourself."
+        raise InvalidRequest(message, param="model")
     rows = [[*part.prefix, *row] for part in (first, second) for row in part.rows]
     model.bounds.check("max_request_tokens", sum(map(len, rows)), "tokens", documents[0])
     prefix, rows = ([], rows) if model.facts.encoder else share_prefix(rows)

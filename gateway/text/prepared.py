@@ -281,6 +281,8 @@ class Prepared(msgspec.Struct):
     seams: list[int] = []
     """For an encoder and pairs with different first texts: the number of tokens of each row's first text. The rows of another
     process are then :class:`PairIds`."""
+    prompt_tokens: int = 0
+    """See :attr:`engine.wire.Embedding.prompt_tokens`."""
     queries: int = 0
     """For an embedding model that compares: rows at the beginning that are queries. The others are documents, and the result of
     each is its similarity to the query of the same number, or to the only one."""

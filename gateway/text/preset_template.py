@@ -159,6 +159,13 @@ class PresetTemplate:
                     row += [expansion] * (length - len(row))
             yield Whole([], row, False, cut)
 
+    def prompt_tokens(self, prompt: str | None) -> int:
+        """Return the number of tokens at the beginning that the mean of a text's vectors leaves out, counted like those of
+        sentence-transformers."""
+        if self.preset.include_prompt or not prompt:
+            return 0
+        return len(self._affixes[0]) + len(self._tokenizer.encode(prompt.strip(), add_special_tokens=False))
+
     def is_apart(self, *, query: str | None = "", prompt: str | None = None, instructed: bool) -> bool:
         """Whether documents are tokenised by themselves."""
         variant = self._chosen(query, prompt, instructed=instructed)

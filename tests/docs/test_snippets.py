@@ -31,6 +31,8 @@ LONG_WORK = "runs for minutes; tests of the command run it with small sizes"
 NOT_RUN = {
     ("README.md", "make serve   # make"): "makes an environment; tests/gateway/commands runs `yardstick serve`",
     ("README.md", "MODEL=Qwen/Qwen3-0.6B"): "downloads models",
+    ("README.md", "--model BAAI/bge-reranker"): "downloads models; tests/test_encoders_end_to_end.py has such calls",
+    ("README.md", "all-MiniLM-L6-v2"): "needs an encoder; tests/test_encoders_end_to_end.py has such calls",
     ("README.md", "make images\n$ helm install"): CLUSTER,
     ("README.md", "YARDSTICK_API_KEY=$(kubectl"): CLUSTER,
     ("README.md", "apply -k loadgen/deploy"): CLUSTER,
@@ -152,12 +154,14 @@ def test_the_examples_of_the_schema_are_answered(demo: Program) -> None:
         for method, operation in operations.items()
         if "requestBody" in operation
     ]
+    several = {"/embed_all", "/embed_sparse"}
     embedding = {"/embed", "/v1/embeddings", "/embeddings", "/v1/embed", "/v2/embed", "/", "/similarity"}
     classifying = {"/v1/classify", "/classify", "/predict"}
     loading = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     with gateways() as start:
         clients: dict[str, httpx.Client] = {
             **dict.fromkeys(embedding, start(FakeEngine(capabilities=("embed",), embedding_size=8))),
+            **dict.fromkeys(several, start(FakeEngine(capabilities=("sparse", "token_vectors"), token_vector_size=8))),
             **dict.fromkeys(classifying, start(FakeEngine(capabilities=("classify",), classes=("bad", "good")))),
             **dict.fromkeys(loading, start(FakeEngine(loadable={"support": adapter("aa11", "red")}))),
         }

@@ -161,12 +161,7 @@ def test_what_a_model_cannot_do_is_refused(
     ):
         status, named, message = refusal(client, path, **body)
         assert (status, named, words in message) == (400, param, True), (path, body, named, message)
-    for client in (embedder, shared):
-        assert refusal(client, "/embed_sparse", inputs="a")[::2] == (
-            404,
-            "No model of this server has sparse embeddings; use /embed.",
-        )
-        assert refusal(client, "/embed_all", inputs="a")[0] == 404
+    assert refusal(shared, "/embed_all", inputs="a")[0] == 400
     assert shared.post("/", content=b"").status_code == 400
 
 

@@ -27,7 +27,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.lenvm import load_lenvm
 
-TOUR = Path(__file__).parent / "gateway" / "routes" / "sdk_tour.py"
+TOUR = Path(__file__).parent / "gateway" / "api" / "sdk_tour.py"
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 

@@ -15,7 +15,7 @@ import torch
 from tests import weights
 from tests.clients.environments import run_client
 from tests.encoders import make_encoder
-from tests.gateway.routes.test_encoders import bert
+from tests.gateway.api.test_encoders import bert
 from tests.processes import Pod, Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -14,7 +14,6 @@ from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import EngineLost
 from yardstick_llm.gateway.output.answer import AnswerFormat, AnswerReader
 from yardstick_llm.gateway.output.parser import Part
-from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
 
 Finish = Literal["stop", "length"]
@@ -274,24 +273,21 @@ class PromptTokens:
         self._detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         self._read = 0  # end of the text of the tokens so far, in characters
 
-    async def push_all(self, deltas: list[wire.Delta]) -> bool:
+    def push_all(self, deltas: list[wire.Delta]) -> bool:
         """Add the parts that ``deltas`` carry, and return whether all have arrived."""
         for delta in deltas:
             if delta.prompt_logprobs is not None:
-                await self._push(delta.prompt_logprobs, delta.prompt_offset)
+                self._push(delta.prompt_logprobs, delta.prompt_offset)
         return len(self.tokens) == len(self._ids)
 
-    async def _push(self, logprobs: wire.Logprobs, offset: int) -> None:
+    def _push(self, logprobs: wire.Logprobs, offset: int) -> None:
         """Add the part that begins at token ``offset`` of the prompt. Another engine that takes over begins again. Raises
         :class:`EngineLost` if the part does not follow the last one."""
         if offset == 0:
             self._begin()
         if offset != len(self.tokens):
             raise EngineLost("The engine skipped or repeated log-probabilities of the prompt.")
-        time_slice = TimeSlice()
         for place, id in enumerate(self._ids[offset : offset + len(logprobs.chosen)]):
-            if time_slice.over:
-                await time_slice.yield_to_loop()
             self._add(id, _token(id, place, logprobs, min(self._read, len(self.text))))
 
     def _add(self, id: int, token: Token) -> None:

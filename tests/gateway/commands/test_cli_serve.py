@@ -121,6 +121,7 @@ def test_the_calls_that_are_shown_work(served: Served) -> None:
     assert "'object': 'scoring'" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
 def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
     need("curl")

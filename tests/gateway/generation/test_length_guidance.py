@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, guided, ids, library
+from tests.gateway.api.test_completions_api import chat, complete
+from tests.gateway.api.test_streaming import events
 from tests.gateway.conftest import Start, metric
-from tests.gateway.routes.test_completions_api import chat, complete
-from tests.gateway.routes.test_streaming import events
 from tests.gateway.test_error_table import told
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.generation.length import remaining_tokens

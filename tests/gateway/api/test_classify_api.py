@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.api.test_tei_api import CLASSES, TEXTS, probabilities
 from tests.gateway.conftest import gateways
-from tests.gateway.routes.test_tei_api import CLASSES, TEXTS, probabilities
 
 GUARD = """
 name = "guard"

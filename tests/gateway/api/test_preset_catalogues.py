@@ -118,27 +118,6 @@ def test_pairs_with_queries_of_their_own(client: httpx.Client) -> None:
     assert [pair["score"] for pair in pairs] == pytest.approx(alone)
 
 
-@pytest.mark.parametrize(("query_first", "status"), [(True, 400), (False, 200)])
-def test_a_request_for_items_first_fits_the_preset(query_first: bool, status: int) -> None:
-    preset = FORM + ('template = ["{query}: {document}"]' if query_first else ITEM_FIRST)
-    with gateways() as start:
-        client = start(FakeEngine(preset=preset))
-        answer = client.post("/v1/score", json={"text_1": "a", "text_2": ["b"], "item_first": True})
-        assert answer.status_code == status, answer.text
-        if query_first:
-            assert answer.json()["error"]["param"] == "item_first"
-
-
-def test_a_cut_query_is_reported() -> None:
-    with gateways() as start:
-        client = start(FakeEngine(preset=PRESETS["cut"]))
-        client.put("/v1/catalogues/shop", json={"preset": True}).raise_for_status()
-        client.put("/v1/catalogues/shop/items", json=[{"id": "a", "text": "fox"}]).raise_for_status()
-        for query, cut in (("fox", False), ("the quick brown fox jumps over", True)):
-            answer = client.post("/v1/rerank", json={"query": query, "catalogue": "shop", "ids": ["a"]}).raise_for_status().json()
-            assert answer["meta"].get("query_truncated", False) is cut
-
-
 REFUSED: dict[str, tuple[str | None, dict[str, Any], str, str]] = {
     "the query first": (FORM + 'template = ["{query}: {document}"]', {}, "preset", "puts the query before the document"),
     "with an instruction": (
@@ -161,12 +140,32 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_a_catalogue_is_refused(case: str) -> None:
-    preset, body, param, problem = REFUSED[case]
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[httpx.Client]:
+    """A gateway before models with other presets, each named as its preset in :data:`PRESETS` or :data:`REFUSED`."""
+    presets = {"cut": PRESETS["cut"]} | {case: preset for case, (preset, *_) in REFUSED.items()}
     with gateways() as start:
-        client = start(FakeEngine(preset=preset))
-        answer = client.put("/v1/catalogues/shop", json={"preset": True} | body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-        assert problem in answer.json()["error"]["message"]
-        assert client.get("/v1/catalogues").json()["data"] == []
+        yield start(*[FakeEngine(name, name, preset=preset) for name, preset in presets.items()])
+
+
+@pytest.mark.parametrize(("model", "status"), [("the query first", 400), ("labels too", 200)])
+def test_a_request_for_items_first_fits_the_preset(fleet: httpx.Client, model: str, status: int) -> None:
+    answer = fleet.post("/v1/score", json={"model": model, "text_1": "a", "text_2": ["b"], "item_first": True})
+    assert (answer.status_code, answer.json().get("error", {}).get("param")) == (status, "item_first" if status == 400 else None)
+
+
+def test_a_cut_query_is_reported(fleet: httpx.Client) -> None:
+    fleet.put("/v1/catalogues/cut", json={"preset": True, "model": "cut"}).raise_for_status()
+    fleet.put("/v1/catalogues/cut/items", json=[{"id": "a", "text": "fox"}]).raise_for_status()
+    for query, cut in (("fox", False), ("the quick brown fox jumps over", True)):
+        answer = fleet.post("/v1/rerank", json={"query": query, "catalogue": "cut", "ids": ["a"]}).raise_for_status().json()
+        assert answer["meta"].get("query_truncated", False) is cut
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_catalogue_is_refused(fleet: httpx.Client, case: str) -> None:
+    _, body, param, problem = REFUSED[case]
+    answer = fleet.put("/v1/catalogues/refused", json={"preset": True, "model": case} | body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert problem in answer.json()["error"]["message"]
+    assert fleet.get("/v1/catalogues/refused").status_code == 404

@@ -1,7 +1,7 @@
 """Loads and unloads adapters on all engines of a model, and brings engines that join later up to date.
 
-What the API has loaded is remembered in a store (:mod:`gateway.adapters.store`), which gateways share through Redis. A background
-task compares engines with the store: it loads remembered adapters that an engine lacks, and repeats unloads that failed.
+What the API has loaded is remembered in the key-value store, which gateways share through Redis. A background task compares engines
+with the store: it loads remembered adapters that an engine lacks, and repeats unloads that failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
 from yardstick_llm.gateway.errors import (
     AdapterNotFound,
     Conflict,
@@ -33,9 +32,12 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.adapters import Reference
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import Replica
+from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
 
 logger = logging.getLogger(__name__)
 
+MOST_KEPT = 256
+"""Most adapters that are remembered, of all models together."""
 MOST_OPERATIONS = 4
 """Most loads and unloads of this gateway at a time; more are answered 429."""
 RETRY_SECONDS = 2.0
@@ -49,7 +51,25 @@ LONGEST_PAUSE_SECONDS = 300.0
 AT_ONCE = 2
 """Most engines that this gateway brings up to date at a time."""
 
+SPACE = Space(name="adapters", bytes=4 << 20, entries=MOST_KEPT, entry_bytes=0)
+_OWNER = "all"
 T = TypeVar("T")
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """An adapter that replicas should have: a value of the store, in msgpack, named by its reference."""
+
+    base: str
+    name: str
+    path: str
+    """The path that engines read."""
+    digest: str
+    """Digest that the first engine reported."""
+
+    @property
+    def reference(self) -> Reference:
+        """Which adapter it is."""
+        return Reference(self.base, self.name)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -67,7 +87,7 @@ class AdapterManager:
     def __init__(
         self,
         pool: Pool,
-        store: LoadedStore,
+        store: Store,
         telemetry: Telemetry,
         *,
         interval: float,
@@ -130,7 +150,7 @@ class AdapterManager:
             await self._refresh(replicas)
             loaded = Loaded(base, name, path, outcome.adapter.digest)
             try:
-                await self._store.put(loaded)
+                await self._store.put(SPACE, _OWNER, [(str(reference), msgspec.msgpack.encode(loaded))])
             except (Unavailable, Full):
                 logger.error("adapter %s: loaded, but not remembered", reference)
                 message = "The adapter is loaded, but engines that join later will not get it; send the request again."
@@ -144,8 +164,10 @@ class AdapterManager:
         async with self._operation(reference):
             replicas = self._replicas_of(reference.base)
             holders = [replica for replica in replicas if reference.name in replica.adapters]
+            remembered = 0
             try:
-                remembered = await self._store.remove(reference)
+                with suppress(Missing):
+                    remembered = await self._store.remove(SPACE, _OWNER, [str(reference)])
             except Unavailable:
                 raise _unavailable() from None
             self.known.pop(reference, None)
@@ -214,10 +236,19 @@ class AdapterManager:
 
     async def _read(self) -> bool:
         """Read the store; return whether it answered. What was read before stays valid while it does not."""
+        known: dict[Reference, Loaded] = {}
+        after: int | None = 0
         try:
-            self.known = await self._store.all()
+            while after is not None:
+                page = await self._store.page(SPACE, _OWNER, after, MOST_KEPT)
+                read = (msgspec.msgpack.decode(value, type=Loaded) for _, value in page.entries)
+                known |= {loaded.reference: loaded for loaded in read}
+                after = page.next
+        except Missing:
+            known = {}  # none was loaded yet
         except Unavailable:
             return False
+        self.known = known
         self._read_at = self._clock()
         self._pool.adapters.settle()
         return True

@@ -335,6 +335,7 @@ def test_open_metrics_without_traces(shared: httpx.Client) -> None:
     assert "yardstick_spans_dropped" not in {family.name for family in families}
 
 
+@pytest.mark.slow
 def test_a_silent_collector_delays_no_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")

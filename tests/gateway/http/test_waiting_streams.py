@@ -11,8 +11,8 @@ import pytest
 
 from tests.fakes import FakeEngine, ids
 from tests.gateway.answers import asking
+from tests.gateway.api.test_sdk import run
 from tests.gateway.conftest import Start, metric
-from tests.gateway.routes.test_sdk import run
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
 

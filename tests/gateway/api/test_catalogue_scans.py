@@ -154,7 +154,7 @@ def test_items_that_end_differently_are_scored_with_a_long_query(start: Start) -
         assert row["scores"] == pytest.approx([math.exp(logprobs[label]) for label in LABELS])
 
 
-@pytest.mark.parametrize("bound", [{}, {"max_request_tokens": 40_000}, {"max_scores": 50}])
+@pytest.mark.parametrize("bound", [{}, pytest.param({"max_request_tokens": 40_000}, marks=pytest.mark.slow), {"max_scores": 50}])
 def test_a_long_query_makes_parts_small(start: Start, bound: dict[str, int]) -> None:
     engine = FakeEngine(max_context=1 << 15, limits=WIDE)
     client = start(engine, **bound)

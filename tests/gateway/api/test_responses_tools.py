@@ -10,7 +10,7 @@ import pytest
 
 from tests import templates
 from tests.fakes import FakeEngine, ids, library
-from tests.gateway.routes.test_responses_api import create, stable, stream
+from tests.gateway.api.test_responses_api import create, stable, stream
 
 WEATHER = {
     "type": "function",

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
+from tests.gateway.api.test_rerank_api import PRESET as RERANKER
 from tests.gateway.conftest import Start, gateways
 from tests.gateway.keys import by, entry, write
-from tests.gateway.routes.test_rerank_api import DOCUMENTS, QUERY
-from tests.gateway.routes.test_rerank_api import PRESET as RERANKER
 
 SIZE = 24
 TEXTS = ["red running shoes", "the quick brown fox", "blue table"]

@@ -128,7 +128,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, encoded
 
 
-@settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
 def test_no_request_breaks_the_server(shared: httpx.Client, request_: tuple[str, bytes]) -> None:
     path, body = request_

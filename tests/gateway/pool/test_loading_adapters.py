@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
@@ -15,26 +14,21 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, Running, adapter, stop
-from tests.gateway.adapters.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
-from tests.gateway.conftest import Start, closed, metric
+from tests.gateway.conftest import Start, metric
+from tests.gateway.pool.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
 from tests.processes import wait_until
 from tests.redis import RedisServer
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.adapters import manager
-from yardstick_llm.gateway.adapters.manager import MOST_OPERATIONS
-from yardstick_llm.gateway.adapters.store import Full, Loaded, RedisLoaded
-from yardstick_llm.gateway.ops.metrics import Telemetry
-from yardstick_llm.gateway.pool.placement import cut
-from yardstick_llm.gateway.settings import Settings
-from yardstick_llm.gateway.store.link import Link, open_client
+from yardstick_llm.gateway.pool import loading
+from yardstick_llm.gateway.pool.loading import MOST_OPERATIONS
 
 FILES = {"red": RED, "blue": BLUE, "green": GREEN}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "REREAD_SECONDS", 0.1)
-    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(loading, "REREAD_SECONDS", 0.1)
+    monkeypatch.setattr(loading, "FIRST_PAUSE_SECONDS", 0.1)
 
 
 def able(model: str = "one", *adapters: wire.Adapter) -> FakeEngine:
@@ -252,6 +246,16 @@ def test_floods_of_loads_are_bounded(start: Start) -> None:
     assert score(client, "one").status_code == 200
 
 
+def test_the_number_of_remembered_adapters_is_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MOST_KEPT", 1)
+    client = start(able())
+    load(client, "red").raise_for_status()
+    refused = load(client, "blue")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "store_full")
+    unload(client, "red").raise_for_status()
+    assert load(client, "blue").status_code == 200
+
+
 def test_loading_ends_also_if_the_client_leaves(start: Start) -> None:
     one = able()
     one.faults.adapter_delay = 0.3
@@ -334,37 +338,10 @@ def test_an_unload_through_another_gateway_is_a_404_at_once(
     wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
     load(client, "red").raise_for_status()
     assert score(client, "red").status_code == 200
-    monkeypatch.setattr(manager, "REREAD_SECONDS", 600.0)
+    monkeypatch.setattr(loading, "REREAD_SECONDS", 600.0)
     other = start(wait=False, engines=(one.url,), redis_url=redis.url)
     knows(other, "red")
     unload(other, "red").raise_for_status()
     answer = score(client, "red", query=[9])
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), answer.text
     assert "red" not in models(client)
-
-
-async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
-    rules = "~ys:* +ping +get +set +eval +evalsha"  # what docs/caching.md asks for in any case
-    with redis.client() as admin:
-        admin.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *rules.split())
-    settings = Settings(engines=("http://127.0.0.1:1",), redis_url=redis.url.replace("127", "gateway:one@127"), redis_seconds=1.0)
-    links = [await closed(Link(open_client(settings), Telemetry(), seconds=1)) for _ in range(2)]
-    stores = [RedisLoaded(link, prefix="ys", most=20) for link in links]
-    adapters = [Loaded("one", f"a{place}", "p", "d") for place in range(20)]
-    try:
-        for few in cut(adapters, 4):
-            await asyncio.gather(*(stores[place % 2].put(loaded) for place, loaded in enumerate(few)))
-        assert await stores[0].all() == {loaded.reference: loaded for loaded in adapters}
-        with pytest.raises(Full):
-            await stores[1].put(Loaded("one", "more", "p", "d"))
-        assert await stores[1].remove(adapters[0].reference)
-        assert not await stores[0].remove(adapters[0].reference)
-        assert len(await stores[0].all()) == 19
-        with redis.client() as admin:
-            admin.set("ys:{adapters}:loaded", b"\xc1 no msgpack")
-        assert await stores[0].all() == {}
-        await stores[0].put(adapters[0])
-        assert await stores[1].all() == {adapters[0].reference: adapters[0]}
-    finally:
-        for link in links:
-            await link.stop()

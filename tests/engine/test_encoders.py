@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.functional import normalize
 
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
@@ -23,9 +23,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.source import tokenizer_files
-from yardstick_llm.engine.runner.attention.whole import attend_whole
 from yardstick_llm.engine.settings import EngineSettings
-from yardstick_llm.kernels.attention_spec import AttentionSpec
 
 FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "nomic", "gte")
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
@@ -370,13 +368,3 @@ def test_llama_nemotron(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = [(model.score(both_ways(model, prefix + tokens).mean(0)) / 0.5).tolist() for tokens in sent]
     assert_equal_rows(scored.rows, expected, 1e-4)
-
-
-def test_layers_with_windows_see_both_sides_of_long_texts() -> None:
-    """Tiles of queries give what one mask over all tokens gives, also where heads share keys."""
-    generator = torch.Generator().manual_seed(4)
-    for length, window in ((513, 128), (700, 20), (300, 1000)):
-        q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-        near = (torch.arange(length)[:, None] - torch.arange(length)).abs() <= window // 2
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=near, enable_gqa=True)
-        torch.testing.assert_close(attend_whole(q, k, v, AttentionSpec(None, window)), expected, atol=1e-5, rtol=1e-5)

@@ -186,3 +186,17 @@ def test_a_full_queue_refuses(encoder: Path) -> None:
     assert isinstance(refused, wire.Failed)
     assert (refused.id, refused.code) == ("2", "overloaded")
     assert len(scored) == 2
+
+
+def test_the_rest_of_a_nearly_empty_queue_promises_no_long_wait() -> None:
+    """The tokens that a step begins are counted over the time in which it computes them."""
+    steps = Steps()
+    for _ in range(3):
+        for number in range(9):
+            steps.add(f"{steps.count} {number}", [30])  # one more than fit a step
+        while not steps.scheduler.idle:
+            steps.step()
+            steps.now += 1.0
+    for number in range(9):
+        steps.add(f"last {number}", [30])
+    assert steps.scheduler.wait_estimator.seconds(0) < 3.0

@@ -18,13 +18,14 @@ from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.modules import TokenHead
 from yardstick_llm.engine.models.pooling import Mode, Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
-from yardstick_llm.engine.requests.batch import Batch, ExtendSegment, runs_of
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
 from yardstick_llm.engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.soft_cap import soft_cap
+from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class LabelReadout(Readout):

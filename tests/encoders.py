@@ -1,4 +1,4 @@
-"""Directories of encoders for tests: random weights written by Hugging Face transformers, and the files of sentence-transformers."""
+"""Directories of encoders for tests: random weights written by transformers, and the files of sentence-transformers."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, read_json
-from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -123,6 +123,8 @@ def experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
     )
 
 
+CAUSAL_KEYS = (("is_causal", True), ("use_bidirectional_attention", False))
+"""Keys of attention to later tokens, and their values without it."""
 GELU = "gelu_pytorch_tanh"
 """GELU, approximated by tanh."""
 OLD_GELU = "gelu"
@@ -202,6 +204,10 @@ class ModelConfig:
     """None where the model reads no images."""
     bidirectional: bool = False
     """Whether all tokens attend to each other, those of a layer with a window to tokens up to half of it away."""
+    head_mean: bool = False
+    """Whether the classification head reads the mean of all hidden states, and not that of the last token."""
+    class_divisor: float = 1.0
+    """Of the logits of classes."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
 
@@ -273,6 +279,8 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
         how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
         raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")
+    if config.bidirectional and max_context is None:
+        config = dataclasses.replace(config, max_context=min(config.max_context, max_seq_length(directory) or config.max_context))
     lm_head = config.lm_head and not checkpoint.saved_without_head(checkpoint.read_headers(directory))
     return dataclasses.replace(config, pooling=pooling, lm_head=lm_head)
 
@@ -329,6 +337,9 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
         pad_token_id=keys.pad_token_id,
+        bidirectional=family.bidirectional or any(keys.flag(key, causal) is not causal for key, causal in CAUSAL_KEYS),
+        head_mean=family.bidirectional,
+        class_divisor=keys.number("temperature", 1.0) if family.bidirectional else 1.0,
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
@@ -407,9 +418,13 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
             raise keys.error(key, f"is not supported; only {known} is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
-    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if keys.flag(key, causal) is not causal:
-            raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
+    for key, causal in CAUSAL_KEYS:
+        if keys.flag(key, causal) is not causal and family.head == "lm":
+            raise keys.error(
+                key, "asks for attention to later tokens, which a model that writes text cannot have; use another model"
+            )
+    if family.bidirectional and keys.text("pooling", "avg") != "avg":
+        raise keys.error("pooling", "is not supported; only avg is")
 
 
 def class_names(keys: Keys) -> tuple[str, ...]:

@@ -352,7 +352,8 @@ class Decoder(nn.Module):
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""
         assert self.class_head is not None
-        return linear(hidden.float(), self.class_head.weight.float())
+        logits = linear(hidden.float(), self.class_head.weight.float())
+        return logits if self.config.class_divisor == 1.0 else logits / self.config.class_divisor
 
     @property
     def head_weight(self) -> Tensor:

@@ -1,8 +1,9 @@
 """How an embedding model makes vectors of hidden states, read from the files of sentence-transformers beside its weights.
 
 ``modules.json`` lists the modules of the model in order: ``Transformer``, ``Pooling`` and, for some models, ``Dense``,
-``LayerNorm`` and ``Normalize``. The configuration of a module is ``config.json`` in the folder that its entry names. A model with ``Dense`` and
-without ``Pooling`` makes a vector for each token (ColBERT, as PyLate writes it). Normalisation is a choice of each request.
+``LayerNorm`` and ``Normalize``. The configuration of a module is ``config.json`` in the folder that its entry names. A model with
+``Dense`` and without ``Pooling`` makes a vector for each token (ColBERT, as PyLate writes it). Normalisation is a choice of each
+request.
 """
 
 from __future__ import annotations

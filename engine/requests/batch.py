@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -114,16 +113,6 @@ class Batch:
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self.segments or self.lenvm_segments or self.images)
-
-
-def runs_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """First token, number and length of consecutive sequences of one length. ``lengths``: of sequences, one after another."""
-    runs, start = [], 0
-    for length, alike in groupby(lengths):
-        count = len(list(alike))
-        runs.append((start, count, length))
-        start += count * length
-    return runs
 
 
 class Tokens(NamedTuple):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
@@ -30,6 +31,11 @@ LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 def build(directory: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(directory), name="test", **settings))
+
+
+def edit(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def texts(seed: int = 1) -> list[list[int]]:
@@ -254,8 +260,7 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], 
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, family: str, changes: dict[str, object], message: str) -> None:
-    path = make_encoder(tmp_path, family) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit(make_encoder(tmp_path, family), **changes)
     with pytest.raises(ModelError, match=message):
         build(tmp_path)
 
@@ -318,3 +323,48 @@ def test_all_minilm_equals_sentence_transformers(tmp_path: Path) -> None:
         sentence_transformers = pytest.importorskip("sentence_transformers")
         library = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
         assert_equal_rows(scored.rows, library.encode(SENTENCES).tolist())
+
+
+@torch.inference_mode()
+def both_ways(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    """[tokens, hidden] of a decoder whose tokens all attend to each other."""
+    mask = torch.zeros(1, 1, len(tokens), len(tokens))
+    return model.base_model(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decoders_read_in_both_directions(tmp_path: Path, family: str) -> None:
+    directory = write_pooling(make_checkpoint(tmp_path, family, model_class=HEADLESS[family]), "mean_tokens")
+    edit(directory, is_causal=False)
+    loop, model, sent = build(directory, max_batched_tokens=150), HEADLESS[family].from_pretrained(directory).eval(), texts()
+    assert loop.info.encoder
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [both_ways(model, tokens).mean(0).tolist() for tokens in sent], 1e-4)
+
+
+def test_embedding_gemma(tmp_path: Path) -> None:
+    """Windows in both directions, and two Dense modules after the mean."""
+    window = {"sliding_window": 20, "use_bidirectional_attention": True}
+    directory = write_pooling(make_checkpoint(tmp_path, "gemma3", model_class=HEADLESS["gemma3"], **window), "mean_tokens")
+    weights = []
+    for size in (96, 64):
+        weights.append(torch.randn(size, 160 - size, generator=torch.Generator().manual_seed(size)) / 8)
+        shape = {"in_features": 160 - size, "out_features": size, "bias": False}
+        identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+        add_module(directory, "Dense", shape | identity, {"linear.weight": weights[-1]})
+    loop, model, sent = build(directory), HEADLESS["gemma3"].from_pretrained(directory, dtype=torch.float32).eval(), texts()
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding()))
+    vectors = torch.stack([hidden_of(model, tokens).mean(0) for tokens in sent]) @ weights[0].T @ weights[1].T
+    assert_equal_rows(scored.rows, normalize(vectors, dim=1).tolist(), 1e-4)
+
+
+def test_llama_nemotron(tmp_path: Path) -> None:
+    """The head reads the mean of all tokens, as the code that is published with the weights does."""
+    directory = make_checkpoint(tmp_path, "llama", model_class=CLASSIFIERS["llama"], num_labels=1)
+    model = CLASSIFIERS["llama"].from_pretrained(directory).eval()
+    edit(directory, architectures=["LlamaBidirectionalForSequenceClassification"], pooling="avg", temperature=0.5)
+    prefix, sent = [7, 8, 9], texts()
+    (scored,) = run(build(directory), wire.Score("s", prefix, sent, wire.Classes()))
+    with torch.inference_mode():
+        expected = [(model.score(both_ways(model, prefix + tokens).mean(0)) / 0.5).tolist() for tokens in sent]
+    assert_equal_rows(scored.rows, expected, 1e-4)

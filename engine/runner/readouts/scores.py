@@ -13,19 +13,19 @@ from torch import Tensor
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
-from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.encoder import Encoder
 from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.modules import TokenHead
 from yardstick_llm.engine.models.pooling import Mode, Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
-from yardstick_llm.engine.requests.batch import Batch, ExtendSegment, runs_of
+from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
 from yardstick_llm.engine.runner.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.soft_cap import soft_cap
+from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class LabelReadout(Readout):
@@ -189,7 +189,7 @@ def _likelihood_chunks(head: TokenHead, hidden: Tensor, targets: Tensor) -> Iter
 
 
 class ClassReadout(Readout):
-    """The head reads the hidden state of the last token; in an encoder that of the first one, or the mean of all."""
+    """The head reads the hidden state of the last token, in an encoder that of the first one, or the mean of all."""
 
     kind = wire.Classes
 
@@ -202,18 +202,16 @@ class ClassReadout(Readout):
             return
         self.branches.append(branch)
         config, tokens = self.context.decoder.config, len(segment.tokens)
-        if isinstance(config, ModelConfig):
-            self.hidden_rows.append(row + tokens - 1)
-        elif config.head_mean:
+        if config.head_mean:
             self.hidden_rows += range(row, row + tokens)
             self._lengths.append(tokens)
         else:
-            self.hidden_rows.append(row)
+            self.hidden_rows.append(row if isinstance(config, EncoderConfig) else row + tokens - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
         hidden = step.hidden[self]
         if self._lengths:
-            hidden = torch.stack([part.mean(0, dtype=torch.float32) for part in torch.split(hidden, self._lengths)])
+            hidden = pooled(hidden, self._lengths, "mean")
         parts = self.context.class_logits(hidden, self.branches)
         self._logits = [download.add(part) for part in parts]
 

@@ -183,7 +183,7 @@ def test_models_that_do_not_embed(tmp_path: Path, modules: object) -> None:
         (
             "1_Pooling/config.json",
             b'{"pooling_mode_cls_token": true}',
-            "Pooling by cls is not supported where tokens attend to earlier ones only",
+            "Pooling by cls is not supported where",
         ),
         ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": true}', "lasttoken and mean"),
         ("1_Pooling/config.json", b'{"pooling_mode": "weightedmean"}', "weightedmean"),
@@ -191,7 +191,7 @@ def test_models_that_do_not_embed(tmp_path: Path, modules: object) -> None:
         (
             "1_Pooling/config.json",
             b'{"pooling_mode": "mean", "include_prompt": false}',
-            "Pooling without the prompt is not supported where",
+            "Pooling without the prompt is not",
         ),
     ],
 )

@@ -212,8 +212,11 @@ def _read(
     model: Model, task: Task, cuts: Truncation, given: Texts, param: str, *, as_query: bool = False, instruction: str | None = None
 ) -> Prepared:
     if not is_text(given):
-        if instruction is not None:
-            raise InvalidRequest("`instruction` goes with texts; token ids are complete prompts.", param="instruction")
+        if as_query:
+            wrong = next(
+                name for name in ("instruction", "input_type", "prompt_name") if getattr(cuts, name) not in (None, "document")
+            )
+            raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts.", param=wrong)
         check_uncut(cuts)
         prepared = read_prompts(model, given, param, at_most=MAX_TEXTS, sequences=0)
         for index, row in enumerate(prepared.rows):

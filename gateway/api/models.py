@@ -138,15 +138,15 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
         The ids are those that `/v1/completions` and `/v1/chat/completions` use for the same `prompt` or `messages`. A text may be
         longer than the model's context.
         """
-        async with reader.open(request, TokenizeRequest, data) as body:
-            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        body = await reader.body(request, TokenizeRequest, data)
+        prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
     @post_json(["/detokenize", "/v1/detokenize"], DetokenizeRequest, "tokens")
     async def detokenize(request: Request[Any, Any, Any], data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
         """Convert token ids to text, with special tokens."""
-        async with reader.open(request, DetokenizeRequest, data) as body:
-            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        body = await reader.body(request, DetokenizeRequest, data)
+        prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
     async def _charged(request: Request[Any, Any, Any], prepared: Prepared) -> Response[Any]:

@@ -35,9 +35,9 @@ from yardstick_llm.gateway.commands.processes import (
     require_engine,
     signals_raise_stop,
     supervised,
-    url_of,
 )
 from yardstick_llm.gateway.commands.runner import Score
+from yardstick_llm.gateway.pool.discovery import http_url
 from yardstick_llm.gateway.presets.preset import PresetError, choose, is_fallback, names_a_task, parse_preset
 from yardstick_llm.gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
@@ -178,7 +178,7 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
         )
     try:
         *engines, port = _free_ports(options.engines + 1)
-        settings = load_settings(environment, flags | {"engines": [url_of("127.0.0.1", engine) for engine in engines]})
+        settings = load_settings(environment, flags | {"engines": [http_url("127.0.0.1", engine) for engine in engines]})
     except SettingsError as error:
         raise CommandError(str(error)) from None
     return settings if settings.port else msgspec.structs.replace(settings, port=port)

@@ -29,7 +29,7 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, VALUE_HEAD
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError, read_json
-from yardstick_llm.engine.models.lenvm import GAMMA_FILE, HEAD_PREFIX, LenVM, check_servable, load_lenvm, tokenizer_digest
+from yardstick_llm.engine.models.lenvm import GAMMA_FILE, HEAD_PREFIX, LenVM, check_servable, facts_of, load_lenvm, tokenizer_digest
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, fingerprint
 from yardstick_llm.engine.models.modules import PROJECTIONS, Linear, RMSNorm, refuse_experts
 from yardstick_llm.engine.models.registry import family_of
@@ -385,7 +385,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     """Train a length model and write it to ``settings.out``. Raises :class:`ModelError`."""
     out, device = Path(settings.out), torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     state = out / STATE
-    if (out / GAMMA_FILE).exists():
+    if (out / GAMMA_FILE).exists() and not resume:
         raise ModelError(f"{out.name} already has a length model; name another --out.")
     if state.exists() and not resume:
         raise ModelError(f"{out.name} has an unfinished training; continue it with --resume, or name another --out.")
@@ -416,6 +416,14 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     digest = fingerprint(init, torch.float32)
     identity = hashlib.sha256(json.dumps([dataset.digest, digest, gamma, fixed]).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
+    for draft in out.glob(f".{STATE}.*"):  # of a run that was killed
+        draft.unlink()
+    if (out / GAMMA_FILE).exists():
+        if facts_of(out).get("training", {}).get("identity") != identity:
+            raise ModelError(f"{out.name} already has a length model, of other data or settings; name another --out.")
+        state.unlink(missing_ok=True)
+        say(f"{out} is complete")
+        return
     if state.exists():
         trainer.resume(state, identity)
         say(f"continuing after step {trainer.progress.step}")
@@ -431,6 +439,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
         "l99": l99,
         **judge(model, trainer.checked, gamma, trainer.most, device),
         "training": {
+            "identity": identity,
             "init": Path(settings.init).name,
             "answers": len(texts),
             "cut_share": dataset.cut_share,

@@ -43,7 +43,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S1
 
 def become(module: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> NoReturn:
     """Replace this process with ``python -m module``. Raises :class:`CommandError` if the engine is needed and not installed."""
-    if module == "engine":
+    if module.startswith("engine"):
         require_engine()
     environment = dict(os.environ) if module in _CLIENTS else program_environment()
     os.execve(  # noqa: S606 - no shell is wanted

@@ -778,6 +778,8 @@ class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaul
 
     normalize: bool = True
     """Scale each vector to length 1."""
+    expansion_tokens: Count = 0
+    """Tokens at the end of each branch to which no token attends, as ColBERT fills up queries; fewer than the branch has."""
 
 
 class Sparse(msgspec.Struct, tag="sparse", frozen=True):

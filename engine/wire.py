@@ -547,6 +547,17 @@ class AttentionChoice(msgspec.Struct, frozen=True):
     """Origin of FlashInfer's modules: ``prebuilt``, or ``compiled`` on this machine. Empty for other backends."""
 
 
+class Calibration(msgspec.Struct, frozen=True):
+    """How real remaining lengths differ from those that a length model predicts, measured on answers that it was not trained on."""
+
+    edges: list[float]
+    """Bounds between bins of the value, ascending."""
+    log_ratio: dict[str, list[float]]
+    """Quantiles of ln(real / predicted) in each bin, by their level, such as "0.05" and "0.95"."""
+    states: int
+    """States that they were measured on."""
+
+
 class Info(msgspec.Struct, tag="info", frozen=True):
     """Description of a served model. Constant for the life of the pod."""
 
@@ -566,6 +577,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
+    lenvm_calibration: Calibration | None = None
+    """None without a length model, and for one that names none."""
     classes: list[str] = []
     """Names of the classes of the model's head, in the order of :class:`Classes` rows; one for a reward model."""
     multi_label: bool = False
@@ -765,6 +778,8 @@ class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaul
 
     normalize: bool = True
     """Scale each vector to length 1."""
+    expansion_tokens: Count = 0
+    """Tokens at the end of each branch to which no token attends, as ColBERT fills up queries; fewer than the branch has."""
 
 
 class Sparse(msgspec.Struct, tag="sparse", frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +33,10 @@ class Run(NamedTuple):
 
     start: int
     """Their first token."""
-    count: int
+    sequences: int
     length: int
+    keys: int
+    """Tokens of each, the first ones, to which its tokens attend."""
 
 
 class Layout(NamedTuple):
@@ -42,40 +44,41 @@ class Layout(NamedTuple):
 
     runs: list[Run]
     blocks: Tensor
-    """[blocks, 3] int32, for the kernel: first token of a sequence, its length, and the block's first query in it."""
+    """[blocks, 4] int32, for the kernel: first token of a sequence, its length, its keys, and the block's first query in it."""
 
 
-def runs_of(lengths: Sequence[int]) -> list[Run]:
-    """Runs of sequences with these lengths, one after another."""
+def runs_of(lengths: Sequence[int], unseen: Sequence[int] | None = None) -> list[Run]:
+    """Runs of sequences with these lengths, one after another. ``unseen``: tokens at the end of each to which no token attends."""
     runs, start = [], 0
-    for length, alike in groupby(lengths):
+    for (length, hidden), alike in groupby(zip(lengths, unseen or repeat(0), strict=False)):
         count = len(list(alike))
-        runs.append(Run(start, count, length))
+        runs.append(Run(start, count, length, length - hidden))
         start += count * length
     return runs
 
 
-def lay_out(lengths: Sequence[int], device: torch.device) -> Layout:
-    """Lay out sequences with these lengths, one after another."""
-    runs = runs_of(lengths)
+def lay_out(lengths: Sequence[int], device: torch.device, unseen: Sequence[int] | None = None) -> Layout:
+    """Lay out sequences; see :func:`runs_of`."""
+    runs = runs_of(lengths, unseen)
     if not launches(torch.empty(0, device=device)):
-        return Layout(runs, torch.empty(0, 3, dtype=torch.int32, device=device))
-    return Layout(runs, cut(lengths).pin_memory().to(device, non_blocking=True))
+        return Layout(runs, torch.empty(0, 4, dtype=torch.int32, device=device))
+    return Layout(runs, cut(runs).pin_memory().to(device, non_blocking=True))
 
 
-def cut(lengths: Sequence[int]) -> Tensor:
+def cut(runs: Sequence[Run]) -> Tensor:
     """:attr:`Layout.blocks` on the host, longest sequences first, which take longest."""
-    sizes = np.asarray(lengths, np.int64)
+    counts = [run.sequences for run in runs]
+    sizes, keys = (np.repeat(np.array([getattr(run, name) for run in runs], np.int64), counts) for name in ("length", "keys"))
     starts = np.cumsum(sizes) - sizes
     order = np.argsort(-sizes, kind="stable")
-    counts = -(-sizes[order] // ROWS)
+    counts = -(-sizes[order] // ROWS)  # blocks of each
     which = np.repeat(order, counts)
     first = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * ROWS
-    return torch.from_numpy(np.stack([starts[which], sizes[which], first], 1).astype(np.int32))
+    return torch.from_numpy(np.stack([starts[which], sizes[which], keys[which], first], 1).astype(np.int32))
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
-    """Query i of a sequence sees key j where they are at most half of the window apart; without a window, all.
+    """Query i of a sequence sees key j of it where they are at most half of the window apart; without a window, all keys.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; heads and elements contiguous. -> [tokens, heads, head_dim].
     """
@@ -86,10 +89,10 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: Atten
 def whole_attention_reference(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
     """:func:`whole_attention` in plain PyTorch."""
     out = q.new_empty(q.shape)
-    for start, count, length in layout.runs:
-        rows = slice(start, start + count * length)
-        queries, keys, values, found = (_by_sequence(each[rows], count) for each in (q, k, v, out))
-        found.copy_(_attend_run(queries, keys, values, spec))
+    for run in layout.runs:
+        rows = slice(run.start, run.start + run.sequences * run.length)
+        queries, keys, values, found = (_by_sequence(each[rows], run.sequences) for each in (q, k, v, out))
+        found.copy_(_attend_run(queries, keys[:, :, : run.keys], values[:, :, : run.keys], spec))
     return out
 
 
@@ -99,14 +102,14 @@ def _by_sequence(x: Tensor, count: int) -> Tensor:
 
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """q: [sequences, heads, length, head_dim]; k, v: the same with kv_heads. -> like q."""
+    """q: [sequences, heads, length, head_dim]; k, v: [sequences, kv_heads, keys, head_dim]. -> like q."""
     reach, length = None if spec.window is None else spec.window // 2, q.shape[2]
     if reach is None or length <= reach + 1:
         return _attend_folded(q, k, v, None, spec)
     out = torch.empty_like(q)
     for begin in range(0, length, TILE):
         end = min(begin + TILE, length)
-        first, last = max(0, begin - reach), min(length, end + reach)
+        first, last = max(0, begin - reach), min(k.shape[2], end + reach)
         mask = _band(end - begin, last - first, begin - first, reach, q.dtype, q.device)
         out[:, :, begin:end] = _attend_folded(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], mask, spec)
     return out
@@ -145,7 +148,7 @@ def whole_attention_triton(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec
     expect("q", q, q, q.shape, FLOATS, dense_axes=2)
     expect("k", k, q, (len(q), k.shape[1], q.shape[2]), (q.dtype,), dense_axes=2)
     expect("v", v, q, k.shape, (q.dtype,), dense_axes=2)
-    expect("layout.blocks", layout.blocks, q, (len(layout.blocks), 3), (torch.int32,))
+    expect("layout.blocks", layout.blocks, q, (len(layout.blocks), 4), (torch.int32,))
     heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     width = max(16, power_of_two(head_dim))
@@ -183,20 +186,21 @@ def _attend(
     WINDOWED: tl.constexpr,
 ) -> None:
     """Each program computes one block of queries and one head."""
-    block = blocks + tl.program_id(0) * 3
+    block = blocks + tl.program_id(0) * 4
     head = tl.program_id(1)
     start = tl.load(block).to(tl.int64)
     length = tl.load(block + 1)
-    query = tl.load(block + 2) + tl.arange(0, ROWS)
+    keys_end = tl.load(block + 2)
+    query = tl.load(block + 3) + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     real, within = (query < length)[:, None], (column < HEAD_DIM)[None, :]
     q_cell = (start + query)[:, None] * q_stride + head * HEAD_DIM + column[None, :]
     rows = tl.load(q + q_cell, mask=real & within, other=0.0)
 
-    begin, end = 0, length
+    begin, end = 0, keys_end
     if WINDOWED:
-        begin = tl.maximum(begin, tl.load(block + 2) - reach)
-        end = tl.minimum(end, tl.load(block + 2) + ROWS + reach)
+        begin = tl.maximum(begin, tl.load(block + 3) - reach)
+        end = tl.minimum(end, tl.load(block + 3) + ROWS + reach)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)

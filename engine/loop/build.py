@@ -24,7 +24,7 @@ from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
-from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
+from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
@@ -247,10 +247,11 @@ def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary 
 
 
 class PairedLenVM(NamedTuple):
-    """A length model and its gamma."""
+    """A length model and what is known of it."""
 
     model: LenVM
     gamma: float
+    calibration: wire.Calibration | None = None
 
 
 def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
@@ -265,7 +266,7 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma))
+    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma), calibration_of(directory))
 
 
 def assemble(
@@ -306,7 +307,8 @@ def assemble(
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
-    info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
+    calibration = None if paired is None else paired.calibration
+    info = describe(config, settings, slots, digest, *length, calibration=calibration, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
     size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)

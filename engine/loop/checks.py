@@ -75,6 +75,9 @@ def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
 def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     if isinstance(message.readout, wire.Likelihood) and message.branches and not message.prefix:
         yield "The prefix is empty; the likelihood of a branch needs at least one token before it."
+    expansion = message.readout.expansion_tokens if isinstance(message.readout, wire.TokenVectors) else 0
+    if expansion and expansion >= min(map(len, message.branches), default=0):
+        yield f"expansion_tokens is {expansion}, and a branch has no more tokens."
     repeated = len(message.prefix) * len(message.branches)
     if (info.encoder or isinstance(message.readout, wire.Embedding)) and repeated > MAX_REPEATED_TOKENS:
         yield f"A prefix of {len(message.prefix)} tokens for {len(message.branches)} branches is too long; send fewer branches."
@@ -287,6 +290,10 @@ NEEDED: dict[type[wire.ScoreReadout], str] = {
 """Capability that each readout needs."""
 
 
+WORDS = {"token_vectors": "make token vectors", "sparse": "make sparse weights"}
+"""Capabilities in words, where they are no verbs."""
+
+
 def check(message: Message, info: wire.Info) -> str | None:
     """Return the problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
     problem = _caller_problem(message.caller)
@@ -299,7 +306,7 @@ def check(message: Message, info: wire.Info) -> str | None:
         return "This engine has no length model."
     if lacking is not None:
         able = [name for name in info.capabilities if name not in {"length_guidance", "grammar", "vision"}]
-        return f"This model cannot {lacking}; it can {' and '.join(able)}."
+        return f"This model cannot {WORDS.get(lacking, lacking)}; it can {' and '.join(WORDS.get(name, name) for name in able)}."
     if message.images:
         if info.vision is None:
             return "This model reads no images."

@@ -138,6 +138,20 @@ _ROBERTA = dataclasses.replace(
     defaults=_SHAPE | {"vocab_size": 50265, "pad_token_id": 1},
     offset_positions=True,
 )
+_ROBERTA_FLASH = dataclasses.replace(
+    _ROBERTA,
+    outer=_BERT_OUTER | {"embedding_norm": "emb_ln"},
+    layer="encoder.layers.{}.",
+    inner={
+        "attention.qkv_proj": ("mixer.Wqkv",),
+        "attention.o_proj": ("mixer.out_proj",),
+        "attention_norm": ("norm1",),
+        "mlp.gate_up_proj": ("mlp.fc1",),
+        "mlp.down_proj": ("mlp.fc2",),
+        "mlp_norm": ("norm2",),
+    },
+)
+"""Names of ``jinaai/xlm-roberta-flash-implementation``."""
 _DISTILBERT = EncoderFamily(
     "distilbert",
     ("distilbert.",),
@@ -247,6 +261,7 @@ BODIES: dict[str, EncoderFamily] = {
     "Bert": _BERT,
     "Roberta": _ROBERTA,
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
+    "XLMRobertaFlash": _ROBERTA_FLASH,
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
@@ -254,7 +269,7 @@ BODIES: dict[str, EncoderFamily] = {
     "Gte": _GTE,
     "New": _GTE,
 }
-"""First part of an architecture's name."""
+"""First part of an architecture's name. That of XLMRobertaFlash is XLMRoberta in ``config.json``; its tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
 }

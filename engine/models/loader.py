@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,9 +57,12 @@ def load_encoder(
 ) -> Encoder:
     """The encoder in a model directory or hub repository; arguments and errors as for :func:`load_model`."""
     directory = locate(model)
-    encoder = Encoder(load_encoder_config(directory, max_context), dtype)
-    family = encoder.config.family
-    stored = {_plain_name(name, family.prefixes): each for name, each in checkpoint.read_headers(directory, pickled=True).items()}
+    config = load_encoder_config(directory, max_context)
+    headers, prefixes = checkpoint.read_headers(directory, pickled=True), config.family.prefixes
+    stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
+    if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
+        config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
+    encoder = Encoder(config, dtype)
     views = encoder.checkpoint_views()
     buffers = [name for name in stored if name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
     checkpoint.check(stored, views, buffers, UNREAD)

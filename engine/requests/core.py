@@ -380,6 +380,11 @@ class ScoringRequest(Request):
         return RawLabels if type(readout) is wire.Labels and readout.raw else type(readout)
 
     @property
+    def unseen_tokens(self) -> int:
+        """Tokens at the end of each branch to which no token attends."""
+        return self.readout.expansion_tokens if isinstance(self.readout, wire.TokenVectors) else 0
+
+    @property
     def main_request(self) -> Request:
         return self if self.block is None else self.block
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
-from yardstick_llm.engine.requests.core import Branch, Request
+from yardstick_llm.engine.requests.core import Branch, Request, ScoringRequest
 from yardstick_llm.engine.scheduling.fair_queue import QUANTA, Flow, rank
 from yardstick_llm.engine.scheduling.scheduler import CONTENDED_SHARE, Budget, Scheduler
 
@@ -102,8 +102,10 @@ class WholeScheduler(Scheduler):
         self.wait_estimator.begin(request, request.size)
 
 
-def _length(segment: ExtendSegment) -> int:
-    return segment.tokens.size
+def _length(segment: ExtendSegment) -> tuple[int, int]:
+    """Length, and tokens to which no token attends, so that sequences that are computed alike come together."""
+    request = segment.request
+    return segment.tokens.size, request.unseen_tokens if isinstance(request, ScoringRequest) else 0
 
 
 def _next_turn(flow: Flow) -> Request | None:

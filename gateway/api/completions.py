@@ -37,14 +37,14 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
 
         With `stream` the answer is a stream of server-sent events, each a completion with what is new, and `[DONE]` at the end.
         """
-        async with reader.open(request, CompletionRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model, falls_back=True)
-            _check(model, fields)
-            guidance = guidance_of(model, fields, logprobs=fields.logprobs)
-            refuse_sections(guidance)
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, CompletionRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model, falls_back=True)
+        _check(model, fields)
+        guidance = guidance_of(model, fields, logprobs=fields.logprobs)
+        refuse_sections(guidance)
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         caller = caller_of(request, cache_salt=fields.cache_salt)
         logprobs = 0 if fields.logprobs is None and fields.is_choosy else fields.logprobs
         generations = [

@@ -208,7 +208,8 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
     assert given is not None
     asked = {name: value for name in ("prompt", "prompt_name", "input_type") if (value := getattr(request, name)) is not None}
     if not is_text(given):
-        if (wrong := "instruction" if request.instruction is not None else next(iter(asked), None)) is not None:
+        prompts = (name for name, value in asked.items() if value not in DOCUMENTS)
+        if (wrong := "instruction" if request.instruction is not None else next(prompts, None)) is not None:
             raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts.", param=wrong)
         return _read(model, "embed", request, given, param)
     if len(asked) > 1 and len(set(asked.values())) > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -21,8 +21,11 @@ from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.runner.graphs import Compilations
+from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
 
 FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "nomic", "gte")
@@ -179,6 +182,42 @@ def test_pickled_weights_of_old_names(tmp_path: Path) -> None:
     torch.save(tensors, old / "pytorch_model.bin")
     rows = [run(build(each), wire.Score("s", [], sent, wire.Embedding()))[0].rows for each in (directory, old)]
     assert rows[0] == rows[1]
+
+
+def test_jinas_names_of_tensors(tmp_path: Path) -> None:
+    """jina-reranker-v2 is an XLM-RoBERTa with one matrix for queries, keys and values, and other names."""
+    directory, sent = make_encoder(tmp_path / "new", "xlm_roberta", "classes"), texts()
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    names = (
+        ("embeddings.LayerNorm", "emb_ln"),
+        ("encoder.layer.", "encoder.layers."),
+        ("attention.output.dense", "mixer.out_proj"),
+        ("attention.output.LayerNorm", "norm1"),
+        ("intermediate.dense", "mlp.fc1"),
+        ("output.LayerNorm", "norm2"),
+        ("output.dense", "mlp.fc2"),
+    )
+    tensors = load_file(other / "model.safetensors")
+    for layer in range(3):
+        before = f"roberta.encoder.layer.{layer}."
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"{before}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
+            tensors[f"{before}mixer.Wqkv.{kind}"] = torch.cat(parts)
+    for ours, theirs in names:
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors")
+    rows = [run(build(each), wire.Score("s", [3], sent[:-1], wire.Classes()))[0].rows for each in (directory, other)]
+    assert rows[0] == rows[1]
+
+
+def test_warming_up(tmp_path: Path) -> None:
+    """Requests that reach every kernel of a model with all outputs."""
+    directory = make_encoder(tmp_path, "xlm_roberta")
+    for file, out in (("colbert_linear.pt", 64), ("sparse_linear.pt", 1)):
+        torch.save({"weight": torch.ones(out, 64), "bias": torch.zeros(out)}, directory / file)
+    loop = build(directory)
+    warm_up(loop, Budget(256, 8), Compilations())
+    assert loop.stats.steps >= 4
 
 
 class Harmful:
@@ -368,3 +407,25 @@ def test_llama_nemotron(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = [(model.score(both_ways(model, prefix + tokens).mean(0)) / 0.5).tolist() for tokens in sent]
     assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+def test_colbert_fills_up_queries_with_tokens_that_no_token_sees(tmp_path: Path) -> None:
+    """A model with a Dense module and no Pooling, as PyLate writes it."""
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) / 8
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    add_module(directory, "Dense", {"in_features": 64, "out_features": 16, "bias": False} | identity, {"linear.weight": weight})
+    loop, model, sent = build(directory), load_reference(directory, "bert", "embed"), [tokens[:100] for tokens in texts()]
+    assert (loop.info.capabilities, loop.info.token_vector_size, loop.info.embedding_size) == (["token_vectors"], 16, 0)
+    for expansion in (0, 4):
+        queries = [tokens + [9] * expansion for tokens in sent]
+        (scored,) = run(loop, wire.Score("s", [], queries, wire.TokenVectors(expansion_tokens=expansion)))
+        with torch.inference_mode():
+            for tokens, row in zip(queries, scored.rows, strict=True):
+                mask = torch.tensor([[1] * (len(tokens) - expansion) + [0] * expansion])
+                hidden = model(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
+                expected = normalize(hidden @ weight.T, dim=1).flatten()
+                torch.testing.assert_close(torch.tensor(row), expected, atol=1e-4, rtol=1e-4)
+    (failed,) = run(loop, wire.Score("f", [], [[5]], wire.TokenVectors(expansion_tokens=1)))
+    assert "expansion_tokens is 1" in failed.message

@@ -130,7 +130,7 @@ def attention() -> dict[str, Launch]:
 
     def sequences(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec = PLAIN) -> None:
         q, k, v = whole.heads([200, 30], heads, kv_heads, head_dim, dtype)
-        whole.whole_attention_triton(q, k, v, whole.Layout([], whole.cut([200, 30])), spec)
+        whole.whole_attention_triton(q, k, v, whole.Layout([], whole.cut(whole.runs_of([200, 30]))), spec)
 
     def step(
         group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec = PLAIN, coded: bool = False

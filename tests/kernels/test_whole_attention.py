@@ -31,6 +31,17 @@ def heads(lengths: list[int], count: int, kv: int, head_dim: int, dtype: torch.d
     return list(torch.split(fused, [count, kv, kv], 1))
 
 
+def test_tokens_that_no_token_attends_to() -> None:
+    """They attend to the others, as padding in transformers does."""
+    lengths = [9, 9, 40]
+    q, k, v = heads(lengths, 2, 2, 16)
+    layout = Layout(runs_of(lengths, [0, 4, 4]), torch.empty(0, 4, dtype=torch.int32))
+    found = whole_attention(q, k, v, layout, PLAIN)
+    torch.testing.assert_close(found[:9].double(), formula(q[:9], k[:9], v[:9], [9], PLAIN), atol=1e-5, rtol=1e-5)
+    scores = torch.einsum("qhd,khd->hqk", q[18:], k[18:54]) / 4
+    torch.testing.assert_close(found[18:], torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[18:54]), atol=1e-5, rtol=1e-5)
+
+
 def formula(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], spec: AttentionSpec) -> Tensor:
     """In float64, one sequence at a time."""
     out, start, fold = torch.empty(q.shape, dtype=torch.float64), 0, q.shape[1] // k.shape[1]
@@ -51,7 +62,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], spec: Attention
 def test_the_reference_is_the_formula(spec: AttentionSpec, shape: tuple[int, int, int]) -> None:
     lengths = [1, 3, 3, 3, 50, 600]
     q, k, v = heads(lengths, *shape)
-    found = whole_attention(q, k, v, Layout(runs_of(lengths), torch.empty(0, 3, dtype=torch.int32)), spec)
+    found = whole_attention(q, k, v, Layout(runs_of(lengths), torch.empty(0, 4, dtype=torch.int32)), spec)
     torch.testing.assert_close(found.double(), formula(q, k, v, lengths, spec), atol=1e-5, rtol=1e-5)
 
 
@@ -60,7 +71,8 @@ def test_the_reference_is_the_formula(spec: AttentionSpec, shape: tuple[int, int
 def test_the_kernel(spec: AttentionSpec, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     lengths = [1, 5, 5, ROWS, ROWS + 1, 150]
     q, k, v = heads(lengths, *shape, dtype)
-    layout = Layout(runs_of(lengths), cut(lengths))
+    runs = runs_of(lengths, [0, 2, 2, 3, 0, 3])
+    layout = Layout(runs, cut(runs))
     found, expected = whole_attention_triton(q, k, v, layout, spec), whole_attention_reference(q, k, v, layout, spec)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -68,14 +80,14 @@ def test_the_kernel(spec: AttentionSpec, shape: tuple[int, int, int], dtype: tor
 
 def test_blocks_cover_each_query_once_and_the_longest_sequences_come_first() -> None:
     lengths = [2, ROWS, 200, 1]
-    blocks = cut(lengths).tolist()
-    assert blocks[:4] == [[2 + ROWS, 200, first] for first in range(0, 200, ROWS)]
-    assert sorted(start for start, _, first in blocks if first == 0) == [0, 2, 2 + ROWS, 202 + ROWS]
+    blocks = cut(runs_of(lengths)).tolist()
+    assert blocks[:4] == [[2 + ROWS, 200, 200, first] for first in range(0, 200, ROWS)]
+    assert sorted(start for start, _, _, first in blocks if first == 0) == [0, 2, 2 + ROWS, 202 + ROWS]
 
 
 def test_other_tensors_are_refused() -> None:
     q, k, v = heads([4], 2, 2, 32)
-    layout = Layout(runs_of([4]), cut([4]))
+    layout = Layout(runs_of([4]), cut(runs_of([4])))
     for arguments, message in (((q, k[:3], v), "k has shape"), ((q, k, v.half()), "v is torch.float16")):
         with pytest.raises(ValueError, match=message):
             whole_attention_triton(*arguments, layout, PLAIN)

@@ -29,7 +29,8 @@ class WholeAttention:
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
         """Prepare a step once for all layers. Each segment is a whole sequence."""
-        layout, specs = lay_out([segment.tokens.size for segment in segments], self._device), self._specs
+        unseen = [segment.request.unseen_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
+        layout, specs = lay_out([segment.tokens.size for segment in segments], self._device, unseen), self._specs
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return whole_attention(q, k, v, layout, specs[layer])

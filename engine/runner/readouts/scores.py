@@ -301,7 +301,7 @@ def pooled(hidden: Tensor, lengths: list[int], mode: Mode | None) -> Tensor:
     if mode in ("cls", "last"):
         return hidden.float()
     found = []
-    for start, count, length in runs_of(lengths):
+    for start, count, length, _ in runs_of(lengths):
         part = hidden[start : start + count * length].view(count, length, -1)
         if mode == "max":
             found.append(part.amax(1).float())

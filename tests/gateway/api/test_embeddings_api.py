@@ -132,7 +132,17 @@ def test_texts_are_cut_to_as_many_tokens_as_are_asked_for(client: httpx.Client, 
     assert len(prompt) == most
 
 
-@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 2}, {"truncate": True}, {"instruction": "Find."}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"truncate_prompt_tokens": 2},
+        {"truncate": True},
+        {"instruction": "Find."},
+        {"input_type": "query"},
+        {"prompt_name": "query"},
+    ],
+    ids=str,
+)
 def test_token_ids_are_never_changed(client: httpx.Client, fields: dict[str, Any]) -> None:
     answer = client.post("/v1/embeddings", json={"input": [[1, 2, 3]], **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +11,6 @@ import pytest
 
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
-from yardstick_llm.gateway.api.scoring import item_usage_of
-from yardstick_llm.gateway.schemas.common import MAX_ITEMS
-from yardstick_llm.gateway.scoring.scorer import Scores
-from yardstick_llm.gateway.text.prepared import Prepared
 
 RERANKER = """
 name = "reranker"
@@ -74,13 +69,3 @@ def test_reranking_has_it_and_its_bare_list_has_not(client: httpx.Client) -> Non
     assert 0 < usage["computed_tokens"][0] < usage["prompt_tokens"][0] < usage["prompt_tokens"][1]
     refused = client.post("/v1/rerank", json=body | {"texts": ["blue"]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "texts")
-
-
-def test_counting_the_most_items_takes_milliseconds() -> None:
-    rows = [[1] * 180] * MAX_ITEMS
-    prepared = Prepared(rows, param="items", prefix=[1] * 120)
-    scores = Scores([(0.5,)] * MAX_ITEMS, [False] * MAX_ITEMS, 0)
-    began = time.process_time()
-    for _ in range(10):
-        item_usage_of(prepared, scores, asked=True)
-    assert time.process_time() - began < 10 * 0.02

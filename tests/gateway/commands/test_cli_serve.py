@@ -147,6 +147,18 @@ def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, k
         assert served.process.wait(END_SECONDS) == 0
 
 
+def test_no_call_is_shown_for_a_reranker_whose_prompt_is_unknown(tmp_path: Path) -> None:
+    served = start(
+        tmp_path, "--model", str(make_checkpoint(tmp_path / "my-rerank", "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=1))
+    )
+    try:
+        assert "choose one with --preset" in served.out.read_text()
+        assert "curl" not in served.out.read_text()
+    finally:
+        served.process.terminate()
+        assert served.process.wait(END_SECONDS) == 0
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = start(tmp_path_factory.mktemp("demo"))

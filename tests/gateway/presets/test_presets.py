@@ -350,6 +350,8 @@ def test_a_fallback_does_not_prompt_a_guard_with_a_head(start: Start, classes: t
     engine = {"model": "my-guard", "capabilities": ("classify",), "classes": classes}
     client = start(FakeEngine(**engine))  # type: ignore[arg-type]
     assert refused(client, "POST", "/v1/classify", input=["red"])
+    other = client.post("/v1/embeddings", json={"input": "red"}).json()["error"]["message"]
+    assert other.endswith("it serves no request until the operator chooses a preset.")
     chosen = start(FakeEngine(**engine), presets=(f"my-guard={fallback}",))  # type: ignore[arg-type]
     assert not refused(chosen, "POST", "/v1/classify", input=["red"])
 

@@ -176,8 +176,10 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         rows: Sequence[Row | list[Row]] = scores.rows
         if fields.embedding_type == "multi":
             skipped = set() if is_query(fields) else set(fitted.skipped)
-            texts = zip(scores.rows, prepared.rows, strict=True)
-            rows = [vectors_of(row, model.info.token_vector_size, ids, skipped) for row, ids in texts]
+            size, texts = model.info.token_vector_size, zip(scores.rows, prepared.rows, strict=True)
+            # bge-m3's library leaves out the first token, whose state is the embedding of the text
+            first = int("embed" in model.info.capabilities and fitted.preset.late_interaction is None)
+            rows = [vectors_of(row[first * size :], size, ids[first:], skipped) for row, ids in texts]
         if fields.inputs is not None:
             return await listed(rows, large=large, headers=headers)
         tokens = prepared.tokens

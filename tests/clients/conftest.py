@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine
+from tests.gateway.api.test_encoders import encoder
 from tests.gateway.conftest import gateways
 from tests.processes import Pod, Program
 from yardstick_llm.engine.demo import MODELS
@@ -18,11 +19,10 @@ task = "rerank"
 template = ["find: {query}", "\\nin: {document}\\nRelevant:"]
 labels = [" Yes", " No"]
 """
-EMBEDDER = """
-name = "embedder"
-task = "embed"
-template = ["{document}"]
-"""
+EMBEDDER = {
+    "modules.json": b"[]",
+    "config_sentence_transformers.json": b'{"prompts": {"query": "query: ", "passage": "document. "}}',
+}
 EMBEDDING_SIZE = 24
 
 
@@ -35,9 +35,9 @@ def reranker() -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def embedder() -> Iterator[httpx.Client]:
-    """A client of a gateway before a fake embedding model."""
+    """A client of a gateway before a fake encoder, a folder of sentence-transformers."""
     with gateways() as start:
-        yield start(FakeEngine(model="embedder", capabilities=("embed",), embedding_size=EMBEDDING_SIZE, preset=EMBEDDER))
+        yield start(encoder("embed", model="embedder", embedding_size=EMBEDDING_SIZE, model_files=EMBEDDER))
 
 
 @pytest.fixture(scope="session")

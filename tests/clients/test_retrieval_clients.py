@@ -32,7 +32,7 @@ def best(client: httpx.Client, top_n: int = 2) -> list[list[Any]]:
     return [[result["index"], pytest.approx(result["relevance_score"], abs=1e-6)] for result in results]
 
 
-def embeddings(client: httpx.Client, texts: list[str], **fields: int) -> list[Any]:
+def embeddings(client: httpx.Client, texts: list[str], **fields: int | str) -> list[Any]:
     """The embeddings of ``texts``, by plain HTTP."""
     answer = client.post("/v1/embeddings", json={"input": texts} | fields).raise_for_status().json()
     return [pytest.approx(entry["embedding"], abs=1e-6) for entry in answer["data"]]
@@ -76,8 +76,8 @@ def test_the_external_reranker_of_open_webui(reranker: httpx.Client) -> None:
 
 
 def test_the_cohere_sdk_embeds(embedder: httpx.Client) -> None:
-    plain = embeddings(embedder, TEXTS)
-    assert run_client("cohere_embed.py", url_of(embedder), "embedder") == [plain, plain]
+    documents = embeddings(embedder, TEXTS, input_type="document")
+    assert run_client("cohere_embed.py", url_of(embedder), "embedder") == [documents, documents]
 
 
 def test_haystack_embeds(embedder: httpx.Client) -> None:

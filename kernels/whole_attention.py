@@ -67,8 +67,8 @@ def lay_out(lengths: Sequence[int], device: torch.device, unseen: Sequence[int] 
 
 def cut(runs: Sequence[Run]) -> Tensor:
     """:attr:`Layout.blocks` on the host, longest sequences first, which take longest."""
-    counts = [run.sequences for run in runs]
-    sizes, keys = (np.repeat(np.array([getattr(run, name) for run in runs], np.int64), counts) for name in ("length", "keys"))
+    alike = [run.sequences for run in runs]
+    sizes, keys = (np.repeat(np.array([getattr(run, name) for run in runs], np.int64), alike) for name in ("length", "keys"))
     starts = np.cumsum(sizes) - sizes
     order = np.argsort(-sizes, kind="stable")
     counts = -(-sizes[order] // ROWS)  # blocks of each

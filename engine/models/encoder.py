@@ -77,6 +77,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = FUNCTIONS[config.activation]
+        self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
+        """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
         self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
         size, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
@@ -85,12 +87,17 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
-        inner = self.gate_up_proj(x)
+        if self.compute is not None:
+            return self.compute(self, x)
+        return self.down_proj(self.activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def activated(self, x: Tensor) -> Tensor:
+        """What is between the projections: [tokens, inner or 2 · inner] -> [tokens, inner]"""
         if not self.gated:
-            return self.down_proj(self.activation(inner))  # type: ignore[no-any-return]
-        first, second = inner.chunk(2, 1)
+            return self.activation(x)
+        first, second = x.chunk(2, 1)
         gate, up = (first, second) if self.gate_first else (second, first)
-        return self.down_proj(self.activation(gate).mul_(up))  # type: ignore[no-any-return]
+        return self.activation(gate).mul_(up)
 
 
 class EncoderLayer(nn.Module):

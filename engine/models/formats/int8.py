@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine.models.decoder import MLP, Rows
-from yardstick_llm.engine.models.encoder import Layer, Model
+from yardstick_llm.engine.models.encoder import FeedForward, Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
-from yardstick_llm.kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_gated, int8_linear, pack
+from yardstick_llm.kernels.int8 import (
+    INSTRUCTIONS,
+    MOST_COLUMNS,
+    PackedWeight,
+    instructions,
+    int8_activated,
+    int8_gated,
+    int8_linear,
+    pack,
+)
 from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -40,6 +49,16 @@ def convert(layer: Layer) -> None:
     convert_parts(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
     if isinstance(layer.mlp, MLP):
         layer.mlp.compute = _compute_mlp
+    elif isinstance(layer.mlp, FeedForward):
+        layer.mlp.compute = _compute_feed_forward
+
+
+def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
+    """[tokens, hidden] -> [tokens, hidden]"""
+    gate_up, down = mlp.gate_up_proj, mlp.down_proj
+    assert isinstance(gate_up, Int8Linear)
+    assert isinstance(down, Int8Linear)
+    return int8_activated(x, gate_up, down, mlp.activated)
 
 
 def _compute_mlp(mlp: MLP, x: Rows) -> Tensor:

@@ -484,7 +484,8 @@ def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire
     if engine.encoder:
         prompt = [-len(prefix), *prompt] if prefix else prompt
     if isinstance(readout, wire.TokenVectors):
-        vectors = [logprobs_after([*prompt[:at], id], engine.token_vector_size) for at, id in enumerate(prompt)]
+        salt = [-1 - readout.expansion_tokens]
+        vectors = [logprobs_after([*salt, *prompt[:at], id], engine.token_vector_size) for at, id in enumerate(prompt)]
         return [number / (math.hypot(*vector) if readout.normalize else 1.0) for vector in vectors for number in vector]
     if isinstance(readout, wire.Sparse):
         return [number for id in sorted(set(prompt)) for number in (id, prompt.count(id) / 4)]

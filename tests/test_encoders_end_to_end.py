@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from torch.nn.functional import normalize
 
 from tests import weights
 from tests.clients.environments import run_client
-from tests.encoders import make_encoder
+from tests.encoders import add_module, load_reference, make_encoder
 from tests.gateway.api.test_encoders import bert
 from tests.processes import Pod, Program
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
+PUBLISHED = pytest.mark.slow
+"""A test of published weights."""
 
 TEXTS = [
     "That is a happy person",
@@ -83,6 +87,7 @@ def close_to(wanted: list[list[float]]) -> list[Any]:
     return [pytest.approx(row, abs=1e-5) for row in wanted]
 
 
+@PUBLISHED
 def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Program, cross: Path) -> None:
     pairs = [[query, document] for query in ("red shoes?", "fox " * 90) for document in ("The lazy dog.", "", "blue table " * 40)]
     folder = str(weights.minilm())
@@ -106,6 +111,7 @@ def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Progr
         assert [each["index"] for each in ranked] == sorted(range(len(wanted)), key=wanted.__getitem__, reverse=True)
 
 
+@PUBLISHED
 def test_a_retrieval_task_alone_batched_and_under_load(gateway: Program) -> None:
     """Each question finds its answer, with the same numbers whatever is computed beside it."""
     questions, answers = list(ANSWERS), list(ANSWERS.values())
@@ -128,6 +134,7 @@ def test_a_retrieval_task_alone_batched_and_under_load(gateway: Program) -> None
     assert all(math.hypot(*row) == pytest.approx(1, abs=1e-5) for row in batched)
 
 
+@PUBLISHED
 def test_what_tei_serves(gateway: Program) -> None:
     info = gateway.client.get("/info", params={"model": "minilm"}).json()
     assert (info["model_type"], info["max_input_length"]) == ({"embedding": {}}, 256)
@@ -137,3 +144,76 @@ def test_what_tei_serves(gateway: Program) -> None:
     assert post(gateway, "/similarity", model="minilm", inputs=inputs) == pytest.approx([0.6946, 0.2565], abs=1e-3)
     cohere = post(gateway, "/v2/embed", model="minilm", texts=TEXTS, input_type="search_query", embedding_types=["float"])
     assert cohere["embeddings"]["float"] == close_to(embed(gateway, TEXTS))
+
+
+QUERY, DOCUMENTS = "What is red?", ["Red running shoes.", "", "Blue, blue table? No. " * 30, "the lazy dog"]
+SIZE, QUERY_LENGTH, DOCUMENT_LENGTH = 16, 24, 40
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Path, Path]]:
+    """A gateway before a SPLADE and a ColBERT model with random weights, and their folders."""
+    sparse = make_encoder(tmp_path_factory.mktemp("splade"), "bert", "masked")
+    late = make_encoder(tmp_path_factory.mktemp("colbert"), "bert")
+    library = tokenizers.Tokenizer.from_str(bert())
+    (sparse / "tokenizer.json").write_text(library.to_str())
+    library.add_tokens(["[Q] ", "[D] "])
+    (late / "tokenizer.json").write_text(library.to_str())
+    (late / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
+    weight = torch.randn(SIZE, 64, generator=torch.Generator().manual_seed(3)) / 8
+    dense = {"in_features": 64, "out_features": SIZE, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    add_module(late, "Dense", dense, {"linear.weight": weight})
+    config = {"query_length": QUERY_LENGTH, "document_length": DOCUMENT_LENGTH, "similarity_fn_name": "MaxSim"}
+    (late / "config_sentence_transformers.json").write_text(json.dumps(config))
+    pods = [Pod(sparse, "--name", "splade"), Pod(late, "--name", "colbert")]
+    gateway = Program("gateway", *(word for pod in pods for word in ("--engine", pod.wait_ready().url)))
+    yield gateway.wait_ready(), sparse, late
+    for program in (gateway, *pods):
+        program.close()
+
+
+@torch.inference_mode()
+def test_sparse_embeddings_are_those_of_splade(several: tuple[Program, Path, Path]) -> None:
+    gateway, folder, _ = several
+    model, library = load_reference(folder, "bert", "masked"), tokenizers.Tokenizer.from_str(bert())
+    library.no_padding()
+    library.enable_truncation(128)
+    found = post(gateway, "/embed_sparse", model="splade", inputs=DOCUMENTS)
+    for text, row in zip(DOCUMENTS, found, strict=True):
+        logits = model(torch.tensor([library.encode(text).ids])).logits[0]
+        wanted = logits.relu().log1p().max(dim=0).values
+        assert [each["index"] for each in row] == wanted.nonzero().flatten().tolist()
+        assert [each["value"] for each in row] == pytest.approx(wanted[wanted > 0].tolist(), abs=1e-4)
+    assert post(gateway, "/embed_sparse", model="splade", inputs=DOCUMENTS) == found, "from the cache"
+
+
+@torch.inference_mode()
+def test_ranks_by_token_vectors_are_those_of_pylate(several: tuple[Program, Path, Path]) -> None:
+    """PyLate's default: the tokens that fill up a query see its others, and are seen by none."""
+    gateway, _, folder = several
+    model, library = load_reference(folder, "bert", "embed"), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.no_padding()
+    weight = torch.load(next(folder.glob("*_Dense/pytorch_model.bin")))["linear.weight"]
+    skipped = {library.token_to_id(mark) for mark in ".,?!:;"}
+
+    def vectors(text: str, mark: str, most: int, *, fill: bool) -> torch.Tensor:
+        library.enable_truncation(most - 1)
+        ids = library.encode(text).ids
+        ids = [ids[0], library.token_to_id(mark), *ids[1:]]
+        expansion = most - len(ids) if fill else 0
+        tokens = torch.tensor([ids + [library.token_to_id("[MASK]")] * expansion])
+        hidden = model(tokens, attention_mask=torch.tensor([[1] * len(ids) + [0] * expansion])).last_hidden_state[0]
+        found = normalize(hidden @ weight.T, dim=1)
+        return found if fill else found[[place for place, id in enumerate(ids) if id not in skipped]]
+
+    query = vectors(QUERY, "[Q] ", QUERY_LENGTH, fill=True)
+    documents = [vectors(text, "[D] ", DOCUMENT_LENGTH, fill=False) for text in DOCUMENTS]
+    wanted = [(query @ document.T).max(dim=1).values.sum().item() for document in documents]
+    ranked = post(gateway, "/v1/rerank", model="colbert", query=QUERY, documents=DOCUMENTS)
+    assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == pytest.approx(
+        dict(enumerate(wanted)), abs=1e-4
+    )
+    assert ranked["meta"]["truncated"] == [2]
+    body = {"model": "colbert", "input": DOCUMENTS, "input_type": "document", "embedding_type": "multi"}
+    for entry, document in zip(post(gateway, "/v1/embeddings", **body)["data"], documents, strict=True):
+        torch.testing.assert_close(torch.tensor(entry["embedding"]), document, atol=1e-4, rtol=1e-4)

@@ -118,7 +118,11 @@ class Scoring:
         readout = job.readout
         if prepared.prompt_tokens and isinstance(readout, wire.Embedding):
             readout = msgspec.structs.replace(readout, prompt_tokens=prepared.prompt_tokens)
-        prompts = Prompts(prepared.prefix, prepared.rows, readout, job.priority, caller, prepared.suffix, images=prepared.images)
+        fitted = job.model.tokenizer.table.fitted
+        expansion = fitted.expansion if fitted is not None and isinstance(readout, wire.TokenVectors) else None
+        prompts = Prompts(
+            prepared.prefix, prepared.rows, readout, job.priority, caller, prepared.suffix, prepared.images, expansion
+        )
         account = RequestContext.of(job.request).account
         account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
         lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)

@@ -6,6 +6,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import msgspec
@@ -57,6 +58,8 @@ class Prompts(msgspec.Struct, frozen=True):
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
     images: Sequence[wire.Image] = ()
     """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
+    expansion: int | None = None
+    """Token to which no token attends at the end of a branch, see :attr:`engine.wire.TokenVectors.expansion_tokens`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -156,32 +159,31 @@ class FanOut:
         ]
 
     def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
-        """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached. Pairs are
-        divided by their first texts before."""
-        if isinstance(branches[0], PairIds):
-            groups: dict[bytes, list[int]] = {}
-            for index, branch in enumerate(branches):
-                groups.setdefault(branch[: branch.seam].tobytes(), []).append(index)  # type: ignore[attr-defined]
-            most, numbers = model.info.limits.max_branches, usual_row(prompts.readout, branches[0], model.info)
-            return [
-                SubBatch([group[place] for place in few])
-                for group in groups.values()
-                for few in split(0, [len(branches[index]) for index in group], 1, max_branches=most, row_length=numbers)
-            ]
+        """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached. Branches
+        that cannot share a message are kept apart."""
         # an encoder computes the prefix again for each branch
         usable, repeated = model.usable, len(prompts.prefix) if model.info.encoder else 0
-        prefix = len(prompts.prefix) - repeated
-        lengths = [repeated + len(branch) + len(prompts.suffix) for branch in branches]
-        idle = sum(not each.tokens for each in usable)
-        divided = split(
-            prefix,
-            lengths,
-            parts_of(prefix, sum(lengths), usual=self._usual, idle=self._idle, replicas=len(usable), idle_replicas=idle),
-            max_branches=model.info.limits.max_branches,
-            row_length=usual_row(prompts.readout, max(branches, key=len), model.info),
-        )
+        prefix, idle = len(prompts.prefix) - repeated, sum(not each.tokens for each in usable)
         affinity = None if repeated else affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
-        return [SubBatch(indices, affinity=None if number else affinity) for number, indices in enumerate(divided)]
+        groups: dict[object, Sequence[int]] = {None: range(len(branches))}
+        if isinstance(branches[0], PairIds) or prompts.expansion is not None:
+            apart: dict[object, list[int]] = {}
+            for index, branch in enumerate(branches):
+                shared = branch[: branch.seam].tobytes() if isinstance(branch, PairIds) else expansions(branch, prompts.expansion)
+                apart.setdefault(shared, []).append(index)
+            groups = dict(apart)
+        sub_batches: list[SubBatch] = []
+        for group in groups.values():
+            lengths = [repeated + len(branches[index]) + len(prompts.suffix) for index in group]
+            divided = split(
+                prefix,
+                lengths,
+                parts_of(prefix, sum(lengths), usual=self._usual, idle=self._idle, replicas=len(usable), idle_replicas=idle),
+                max_branches=model.info.limits.max_branches,
+                row_length=usual_row(prompts.readout, max((branches[index] for index in group), key=len), model.info),
+            )
+            sub_batches += [SubBatch([group[place] for place in few]) for few in divided]
+        return [sub_batches[0]._replace(affinity=affinity), *sub_batches[1:]]
 
     async def _ask(
         self, model: ServedModel, prompts: Prompts, branches: list[Ids], sub_batch: SubBatch, lease: Lease | None
@@ -191,6 +193,8 @@ class FanOut:
             seam = branches[0].seam
             prompts = msgspec.structs.replace(prompts, prefix=branches[0][:seam])
             branches = [branch[seam:] for branch in branches]
+        if isinstance(prompts.readout, wire.TokenVectors) and (count := expansions(branches[0], prompts.expansion)):
+            prompts = msgspec.structs.replace(prompts, readout=msgspec.structs.replace(prompts.readout, expansion_tokens=count))
         request = message_of(prompts, branches, model.adapter_digest)
         row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
@@ -287,6 +291,11 @@ def _renumbered(parts: list[Ids], images: Sequence[wire.Image]) -> tuple[list[Id
             ids = row
         renumbered.append(ids)
     return renumbered, [images[place] for place in numbers]
+
+
+def expansions(branch: Ids, token: int | None) -> int:
+    """Return how often ``token`` stands at the end of ``branch``."""
+    return 0 if token is None else sum(1 for _ in takewhile(token.__eq__, reversed(branch)))
 
 
 def usual_row(readout: wire.ScoreReadout, branch: Ids, info: wire.Info) -> int:

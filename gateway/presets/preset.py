@@ -57,7 +57,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     document_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 20)] = 180
     do_query_expansion: bool = True
     attend_to_expansion_tokens: bool = False
-    """Whether a query's tokens see those that fill it up. Engines cannot compute False, so queries are then refused."""
+    """Whether a query's tokens see those that fill it up."""
     skiplist_words: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)] = tuple(string.punctuation)
     """Tokens of documents without a vector."""
     expansion: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=16)] = ("[MASK]", "<mask>")
@@ -253,6 +253,8 @@ class Fitted(msgspec.Struct, frozen=True):
     """Tokens between a prompt and the token of a category."""
     skipped: list[int] = []
     """Tokens of documents without a vector."""
+    expansion: int | None = None
+    """Token that fills up queries, if no other token sees it."""
 
     @property
     def readout(self) -> wire.ScoreReadout:

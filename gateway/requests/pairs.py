@@ -89,13 +89,6 @@ class Pairs:
 
     def _whole(self, documents: Sequence[str], given: Sequence[str] | None) -> Prepared:
         """Return the prompts of an encoder. Texts are cut unless the request forbids it, as the models' own library cuts them."""
-        late = self.preset.preset.late_interaction
-        if late and self.as_query and late.do_query_expansion and not late.attend_to_expansion_tokens:
-            message = (
-                f"Queries of {self.model.facts.name!r} are filled up with tokens that no other token sees, which engines cannot"
-                " compute. A `yardstick.toml` with `do_query_expansion = false` leaves these tokens out."
-            )
-            raise InvalidRequest(message, param=self.param)
         context, asked = self.model.facts.context, self.cuts.truncate_prompt_tokens
         most = context if asked in (None, -1) else min(context, asked or 0)
         query, document = (getattr(self.cuts, name) or getattr(self.preset.preset, name) for name in CUTS_OF_EACH)

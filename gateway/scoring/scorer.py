@@ -83,6 +83,8 @@ class Scorer:
         """
         keys: list[bytes] = []
         time_slice, fingerprint, salt = TimeSlice(), model.info.fingerprint, prompts.caller.cache_salt
+        if prompts.expansion is not None:  # the preset's, which the fingerprint does not cover
+            fingerprint = f"{fingerprint} {prompts.expansion}"
         for begin in range(0, len(prompts.branches), HASHED_AT_ONCE):
             few = prompts.branches[begin : begin + HASHED_AT_ONCE]
             keys += result_keys(

@@ -80,7 +80,9 @@ class PresetTemplate:
         categories = [self._group((token,))[0] for token in preset.categories.names] if preset.categories else []
         words = preset.late_interaction.skiplist_words if preset.late_interaction else ()
         skipped = [id for word in words if (id := tokenizer.id_of(word)) is not None]
-        self.fitted = Fitted(preset, labels, categories, prefix, skipped)
+        unseen = preset.late_interaction is not None and not preset.late_interaction.attend_to_expansion_tokens
+        expansion = self._late[2] if self._late and unseen else None
+        self.fitted = Fitted(preset, labels, categories, prefix, skipped, expansion)
 
     def prompts(
         self,
@@ -155,7 +157,7 @@ class PresetTemplate:
                 *prefixes, expansion = self._late
                 inserted = prefixes[as_query]
                 row[1:1] = [] if inserted is None else [inserted]
-                if as_query and late.do_query_expansion and expansion is not None:
+                if as_query and expansion is not None:
                     row += [expansion] * (length - len(row))
             yield Whole([], row, False, cut)
 
@@ -211,7 +213,9 @@ class PresetTemplate:
             if text and id is None:
                 raise PresetError(f"the tokeniser has no token {text!r}, which `late_interaction` names")
         expansion = next((id for text in late.expansion if (id := self._tokenizer.id_of(text)) is not None), None)
-        if late.do_query_expansion and expansion is None:
+        if not late.do_query_expansion:
+            return found[0], found[1], None
+        if expansion is None:
             raise PresetError(f"the tokeniser has none of the tokens {', '.join(late.expansion)}, with which queries are filled up")
         return found[0], found[1], expansion
 

@@ -162,7 +162,9 @@ def test_the_examples_of_the_schema_are_answered(demo: Program) -> None:
     with gateways() as start:
         clients: dict[str, httpx.Client] = {
             **dict.fromkeys(embedding, start(FakeEngine(capabilities=("embed",), embedding_size=8))),
-            **dict.fromkeys(several, start(FakeEngine(capabilities=("sparse", "token_vectors"), token_vector_size=8))),
+            **dict.fromkeys(
+                several, start(FakeEngine(capabilities=("sparse", "token_vectors"), encoder=True, token_vector_size=8))
+            ),
             **dict.fromkeys(classifying, start(FakeEngine(capabilities=("classify",), classes=("bad", "good")))),
             **dict.fromkeys(loading, start(FakeEngine(loadable={"support": adapter("aa11", "red")}))),
         }

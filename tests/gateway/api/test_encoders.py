@@ -295,7 +295,6 @@ LATE = {
     "document_prefix": "[D] ",
     "query_length": 14,
     "document_length": 18,
-    "attend_to_expansion_tokens": True,
     "skiplist_words": [".", "?"],
     "similarity_fn_name": "MaxSim",
 }
@@ -319,6 +318,8 @@ def test_late_interaction(start: Start) -> None:
     documents = [tokens(text, "[D] ", 18) for text in DOCUMENTS]
     ranked = post(client, "/v1/rerank", query=QUERY, documents=DOCUMENTS).json()
     assert sorted(asked(engine)) == sorted(([], ids) for ids in [query, *documents])
+    unseen = {len(score.branches): score.readout.expansion_tokens for score in engine.scores}
+    assert unseen == {1: query.count(marks["[MASK]"]), len(DOCUMENTS): 0}, "no token sees those that fill up a query"
 
     def vectors(input_type: str, text: str) -> list[list[float]]:
         answer = post(client, "/v1/embeddings", input=text, input_type=input_type, embedding_type="multi")

@@ -364,6 +364,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     counts as an end there. An output without a thinking section is all answer."""
     thinking: Thinking | None = None
     """Needed where ``applies_to`` names one section."""
+    end_min_p: Share | None = None
+    """The most probable token that ends the section is a candidate, also beyond ``top_k`` and the filters, if it has at least this
+    share of the largest probability. It takes the place of the last of ``top_k``, unless that is 1. None: as any other token."""
 
     @property
     def neutral(self) -> bool:

@@ -558,6 +558,9 @@ def evaluate(
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model; by default that of the data set.")] = None,
     targets: Annotated[str, typer.Option(help="Lengths in tokens to steer to.")] = "20,40,80,160,320",
+    end_min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -578,7 +581,17 @@ def evaluate(
         if lengths[0] < 1:
             raise WrongUsage(f"--targets is {targets!r}; give numbers of tokens, such as 20,40,80")
         server = _server(base_url.removesuffix("/").removesuffix("/v1"), api_key)
-        serve_targets(server, data, out, model=model, split=split, targets=lengths, most_prompts=prompts, concurrency=concurrency)
+        serve_targets(
+            server,
+            data,
+            out,
+            model=model,
+            split=split,
+            end_min_p=end_min_p,
+            targets=lengths,
+            most_prompts=prompts,
+            concurrency=concurrency,
+        )
     become("engine.training", arguments + (["--device", device] if device else []))
 
 

@@ -100,3 +100,34 @@
 {{- end -}}
 {{- end -}}
 {{- end }}
+
+{{/* Entries of the key file, of which the schema checks each field: fails where a gateway would not take an entry (gateway/keys.py) */}}
+{{- define "yardstick.checkKeys" -}}
+{{- $names := dict -}}
+{{- $owners := dict -}}
+{{- range . -}}
+{{- $digest := lower .sha256 -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "`auth.keys`: two keys are named %s; rename one (`first` is the generated key, unless `auth.generateFirstKey` is false)" .name) -}}
+{{- end -}}
+{{- if hasKey $owners $digest -}}
+{{- fail (printf "`auth.keys`: %s and %s have the same `sha256`; remove one of them" (get $owners $digest) .name) -}}
+{{- end -}}
+{{- if eq $digest (sha256sum "") -}}
+{{- fail (printf "`auth.keys`: the `sha256` of %s is the hash of an empty key" .name) -}}
+{{- end -}}
+{{- $lowest := ternary .priority_min -100 (hasKey . "priority_min") | int64 -}}
+{{- $highest := ternary .priority_max 100 (hasKey . "priority_max") | int64 -}}
+{{- if gt $lowest $highest -}}
+{{- fail (printf "`auth.keys`: %s has the `priority_min` %d and the `priority_max` %d; raise `priority_max`" .name $lowest $highest) -}}
+{{- end -}}
+{{- with .expires -}}
+{{- $day := trunc 10 . -}}
+{{- if or (hasPrefix "0000" $day) (ne $day (toDate "2006-01-02" $day | date "2006-01-02")) -}}
+{{- fail (printf "`auth.keys`: there is no day %s; correct `expires`" $day) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- $_ := set $owners $digest .name -}}
+{{- end -}}
+{{- end }}

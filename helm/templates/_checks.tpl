@@ -4,6 +4,17 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- fail (printf "objects would be named %s, but names of Services begin with a letter and have letters, digits and hyphens only; set `fullnameOverride`, or install under another name" $name) -}}
 {{- end -}}
+{{- $services := list $name (include "yardstick.redisName" .) -}}
+{{- range $pool, $_ := include "yardstick.pools" . | fromYaml -}}
+{{- $services = append $services (include "yardstick.poolName" (dict "root" $ "pool" $pool)) -}}
+{{- end -}}
+{{- range $service := $services -}}
+{{- $found := (lookup "v1" "Service" $.Release.Namespace $service).metadata | default dict -}}
+{{- $owner := get ($found.annotations | default dict) "meta.helm.sh/release-name" | default $.Release.Name -}}
+{{- if ne $owner $.Release.Name -}}
+{{- fail (printf "the Service %s of this namespace belongs to the release %s; install into another namespace, or set `fullnameOverride`" $service $owner) -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.gateway.autoscaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "`gateway.autoscaling.minReplicas` is %d and `maxReplicas` is %d; raise `maxReplicas`" (int .minReplicas) (int .maxReplicas)) -}}

@@ -30,7 +30,7 @@ from tests.helm.chart import (
     render,
 )
 from tests.helm.readme import readme
-from tests.helm.schema import schema
+from tests.helm.schema import OTHER_VALUES, schema
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server import metrics
 from yardstick_llm.engine.server.options import options_of, parser
@@ -98,7 +98,12 @@ def test_it_renders_what_it_rendered(name: str):
         ({"pools": {"default": {}}}, "'not' failed"),
         ({"pools": {"Big": {}}}, "does not match pattern"),
         ({"pools": {"big": {"modle": "x"}}}, "additional properties 'modle' not allowed"),
-        ({"gateway": {"settings": {"engines": "http://a"}}}, "'not' failed"),
+        ({"gateway": {"settings": {"engines": "http://a"}}}, "additional properties 'engines' not allowed"),
+        ({"gateway": {"settings": {"max_inflight": 9}}}, "additional properties 'max_inflight' not allowed"),
+        ({"gateway": {"settings": {"max_in_flight": "many"}}}, "got string, want integer"),
+        ({"gateway": {"settings": {"max_in_flight": 0}}}, "minimum"),
+        ({"gateway": {"settings": {"access_log": False}}}, "value must be one of 'json', 'off', 'text'"),
+        ({"gateway": {"settings": {"cors_origins": ["https://a"]}}}, "got array, want string"),
         ({"gateway": {"service": {"port": 0}}}, "minimum"),
         ({"auth": {"keys": [{"name": "a", "sha256": "ys-notahash"}]}}, "does not match pattern"),
         ({"redis": {"url": "http://a"}}, "does not match pattern"),
@@ -148,6 +153,7 @@ def test_the_schema_knows_exactly_the_values():
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     values["engine"]["resources"] = {"requests": {}, "limits": {}, "claims": []}
+    values["gateway"]["settings"] = dict.fromkeys(set(Settings.__struct_fields__) - set(OTHER_VALUES))
     check(values, schema, "")
 
 

@@ -19,8 +19,9 @@ from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
-from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
+from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
 from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
@@ -274,10 +275,11 @@ def build_loop(settings: EngineSettings) -> Loop:
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary | None:
     """Load what grammars need of a model; None where it does not write text, or where its tokeniser or end of text is unknown."""
     path = directory / "tokenizer.json"
-    if not (config.lm_head and config.eos_token_ids and path.is_file()):
+    if not (config.lm_head and config.eos_token_ids and (is_gguf(directory) or path.is_file())):
         return None
     try:
-        return load_vocabulary(path.read_bytes(), config.vocab_size, config.eos_token_ids)
+        written = tokenizer_json(directory) if is_gguf(directory) else path.read_bytes()
+        return load_vocabulary(written, config.vocab_size, config.eos_token_ids)
     except VocabularyError as error:
         logger.warning("outputs cannot follow grammars: %s", error)
         return None

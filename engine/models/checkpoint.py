@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VALUE_HEAD = "value_head.safetensors"
@@ -38,10 +38,15 @@ class Stored:
 
 
 def read_headers(directory: Path) -> dict[str, Stored]:
-    """Every tensor of ``model.safetensors`` or of the shards that the index names, by its name in a model with a head.
+    """Every tensor of a GGUF file, of ``model.safetensors`` or of the shards that the index names, by its name in a model with a
+    head.
 
     Raises :class:`ModelError`.
     """
+    if is_gguf(directory):
+        from yardstick_llm.engine.models.gguf.config import stored_tensors  # which imports this module
+
+        return stored_tensors(directory)
     if (directory / SINGLE).exists():
         return _with_prefix(read_header(directory / SINGLE))
     if not (directory / INDEX).exists():
@@ -95,7 +100,7 @@ def check(
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} has shape {list(found.shape)}, not {list(tensor.shape)}; {_MISMATCH}."
             )
-        if found.dtype not in _DTYPES:
+        if found.dtype not in _DTYPES and not is_gguf(found.path):
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} is stored as {found.dtype}, which is not supported; "
                 "use a checkpoint in float32, float16 or bfloat16."
@@ -111,6 +116,11 @@ def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 
     for name in views:
         names_of.setdefault(stored[name].path, []).append(name)
     for path, names in names_of.items():
+        if is_gguf(path):
+            from yardstick_llm.engine.models.gguf.file import copy_from  # which imports this module
+
+            copy_from(path, [(stored[name], views[name]) for name in names], part)
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
@@ -118,13 +128,17 @@ def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 
                     if view.shape == source.shape:
                         view.copy_(file.get_tensor(source.name))
                     else:
-                        view.copy_(file.get_slice(source.name)[_stretches(view.shape, source.shape, part)])
+                        view.copy_(file.get_slice(source.name)[stretches(view.shape, source.shape, part)])
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that serving reads, in order of name."""
+    """The files of weights that serving reads, in order of name."""
+    if is_gguf(directory):
+        from yardstick_llm.engine.models.gguf.file import read_gguf  # which imports this module
+
+        return list(read_gguf(directory).parts)
     main = [directory / SINGLE] if (directory / SINGLE).exists() else _shards(directory)
     head = directory / VALUE_HEAD
     return sorted([*main, head] if head.exists() else main)
@@ -158,8 +172,8 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def _stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
-    """Along each axis."""
+def stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
+    """The ``part``-th stretch of its own length along each axis that is shorter than the whole."""
     axes = zip(lengths, whole, strict=True)
     return tuple(slice(None) if length == full else slice(part * length, (part + 1) * length) for length, full in axes)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from yardstick_llm.engine.models import checkpoint
-from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.gguf.config import configuration, pooling_of
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -35,6 +36,8 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 def load_pooling(directory: Path) -> Pooling | None:
     """Pooling of the model in ``directory``; None where it is not an embedding model. Raises :class:`ModelError`."""
+    if is_gguf(directory):
+        return pooling_of(directory)
     path = directory / MODULES_FILE
     if not path.is_file():
         return None
@@ -309,8 +312,7 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`. Raises :class:`ModelError`.
     """
-    generation = directory / "generation_config.json"
-    config = parse_config(read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}, max_context)
+    config = parse_config(*_read_configuration(directory), max_context)
     if config.vision is not None:
         vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
         config = dataclasses.replace(config, vision=vision)
@@ -324,6 +326,14 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
         return config
     lm_head = config.lm_head and not checkpoint.saved_without_head(checkpoint.read_headers(directory))
     return dataclasses.replace(config, pooling=pooling, lm_head=lm_head)
+
+
+def _read_configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` and ``generation_config.json``; of a GGUF file, what its metadata stand for."""
+    if is_gguf(directory):
+        return configuration(directory), {}
+    generation = directory / "generation_config.json"
+    return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, max_context: int | None = None) -> ModelConfig:

@@ -16,6 +16,11 @@ class ModelError(Exception):
     """
 
 
+def is_gguf(model: Path) -> bool:
+    """Whether ``model`` is a GGUF file and no model directory."""
+    return model.suffix.lower() == ".gguf" and not model.is_dir()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises :class:`ModelError` that names the file."""
     try:

@@ -16,6 +16,7 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
 from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, load_pooling
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.files import is_gguf
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
 from yardstick_llm.engine.models.modules import RMSNorm
 from yardstick_llm.engine.models.registry import family_of
@@ -32,7 +33,7 @@ SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 20, 64
 def load_model(
     model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, max_context: int | None = None
 ) -> Decoder:
-    """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
+    """The decoder in a model directory, GGUF file or hub repository, converted to ``dtype``, in evaluation mode.
 
     ``quantize``: what its layers are then converted to, one of :data:`~engine.models.formats.quantization.FORMATS`.
     ``max_context``: see
@@ -154,7 +155,8 @@ def fingerprint(
         digest.update(f"\0keys and values in {kv_dtype}\0".encode())
     if config is not None and config.has_long_factors:
         digest.update(b"\0long factors\0")
-    digest.update((directory / "config.json").read_bytes())
+    if not is_gguf(directory):  # whose weights begin with their configuration
+        digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
     if (vision := load_config(directory).vision) is not None:

@@ -16,6 +16,7 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
 from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, load_pooling
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
 from yardstick_llm.engine.models.modules import RMSNorm
 from yardstick_llm.engine.models.registry import family_of
@@ -55,7 +56,7 @@ def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:
     """Headers of the weights of ``decoder``, the whole of it. Raises :class:`~engine.models.files.ModelError` where they do not
     fit.
     """
-    stored = checkpoint.read_headers(directory)
+    stored = read_stored(directory)
     unread = family_of(decoder.config.architecture).unread
     checkpoint.check(stored, decoder_views(decoder, stored), [HEAD] if decoder.head is None else [], unread)
     return stored

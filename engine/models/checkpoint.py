@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VALUE_HEAD = "value_head.safetensors"
@@ -37,16 +41,55 @@ class Stored:
     """Name in the file."""
 
 
+class Read(Protocol):
+    """A function that reads tensors."""
+
+    def __call__(self, stored: Stored, at: tuple[slice, ...] | EllipsisType = ..., /) -> Tensor:
+        """The stretch ``at`` of a tensor; all of it unless given."""
+
+
+@dataclass(frozen=True)
+class StoredCodes(Stored):
+    """A weight that a file stores as codes, or in another layout. Shape and name are those of the weight, and dtype names the
+    format."""
+
+    load: Callable[[Read], CodedWeight | Tensor]
+    """Reads the weight's parts. Raises :class:`ModelError` whose text continues "Tensor X in FILE ..." where they do not fit."""
+
+
+def read_codes(stored: StoredCodes, read: Read) -> CodedWeight | Tensor:
+    """The weight: codes, or a dense matrix. Raises :class:`ModelError`."""
+    try:
+        found = stored.load(read)
+    except ModelError as error:
+        raise ModelError(f"Tensor {stored.name} in {stored.path.name} {error}; download the model again.") from None
+    if found.shape != stored.shape:
+        raise ModelError(
+            f"Tensor {stored.name} in {stored.path.name} has shape {list(found.shape)}, not {list(stored.shape)}; {_MISMATCH}."
+        )
+    return found
+
+
+@contextmanager
+def reading() -> Iterator[Read]:
+    """A function that reads tensors, whose files stay open until the end. It raises SafetensorError or OSError for damaged ones."""
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+
+        def read(stored: Stored, at: tuple[slice, ...] | EllipsisType = ..., /) -> Tensor:
+            if stored.path not in files:
+                files[stored.path] = stack.enter_context(safe_open(stored.path, framework="pt"))
+            file = files[stored.path]
+            return file.get_tensor(stored.name) if at is ... else file.get_slice(stored.name)[at]  # type: ignore[no-any-return]
+
+        yield read
+
+
 def read_headers(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a GGUF file, of ``model.safetensors`` or of the shards that the index names, by its name in a model with a
-    head.
+    """Every tensor of ``model.safetensors`` or of the shards that the index names, by its name in a model with a head.
 
     Raises :class:`ModelError`.
     """
-    if is_gguf(directory):
-        from yardstick_llm.engine.models.gguf.config import stored_tensors  # which imports this module
-
-        return stored_tensors(directory)
     if (directory / SINGLE).exists():
         return _with_prefix(read_header(directory / SINGLE))
     if not (directory / INDEX).exists():
@@ -100,45 +143,51 @@ def check(
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} has shape {list(found.shape)}, not {list(tensor.shape)}; {_MISMATCH}."
             )
-        if found.dtype not in _DTYPES and not is_gguf(found.path):
+        if found.dtype not in _DTYPES and not isinstance(found, StoredCodes):
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} is stored as {found.dtype}, which is not supported; "
                 "use a checkpoint in float32, float16 or bfloat16."
             )
 
 
-def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 0) -> None:
+def copy(
+    stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 0, codes: dict[str, CodedWeight] | None = None
+) -> None:
     """Fill each view with the tensor of its name, converted to the view's dtype, one tensor in memory at a time.
 
-    Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length.
+    Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length. ``codes``: gets those
+    that are stored as codes.
     """
     names_of: dict[Path, list[str]] = {}
     for name in views:
         names_of.setdefault(stored[name].path, []).append(name)
     for path, names in names_of.items():
-        if is_gguf(path):
-            from yardstick_llm.engine.models.gguf.file import copy_from  # which imports this module
-
-            copy_from(path, [(stored[name], views[name]) for name in names], part)
-            continue
         try:
-            with safe_open(path, framework="pt") as file:
+            with reading() as read:
                 for name in names:
-                    view, source = views[name], stored[name]
-                    if view.shape == source.shape:
-                        view.copy_(file.get_tensor(source.name))
-                    else:
-                        view.copy_(file.get_slice(source.name)[stretches(view.shape, source.shape, part)])
+                    _copy_one(stored[name], views[name], part, read, name, codes)
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files of weights that serving reads, in order of name."""
-    if is_gguf(directory):
-        from yardstick_llm.engine.models.gguf.file import read_gguf  # which imports this module
+def _copy_one(source: Stored, view: Tensor, part: int, read: Read, name: str, codes: dict[str, CodedWeight] | None) -> None:
+    at = ... if view.shape == source.shape else _stretches(view.shape, source.shape, part)
+    if not isinstance(source, StoredCodes):
+        view.copy_(read(source, at))
+        return
+    found = read_codes(source, read)
+    if isinstance(found, Tensor):
+        view.copy_(found[at])
+    elif at is ...:
+        found.fill(view)
+    else:
+        view.copy_(found.dequantize()[at])
+    if codes is not None and isinstance(found, CodedWeight):
+        codes[name] = found
 
-        return list(read_gguf(directory).parts)
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that serving reads, in order of name."""
     main = [directory / SINGLE] if (directory / SINGLE).exists() else _shards(directory)
     head = directory / VALUE_HEAD
     return sorted([*main, head] if head.exists() else main)
@@ -172,8 +221,8 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
-    """The ``part``-th stretch of its own length along each axis that is shorter than the whole."""
+def _stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
+    """Along each axis."""
     axes = zip(lengths, whole, strict=True)
     return tuple(slice(None) if length == full else slice(part * length, (part + 1) * length) for length, full in axes)
 

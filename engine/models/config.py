@@ -455,8 +455,6 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
         old = family.gelu and key == "hidden_act" and keys.text(key, known) == OLD_GELU
         if keys.text(key, known) != known and not old:
             raise keys.error(key, f"is not supported; only {known} is")
-    if keys.present("quantization_config"):
-        raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")

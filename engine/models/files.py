@@ -66,6 +66,10 @@ class Keys:
             raise self._wrong(key, value, "a number greater than 0")
         return float(value)
 
+    def is_whole(self, key: str) -> bool:
+        """Whether the key is absent or -1, which stands for all."""
+        return self._raw.get(key) in (None, -1)
+
     def numbers(self, key: str) -> list[float]:
         """A list of at least one finite number greater than 0."""
         value = self._get(key, None)

@@ -17,7 +17,9 @@ from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
 from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, load_pooling
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
 from yardstick_llm.engine.models.files import is_gguf
+from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
+from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import RMSNorm
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
@@ -56,7 +58,7 @@ def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:
     """Headers of the weights of ``decoder``, the whole of it. Raises :class:`~engine.models.files.ModelError` where they do not
     fit.
     """
-    stored = checkpoint.read_headers(directory)
+    stored = read_stored(directory)
     unread = family_of(decoder.config.architecture).unread
     checkpoint.check(stored, decoder_views(decoder, stored), [HEAD] if decoder.head is None else [], unread)
     return stored
@@ -146,7 +148,7 @@ def fingerprint(
     :data:`SAMPLE_BLOCKS` blocks of :data:`SAMPLE_BLOCK` bytes at equal distances are: fine-tuning changes every tensor, so a
     sample tells models apart in a second, where reading all would take minutes. It is no proof against a forger.
     """
-    files = checkpoint.weight_files(directory)
+    files = list(read_gguf(directory).parts) if is_gguf(directory) else checkpoint.weight_files(directory)
     whole = sum(path.stat().st_size for path in files) <= HASHED_WHOLE
     are_whole = config is not None and config.experts is not None and config.experts.held is not None
     shared = f"{parts}, experts whole" if are_whole else str(parts)

@@ -6,14 +6,18 @@ a file leaves out has the value of llama.cpp.
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from yardstick_llm.engine.models.checkpoint import Stored
+from torch import Tensor
+
+from yardstick_llm.engine.models.checkpoint import Read, Stored, StoredCodes
 from yardstick_llm.engine.models.files import Keys, ModelError
-from yardstick_llm.engine.models.gguf.file import GGUFFile, GGUFTensor, read_gguf, read_values
+from yardstick_llm.engine.models.formats.coded import CodedWeight
+from yardstick_llm.engine.models.gguf.blocks import read_weight
+from yardstick_llm.engine.models.gguf.file import GGUFFile, GGUFTensor, read_gguf
 from yardstick_llm.engine.models.registry import Family, family_of
 from yardstick_llm.engine.models.rope import FACTORS
 
@@ -90,8 +94,13 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         if permuted and tensor.shape[0] % (2 * permuted):
             raise ModelError(f"{name} in {path.name} has {tensor.shape[0]} rows for {permuted} heads; download the model again.")
         plus_one = family.norms_add_one and name.endswith("norm.weight")
-        stored[known] = dataclasses.replace(tensor, heads=permuted, plus_one=plus_one)
+        load = partial(_load, tensor, permuted, plus_one)
+        stored[known] = StoredCodes(tensor.path, tensor.shape, tensor.kind, tensor.name, load)
     return stored
+
+
+def _load(tensor: GGUFTensor, heads: int, plus_one: bool, _: Read) -> CodedWeight | Tensor:
+    return read_weight(tensor, heads, plus_one)
 
 
 def configuration(path: Path) -> dict[str, Any]:
@@ -232,9 +241,13 @@ def _rotation(file: GGUFFile, keys: Keys, architecture: str, raw: dict[str, Any]
 
 def _factors(tensor: GGUFTensor, rotated: int) -> list[float]:
     """Factors by which wavelengths are stretched, [rotated / 2]."""
-    if tensor.shape != (rotated // 2,):
-        raise ModelError(f"{tensor.name} in {tensor.path.name} has the shape {list(tensor.shape)}, not [{rotated // 2}].")
-    return [float(factor) for factor in read_values(tensor)]
+    if tensor.shape != (rotated // 2,) or tensor.kind != "F32":
+        raise ModelError(
+            f"{tensor.name} in {tensor.path.name} is {tensor.kind} of shape {list(tensor.shape)}, not F32 of [{rotated // 2}]."
+        )
+    values = read_weight(tensor)
+    assert isinstance(values, Tensor)
+    return values.tolist()
 
 
 def _check_sizes(file: GGUFFile, raw: dict[str, Any]) -> None:

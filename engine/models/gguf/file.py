@@ -1,31 +1,26 @@
-"""Reads GGUF files: metadata, and tensors, which are dequantised where they are copied.
+"""Reads the headers of GGUF files: metadata, and where tensors are.
 
 The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here and not by the reader
 of the ``gguf`` library, which believes every count in a file, and makes an array of each string, which takes seconds. ``gguf``
-knows the types of tensors and dequantises them.
+knows the types and the sizes of their blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
-import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
-from torch import Tensor
 
-from yardstick_llm.engine.models.checkpoint import Stored, stretches
 from yardstick_llm.engine.models.files import ModelError
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
@@ -38,8 +33,6 @@ MAX_STRINGS = 1 << 21
 """Strings of one array."""
 MAX_ELEMENTS = 1 << 40
 """Elements of a tensor along one axis."""
-CHUNK = 1 << 22
-"""Numbers that are dequantised at a time, where rows can be read by themselves."""
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {
@@ -58,19 +51,27 @@ _SCALARS = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor(Stored):
+class GGUFTensor:
     """A tensor of a GGUF file."""
 
+    path: Path
+    name: str
+    kind: str
+    """One of :data:`TYPES`."""
+    shape: tuple[int, ...]
+    """As in torch: the axis whose numbers are neighbours is the last one."""
     offset: int
     """Of its first byte in the file."""
-    heads: int = 0
-    """Heads whose rows the file has in another order: a pair that is rotated together is adjacent. 0 where rows are in order."""
-    plus_one: bool = False
-    """The file has 1 + what other checkpoints store."""
 
     @property
-    def kind(self) -> GGMLQuantizationType:
-        return GGMLQuantizationType[self.dtype]
+    def block_bytes(self) -> int:
+        return GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes along the last axis."""
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return self.shape[-1] // block * size
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,17 @@ class _Header:
                 f"Tensor {name:.80} in {self._path.name} is stored as {known}, which is not supported; use a file with"
                 f" {', '.join(TYPES)}."
             )
-        return GGUFTensor(self._path, tuple(lengths[::-1]), known, name, offset)
+        return GGUFTensor(self._path, name, known, tuple(lengths[::-1]), offset)
 
     def _placed(self, tensor: GGUFTensor, start: int) -> GGUFTensor:
         """``tensor`` with the offset from the start of the file, if it is all there."""
-        block, _ = GGML_QUANT_SIZES[tensor.kind]
+        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.kind]]
         if tensor.shape[-1] % block:
             raise self._wrong(f"has {tensor.name!r:.80} with rows of {tensor.shape[-1]}, which are no blocks of {block}")
         offset = start + tensor.offset
-        if offset + math.prod(tensor.shape[:-1]) * row_bytes(tensor) > self._size:
+        if offset + math.prod(tensor.shape[:-1]) * tensor.row_bytes > self._size:
             raise damaged(self._path)
-        return GGUFTensor(tensor.path, tensor.shape, tensor.dtype, tensor.name, offset)
+        return dataclasses.replace(tensor, offset=offset)
 
     def _count(self, things: str) -> int:
         count = self._number("Q")
@@ -248,84 +249,3 @@ def _shortest(value: Any, kind: int) -> Any:
 
 def damaged(path: Path) -> ModelError:
     return ModelError(f"{path.name} is damaged or incomplete; download it again.")
-
-
-def row_bytes(tensor: GGUFTensor) -> int:
-    """Bytes along the last axis."""
-    block, size = GGML_QUANT_SIZES[tensor.kind]
-    return tensor.shape[-1] // block * size
-
-
-def copy_from(path: Path, pairs: Iterable[tuple[Stored, Tensor]], part: int = 0) -> None:
-    """Fill each view with its tensor of the file ``path``, as :func:`engine.models.checkpoint.copy` does.
-
-    :data:`CHUNK` numbers or a projection into heads are in memory at a time.
-    """
-    try:
-        with path.open("rb", buffering=0) as file:
-            for tensor, view in pairs:
-                assert isinstance(tensor, GGUFTensor)
-                _fill(file, tensor, view, part)
-    except OSError as error:
-        raise damaged(path) from error
-
-
-def read_values(tensor: GGUFTensor) -> Tensor:
-    """All of a small tensor, in float32. Raises :class:`ModelError`."""
-    values = torch.empty(tensor.shape)
-    copy_from(tensor.path, [(tensor, values)])
-    return values
-
-
-def _fill(file: BinaryIO, tensor: GGUFTensor, view: Tensor, part: int) -> None:
-    rows, *others = stretches(view.shape, tensor.shape, part)
-    first, last, _ = rows.indices(tensor.shape[0])
-    in_one = tensor.heads or len(tensor.shape) == 1
-    step = last - first if in_one else max(1, CHUNK // math.prod(tensor.shape[1:]))
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        values = torch.from_numpy(_values(file, tensor, start, stop))
-        view[start - first : stop - first].copy_(values[(slice(None), *others)])
-
-
-def _values(file: BinaryIO, tensor: GGUFTensor, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Rows ``start`` to ``stop``, in the order of other checkpoints, in float32."""
-    order = _order(tensor)
-    if len(tensor.shape) == 1:
-        values = _dequantized(_read_rows(file, tensor, 0, 1), tensor).reshape(-1)[order][start:stop]
-    else:
-        wanted = np.arange(tensor.shape[0])[order][start:stop]
-        lowest = int(wanted.min())
-        raw = _read_rows(file, tensor, lowest, int(wanted.max()) + 1)
-        values = _dequantized(raw[wanted - lowest], tensor)
-    return values - 1 if tensor.plus_one else np.ascontiguousarray(values)
-
-
-def _order(tensor: GGUFTensor) -> Any:
-    """Index of the rows of a tensor in the order of other checkpoints.
-
-    llama.cpp rotates neighbours, so its files have element ``i`` of each half of a head at ``2 i`` and ``2 i + 1``.
-    """
-    if not tensor.heads:
-        return slice(None)
-    rows = np.arange(tensor.shape[0]).reshape(tensor.heads, -1, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
-
-
-def _read_rows(file: BinaryIO, tensor: GGUFTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """[rows, bytes] of a matrix; a vector is one row."""
-    length = row_bytes(tensor)
-    raw = bytearray((stop - start) * length)
-    view, done = memoryview(raw), 0
-    while done < len(raw):
-        read = os.preadv(file.fileno(), [view[done:]], tensor.offset + start * length + done)
-        if read == 0:
-            raise damaged(tensor.path)
-        done += read
-    return np.frombuffer(raw, np.uint8).reshape(-1, length)
-
-
-def _dequantized(raw: npt.NDArray[np.uint8], tensor: GGUFTensor) -> npt.NDArray[np.float32]:
-    """[rows, bytes] -> [rows, numbers]"""
-    with np.errstate(all="ignore"):  # a damaged scale may be infinite; what it makes is not a number
-        return dequantize(raw, tensor.kind)

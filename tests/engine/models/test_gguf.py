@@ -26,6 +26,7 @@ from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.gguf.tokenizer import EXPRESSIONS, tokenizer_document
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.source import tokenizer_files
@@ -85,7 +86,7 @@ def test_parts_of_a_file_and_parts_of_its_tensors(tmp_path: Path):
     whole = load_model(tmp_path / "whole.gguf").checkpoint_views()
     found = load_model(parts[1]).checkpoint_views()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    stored = checkpoint.read_headers(parts[0])
+    stored = read_stored(parts[0])
     for name, lengths in {"q_proj": (128, 256), "o_proj": (256, 128)}.items():  # of two processes
         name = f"model.layers.1.self_attn.{name}.weight"
         half = torch.empty(lengths)
@@ -306,7 +307,7 @@ def test_changed_bytes_never_do_more_than_refuse(tmp_path: Path, tiny: Path):
         path.write_bytes(changed)
         try:
             load_config(path)
-            checkpoint.read_headers(path)
+            read_stored(path)
             tokenizer_files(path)
         except ModelError:
             refused += 1

@@ -56,8 +56,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Settings of the model and its loop."""
 
     model: str
-    """A model directory in Hugging Face's layout, or a hub id such as ``Qwen/Qwen3-0.6B``."""
-    name: Annotated[str, unset("the last part of ``--model``, or the repository of a snapshot in the hub's cache")]
+    """A model directory in Hugging Face's layout, a hub id such as ``Qwen/Qwen3-0.6B``, or a GGUF file: its path, or
+    ``ORG/NAME:FILE.gguf`` on the hub. Of a file in parts, name the first one."""
+    name: Annotated[str, unset("last part of ``--model`` without ``.gguf``, or the repository of a snapshot in the hub's cache")]
     """The name that clients use for the model."""
     revision: Annotated[str | None, unset("the repository's main branch")] = None
     """Branch, tag or commit of a hub repository. A commit pins the model: a restarted pod serves the same weights."""

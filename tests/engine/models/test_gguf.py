@@ -26,7 +26,10 @@ from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import read_stored
+from yardstick_llm.engine.models.gguf.blocks import read_weight
+from yardstick_llm.engine.models.gguf.file import TYPES, GGUFTensor
 from yardstick_llm.engine.models.gguf.tokenizer import EXPRESSIONS, tokenizer_document
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.source import tokenizer_files
@@ -75,6 +78,19 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, kind: str
     with torch.no_grad():
         expected = reference(tokens[None]).logits[0]
     assert torch.allclose(own_logits(load_model(path), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_numbers_are_those_of_ggml(tmp_path: Path, kind: str):
+    """Of random bytes, some of which are no numbers, and of more rows than are read at a time."""
+    tensor = GGUFTensor(tmp_path / "bytes", "weight", kind, (9000, 512), 64)
+    raw = np.random.default_rng(0).integers(0, 256, (9000, tensor.row_bytes), dtype=np.uint8)
+    tensor.path.write_bytes(bytes(64) + raw.tobytes())
+    found = read_weight(tensor)
+    dense = found.dequantize() if isinstance(found, CodedWeight) else found.float()
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(dense.numpy(), expected, equal_nan=True)
 
 
 def test_parts_of_a_file_and_parts_of_its_tensors(tmp_path: Path):

@@ -69,10 +69,12 @@ def locate(model: str | Path, revision: str | None = None, files: Sequence[str] 
         if not path.is_file():
             raise ModelError(f"The hub model {hub_file['hub_id']} has no file {hub_file['file']}; look at its list of files.")
         return path
+    if is_gguf(directory) and not directory.exists():
+        raise ModelError(f"There is no file {model}; check its path, or give ORG/NAME:FILE.gguf for a file of the hub.")
     if directory.exists() or not _HUB_ID.fullmatch(str(model)):
         raise ModelError(
-            f"{model} is neither a directory nor a GGUF file; give a model directory, a file that ends in .gguf, a hub id such as"
-            " Qwen/Qwen3-0.6B or a file in a repository, such as Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf."
+            f"{model} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B, or a GGUF file: its path, or"
+            " ORG/NAME:FILE.gguf on the hub."
         )
     return _download(str(model), revision, files)
 

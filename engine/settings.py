@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
+DEQUANTIZE = ("auto", "on", "off")
 ATTENTION_BACKENDS = {
     "reference": "yardstick_llm.engine.runner.attention.reference:ReferenceAttention",
     "triton": "yardstick_llm.engine.runner.attention.triton:TritonAttention",
@@ -79,6 +80,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
     """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
     on a CPU, in float32 or bfloat16. See Quantisation below.
+    """
+    dequantize: Annotated[str, choices(*DEQUANTIZE)] = "auto"
+    """Make the weights of a quantised checkpoint dense, in ``--dtype``, as they are loaded. ``off`` multiplies with their codes
+    where the device can, which takes their memory. ``auto``: ``off`` on a GPU; on a CPU ``on`` where half of the free memory
+    suffices, because only steps of a few rows are slower with dense weights. See [models.md](models.md#quantised-checkpoints).
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that

@@ -150,40 +150,44 @@ def check(
             )
 
 
-def copy(
-    stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 0, codes: dict[str, CodedWeight] | None = None
-) -> None:
+def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 0) -> None:
     """Fill each view with the tensor of its name, converted to the view's dtype, one tensor in memory at a time.
 
-    Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length. ``codes``: gets those
-    that are stored as codes.
+    Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length.
     """
+    for name, read in _in_files(stored, views):
+        view, source = views[name], stored[name]
+        at = ... if view.shape == source.shape else _stretches(view.shape, source.shape, part)
+        found = read_codes(source, read) if isinstance(source, StoredCodes) else read(source, at)
+        if isinstance(found, CodedWeight) and at is ...:
+            found.fill(view)
+        else:
+            dense = found.dequantize() if isinstance(found, CodedWeight) else found
+            view.copy_(dense[at] if isinstance(source, StoredCodes) else dense)
+
+
+def read_all_codes(stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, CodedWeight]:
+    """Those of the named weights that are stored as codes. Raises :class:`ModelError`."""
+    found = {}
+    for name, read in _in_files(stored, names):
+        source = stored[name]
+        weight = read_codes(source, read) if isinstance(source, StoredCodes) else None
+        if isinstance(weight, CodedWeight):
+            found[name] = weight
+    return found
+
+
+def _in_files(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tuple[str, Read]]:
+    """The names, file by file, and what reads their tensors. Raises :class:`ModelError` for a file that is damaged."""
     names_of: dict[Path, list[str]] = {}
-    for name in views:
+    for name in names:
         names_of.setdefault(stored[name].path, []).append(name)
-    for path, names in names_of.items():
+    for path, inside in names_of.items():
         try:
             with reading() as read:
-                for name in names:
-                    _copy_one(stored[name], views[name], part, read, name, codes)
+                yield from ((name, read) for name in inside)
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
-
-
-def _copy_one(source: Stored, view: Tensor, part: int, read: Read, name: str, codes: dict[str, CodedWeight] | None) -> None:
-    at = ... if view.shape == source.shape else _stretches(view.shape, source.shape, part)
-    if not isinstance(source, StoredCodes):
-        view.copy_(read(source, at))
-        return
-    found = read_codes(source, read)
-    if isinstance(found, Tensor):
-        view.copy_(found[at])
-    elif at is ...:
-        found.fill(view)
-    else:
-        view.copy_(found.dequantize()[at])
-    if codes is not None and isinstance(found, CodedWeight):
-        codes[name] = found
 
 
 def weight_files(directory: Path) -> list[Path]:

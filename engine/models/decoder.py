@@ -284,6 +284,8 @@ class Decoder(nn.Module):
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
         self.packed_head: PackedWeight | None = None
         """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
+        self.weight_format: str | None = None
+        """Format of the file's codes, and whether layers multiply with them; None for a file of dense weights."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]

@@ -18,8 +18,8 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.kernels.quantize import FP8
 
 CODES = (torch.int8, torch.uint8, FP8)
-CHUNK = 1 << 22
-"""Elements that are made dense at a time: 16 MiB of float32."""
+CHUNK = 1 << 20
+"""Elements that are made dense at a time: 4 MiB of float32."""
 
 
 @dataclass(frozen=True)

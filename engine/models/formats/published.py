@@ -12,7 +12,7 @@ from yardstick_llm.engine.models.formats.bitsandbytes import bitsandbytes
 from yardstick_llm.engine.models.formats.compressed_tensors import compressed_tensors
 from yardstick_llm.engine.models.formats.fp8_files import fp8_files
 from yardstick_llm.engine.models.formats.gptq import awq, gptq
-from yardstick_llm.engine.models.gguf.config import stored_tensors
+from yardstick_llm.engine.models.gguf.config import has_codes, stored_tensors
 
 METHODS: dict[str, Callable[[Mapping[str, Stored], Keys], dict[str, Stored]]] = {
     "compressed-tensors": compressed_tensors,
@@ -28,7 +28,7 @@ KEY = "quantization_config"
 def method_of(directory: Path) -> str | None:
     """``quant_method`` of a model directory; None where its weights are dense. Raises :class:`ModelError`."""
     if is_gguf(directory):
-        return "gguf"
+        return "gguf" if has_codes(directory) else None
     section = _section(directory)
     return None if section is None else section[0]
 

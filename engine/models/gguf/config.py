@@ -16,7 +16,7 @@ from torch import Tensor
 from yardstick_llm.engine.models.checkpoint import Read, Stored, StoredCodes
 from yardstick_llm.engine.models.files import Keys, ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
-from yardstick_llm.engine.models.gguf.blocks import read_weight
+from yardstick_llm.engine.models.gguf.blocks import DENSE, read_weight
 from yardstick_llm.engine.models.gguf.file import GGUFFile, GGUFTensor, read_gguf
 from yardstick_llm.engine.models.registry import Family, family_of
 from yardstick_llm.engine.models.rope import FACTORS
@@ -101,6 +101,11 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 def _load(tensor: GGUFTensor, heads: int, plus_one: bool, _: Read) -> CodedWeight | Tensor:
     return read_weight(tensor, heads, plus_one)
+
+
+def has_codes(path: Path) -> bool:
+    """Whether some tensors are quantised. Raises :class:`ModelError`."""
+    return any(tensor.kind not in DENSE for tensor in read_gguf(path).tensors.values())
 
 
 def configuration(path: Path) -> dict[str, Any]:

@@ -261,20 +261,24 @@ KEPT = "layers.1.mlp.down_proj", "layers.1.self_attn.k_proj"
 """Projections that stay dense, as ``ignore`` says."""
 
 
-def write_quantised(source: Path, directory: Path, name: str, pattern: str = QUANTISED.pattern) -> tuple[Path, Path]:
-    """Write the checkpoint ``source`` in a format, and dense with the weights that its codes stand for. -> both directories"""
+def write_quantised(
+    source: Path, directory: Path, name: str, pattern: str = QUANTISED.pattern, kept: tuple[str, ...] = KEPT, *, both: bool = True
+) -> tuple[Path, Path]:
+    """Write the checkpoint ``source`` in a format and, for ``both``, dense with the weights that its codes stand for. -> both
+    directories"""
     config, encode = FORMATS[name]
     raw = json.loads((source / "config.json").read_text())
     coded: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for key, tensor in load_file(source / "model.safetensors").items():
         dense[key] = tensor
-        if re.fullmatch(pattern, key) is None or key.removesuffix(".weight").endswith(KEPT):
+        if re.fullmatch(pattern, key) is None or key.removesuffix(".weight").endswith(kept):
             coded[key] = tensor
             continue
         parts, dense[key] = encode(tensor.float())
         coded |= {key.removesuffix("weight") + part: found.contiguous() for part, found in parts.items()}
-    for place, tensors, extra in (("quantised", coded, {"quantization_config": config}), ("dense", dense, {})):
+    written: list[tuple[str, dict[str, Tensor], dict[str, Any]]] = [("quantised", coded, {"quantization_config": config})]
+    for place, tensors, extra in written + ([("dense", dense, {})] if both else []):
         folder = directory / place
         folder.mkdir(parents=True)
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")

@@ -126,7 +126,7 @@ Q = "model.layers.0.self_attn.q_proj."
     ],
 )
 def test_damaged_files_are_refused(llama: Path, tmp_path: Path, name: str, change: Callable[..., object], message: str) -> None:
-    quantised, _ = write_quantised(llama, tmp_path, name)
+    quantised, _ = write_quantised(llama, tmp_path, name, both=False)
     with pytest.raises(ModelError, match=message):
         load_model(broken(quantised, change))
 

@@ -6,7 +6,7 @@ Names, keys and changes of tensors follow https://github.com/ggml-org/llama.cpp/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,15 @@ _SCALES = {
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GGUFWriter], None] | None = None, split: int = 0
+    checkpoint: Path,
+    path: Path,
+    kind: str = "F32",
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    split: int = 0,
+    others: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
     """Write ``checkpoint`` as a GGUF file with matrices of type ``kind``. ``change``: adds keys. ``split``: tensors of each part.
+    ``others``: types of the matrices whose names have these words.
 
     Returns the model in transformers with the numbers that the file stands for.
     """
@@ -73,7 +79,8 @@ def write_gguf(
         permuted = heads.get(name.split(".")[-2]) if architecture in ("llama", "granite") else None
         plus_one = architecture.startswith("gemma") and name.endswith("norm.weight")
         values = _paired(tensor, permuted).numpy() + plus_one
-        type = Type[kind] if values.ndim == 2 else Type.F32
+        chosen = next((type for word, type in (others or {}).items() if word in name), kind)
+        type = Type[chosen] if values.ndim == 2 else Type.F32
         raw = _quantized(values, type, generator)
         writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=type)
         found = torch.from_numpy(gguf.quants.dequantize(raw, type).copy()).reshape(tensor.shape) - float(plus_one)

@@ -109,7 +109,7 @@ class CodedWeight:
 
 
 def stack(weights: Sequence[CodedWeight]) -> CodedWeight | None:
-    """One matrix of the rows of several, one below the other; None where their formats differ."""
+    """One matrix of the rows of several, one below the other; None where their formats have nothing in common."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -124,13 +124,37 @@ def stack(weights: Sequence[CodedWeight]) -> CodedWeight | None:
         for weight in weights
     )
     if not alike:
-        return None
+        weights = _levelled(weights)
+        if not weights:
+            return None
+        first = weights[0]
     joined: dict[str, Any] = {}
     for name in ("scales", "zeros", "offsets"):
         parts = [weight._parts()[name] for weight in weights]
         given = [torch.zeros_like(weight.scales) if part is None else part for weight, part in zip(weights, parts, strict=True)]
         joined[name] = None if all(part is None for part in parts) else torch.cat(given)
     return dataclasses.replace(first, codes=torch.cat([weight.codes for weight in weights]), **joined)
+
+
+def _levelled(weights: Sequence[CodedWeight]) -> list[CodedWeight]:
+    """The same matrices in int8, with groups of the narrowest width and without zeros; empty where one of them has another form.
+    GGUF files often have values in more bits than queries and keys."""
+    width = min(weight.block[1] for weight in weights)
+    level = []
+    for weight in weights:
+        whole = weight.block[0] == 1 and weight.groups is None and weight.shape[1] % weight.block[1] == 0 == weight.block[1] % width
+        if not whole or weight.quantizes_input or weight.codes.dtype == FP8 or int(weight.codes.max()) > 127:
+            return []
+        parts = {
+            name: None if part is None else part.repeat_interleave(weight.block[1] // width, 1)
+            for name, part in weight._parts().items()
+        }
+        scales, zeros, offsets = (parts[name] for name in ("scales", "zeros", "offsets"))
+        assert scales is not None
+        if zeros is not None:
+            offsets = (0 if offsets is None else offsets) - zeros * scales
+        level.append(CodedWeight(weight.codes.to(torch.int8), scales, (1, width), offsets=offsets))
+    return level
 
 
 def unpack(packed: Tensor, bits: int, axis: int) -> Tensor:

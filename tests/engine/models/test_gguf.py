@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -26,12 +27,14 @@ from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import read_stored
-from yardstick_llm.engine.models.gguf.blocks import read_weight
+from yardstick_llm.engine.models.gguf.blocks import DENSE, read_weight
 from yardstick_llm.engine.models.gguf.file import TYPES, GGUFTensor
 from yardstick_llm.engine.models.gguf.tokenizer import EXPRESSIONS, tokenizer_document
 from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.modules import ConvertedLinear
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
@@ -80,6 +83,26 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, kind: str
     assert torch.allclose(own_logits(load_model(path), tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+CODED = [("Q4_K", {"v_proj": "Q6_K", "down_proj": "Q6_K"}), ("Q4_0", {"v_proj": "Q5_1", "k_proj": "Q8_0"})]
+CODED += [(kind, {}) for kind in TYPES if kind not in DENSE]
+
+
+@pytest.mark.parametrize(("kind", "others"), CODED)
+def test_codes_multiply_as_they_are(tmp_path: Path, kind: str, others: dict[str, str]):
+    """Also where the projections into heads have different types; the layers take as little memory as the file promises."""
+    directory = make_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1, **SHAPE)
+    reference = write_gguf(directory, tmp_path / "model.gguf", kind, others=others)
+    decoder, tokens = load_model(tmp_path / "model.gguf", quantize=stored.NAME), some_tokens(40)
+    with torch.no_grad():
+        expected = reference(tokens[None]).logits[0]
+    assert torch.allclose(own_logits(decoder, tokens), expected, atol=1e-4, rtol=1e-4)
+    parts = [part for part in decoder.modules() if isinstance(part, ConvertedLinear)]
+    assert len(parts) == 4
+    numbers = sum(math.prod(weight.shape) for name, weight in reference.named_parameters() if "_proj" in name)
+    codes = sum(buffer.nbytes for part in parts for name, buffer in part.named_buffers() if name == "codes")
+    assert codes <= numbers * (0.5 if kind[:2] == "Q4" and not others else 0.85 if others else 1)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_numbers_are_those_of_ggml(tmp_path: Path, kind: str):
     """Of random bytes, some of which are no numbers, and of more rows than are read at a time."""
@@ -102,11 +125,11 @@ def test_parts_of_a_file_and_parts_of_its_tensors(tmp_path: Path):
     whole = load_model(tmp_path / "whole.gguf").checkpoint_views()
     found = load_model(parts[1]).checkpoint_views()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    stored = read_stored(parts[0])
+    headers = read_stored(parts[0])
     for name, lengths in {"q_proj": (128, 256), "o_proj": (256, 128)}.items():  # of two processes
         name = f"model.layers.1.self_attn.{name}.weight"
         half = torch.empty(lengths)
-        checkpoint.copy(stored, {name: half}, 1)
+        checkpoint.copy(headers, {name: half}, 1)
         assert torch.equal(half, whole[name][256 - lengths[0] :, 256 - lengths[1] :])
     digests = {fingerprint(path, torch.float32) for path in (tmp_path / "whole.gguf", parts[0])}
     assert len(digests) == 2

@@ -57,30 +57,35 @@ def test_a_small_file_is_served_by_its_name(tmp_path: Path):
         assert gateway.client.post("/v1/score", json=fields).json()["scores"] == answer.json()["scores"]
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
 @torch.inference_mode()
-def test_smollm2_knows_the_capital_of_france():
-    """Text and log-probabilities are those of transformers on the dequantised file."""
+def expected() -> tuple[str, list[float]]:
+    """Greedy text of SmolLM2 in transformers, on the dequantised file, and the log-probability of each token."""
     path = weights.smollm2()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=30,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
+        ids, attention_mask=ids**0, max_new_tokens=30, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     written = output.sequences[0, ids.shape[1] :]
-    expected = torch.stack([row[0].log_softmax(-1)[token] for row, token in zip(output.logits, written, strict=True)])
-    with serving(path, "--dtype", "float32") as (_, gateway):
+    logprobs = [row[0].log_softmax(-1)[token].item() for row, token in zip(output.logits, written, strict=True)]
+    return tokenizer.decode(written, skip_special_tokens=True), logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dequantize", ["on", "off"])
+def test_smollm2_knows_the_capital_of_france(expected: tuple[str, list[float]], dequantize: str):
+    """Text and log-probabilities are those of transformers, also where layers multiply with the file's codes."""
+    with serving(weights.smollm2(), "--dtype", "float32", "--dequantize", dequantize) as (pod, gateway):
+        words = {"on": "weights of gguf dequantised", "off": "codes of gguf"}[dequantize]
+        assert words in pod.read("/info", wire.Info).arithmetic
         body = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": QUESTION, "temperature": 0, "max_tokens": 30, "logprobs": True}
         answer = gateway.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
+    text, logprobs = expected
     assert "Paris" in choice["message"]["content"]
-    assert choice["message"]["content"] == tokenizer.decode(written, skip_special_tokens=True)
+    assert choice["message"]["content"] == text
     found = [token["logprob"] for token in choice["logprobs"]["content"]]
-    assert found == pytest.approx(expected[: len(found)].tolist(), abs=1e-3)
+    assert found == pytest.approx(logprobs[: len(found)], abs=1e-3)

@@ -92,6 +92,7 @@ def test_programs_explain_themselves_and_refuse_what_they_do_not_know() -> None:
         pytest.param(["--engines", "65"], ["--engines", "less than or equal to 64"], marks=pytest.mark.slow),
         (["--engines", "2", "--health-port", "8101"], ["--health-port names one port", "--engines 2"]),
         (["--port", "0"], ["--port"]),
+        (["a.gguf", "--model", "b.gguf"], ["a.gguf and --model b.gguf name two models"]),
     ],
 )
 def test_a_wrong_option_of_serve_is_named(given: list[str], words: list[str]) -> None:

@@ -364,6 +364,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     counts as an end there. An output without a thinking section is all answer."""
     thinking: Thinking | None = None
     """Needed where ``applies_to`` names one section."""
+    end_min_p: Share | None = None
+    """The most probable token that ends the section is a candidate, also beyond ``top_k`` and the filters, if it has at least this
+    share of the largest probability. It takes the place of the last of ``top_k``, unless that is 1. None: as any other token."""
 
     @property
     def neutral(self) -> bool:
@@ -721,12 +724,16 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_GGUF_NAME = re.compile(r"(?:[^:]*:)?([^:]+?)(?:-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
 
 
 def served_name(model: str) -> str:
     """Return the name under which a directory or hub id is served: its last part, NAME for a snapshot in the hub's cache
-    (``models--ORG--NAME/snapshots/…``), and for another directory that is called by a commit, what its ``config.json`` says."""
+    (``models--ORG--NAME/snapshots/…``), and for another directory that is called by a commit, what its ``config.json`` says. A GGUF
+    file is served by its name without ``.gguf`` and the number of its part."""
     path = Path(os.path.abspath(model))  # noqa: PTH100  a link has a name of its own
+    if gguf := _GGUF_NAME.fullmatch(path.name):
+        return gguf[1]
     cached = path.parent.parent.name.split("--") if path.parent.name == "snapshots" else []
     if cached[:1] == ["models"]:
         return cached[-1]

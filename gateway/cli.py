@@ -82,7 +82,7 @@ def options(
 @app.command(context_settings=_PASS_ON, epilog="`yardstick engine --help` lists the options of the engine.")
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; without it, the demo model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory, GGUF file or hub id; without it, the demo model.")] = None,
     lenvm_model: Annotated[
         str | None, typer.Option(help="Length model for `length_guidance`; by default the demo model's.")
     ] = None,
@@ -104,10 +104,16 @@ def serve(
     ] = 1,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
-    options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engines."""
+    options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engines. The model may
+    also be the first argument, without --model."""
     end_quietly()
     from yardstick_llm.gateway.commands.serve import ServeOptions, serve
 
+    arguments = context.args
+    if arguments and not arguments[0].startswith("-"):
+        if model is not None:
+            raise WrongUsage(f"{arguments[0]} and --model {model} name two models; leave one out")
+        model, *arguments = arguments
     options = ServeOptions(
         model=model,
         lenvm_model=lenvm_model,
@@ -118,7 +124,7 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         engines=engines,
-        engine=context.args,
+        engine=arguments,
     )
     serve(options)
 
@@ -217,7 +223,7 @@ Output = Annotated[Path, typer.Option(help="File of results; the ending selects 
 Url = Annotated[str | None, typer.Option(help="URL of a gateway; without it, the command starts an engine and a gateway.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="YARDSTICK_API_KEY", help="API key, if the gateway needs one.")]
 Model = Annotated[
-    str | None, typer.Option(help="With --url: name of the model, if several are served. Else its directory or hub id.")
+    str | None, typer.Option(help="With --url: name of the model, if several are served. Else its directory, GGUF file or hub id.")
 ]
 Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Most requests in flight; fewer while the server answers 429.")]
 RetrySeconds = Annotated[float, typer.Option(min=0, help="Longest time that a request waits for a busy server.")]
@@ -366,7 +372,7 @@ def batch(
     output: Annotated[Path, typer.Option(help="File of answers, .jsonl. The same command continues it.")],
     url: Url = None,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Without --url: directory or hub id of the model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Without --url: directory, GGUF file or hub id of the model.")] = None,
     concurrency: Concurrency = 16,
     retry_seconds: RetrySeconds = 600,
 ) -> None:
@@ -558,6 +564,9 @@ def evaluate(
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model; by default that of the data set.")] = None,
     targets: Annotated[str, typer.Option(help="Lengths in tokens to steer to.")] = "20,40,80,160,320",
+    end_min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -578,7 +587,17 @@ def evaluate(
         if lengths[0] < 1:
             raise WrongUsage(f"--targets is {targets!r}; give numbers of tokens, such as 20,40,80")
         server = _server(base_url.removesuffix("/").removesuffix("/v1"), api_key)
-        serve_targets(server, data, out, model=model, split=split, targets=lengths, most_prompts=prompts, concurrency=concurrency)
+        serve_targets(
+            server,
+            data,
+            out,
+            model=model,
+            split=split,
+            end_min_p=end_min_p,
+            targets=lengths,
+            most_prompts=prompts,
+            concurrency=concurrency,
+        )
     become("engine.training", arguments + (["--device", device] if device else []))
 
 

@@ -7,7 +7,7 @@ blocks of queries of any sequences at once, in the way of :mod:`kernels.paged_at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, repeat
 from typing import NamedTuple
@@ -67,8 +67,8 @@ def lay_out(lengths: Sequence[int], device: torch.device, unseen: Sequence[int] 
 
 def cut(runs: Sequence[Run]) -> Tensor:
     """:attr:`Layout.blocks` on the host, longest sequences first, which take longest."""
-    counts = [run.sequences for run in runs]
-    sizes, keys = (np.repeat(np.array([getattr(run, name) for run in runs], np.int64), counts) for name in ("length", "keys"))
+    alike = [run.sequences for run in runs]
+    sizes, keys = (np.repeat(np.array([getattr(run, name) for run in runs], np.int64), alike) for name in ("length", "keys"))
     starts = np.cumsum(sizes) - sizes
     order = np.argsort(-sizes, kind="stable")
     counts = -(-sizes[order] // ROWS)  # blocks of each
@@ -77,22 +77,32 @@ def cut(runs: Sequence[Run]) -> Tensor:
     return torch.from_numpy(np.stack([starts[which], sizes[which], keys[which], first], 1).astype(np.int32))
 
 
-def whole_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, biases: Mapping[int, Tensor] | None = None
+) -> Tensor:
     """Query i of a sequence sees key j of it where they are at most half of the window apart; without a window, all keys.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; heads and elements contiguous. -> [tokens, heads, head_dim].
+    ``biases``: what is added to the scores of a sequence, [heads, length, length] by length, without a window and in plain PyTorch.
     """
-    operation = whole_attention_triton if launches(q, k, v) else whole_attention_reference
-    return operation(q, k, v, layout, spec)
+    if biases is None and launches(q, k, v):
+        return whole_attention_triton(q, k, v, layout, spec)
+    return whole_attention_reference(q, k, v, layout, spec, biases)
 
 
-def whole_attention_reference(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
+def whole_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, biases: Mapping[int, Tensor] | None = None
+) -> Tensor:
     """:func:`whole_attention` in plain PyTorch."""
     out = q.new_empty(q.shape)
     for run in layout.runs:
         rows = slice(run.start, run.start + run.sequences * run.length)
         queries, keys, values, found = (_by_sequence(each[rows], run.sequences) for each in (q, k, v, out))
-        found.copy_(_attend_run(queries, keys[:, :, : run.keys], values[:, :, : run.keys], spec))
+        keys, values = keys[:, :, : run.keys], values[:, :, : run.keys]
+        if biases is None:
+            found.copy_(_attend_run(queries, keys, values, spec))
+        else:
+            found.copy_(attend(queries, keys, values, biases[run.length][None, :, :, : run.keys], spec))
     return out
 
 
@@ -133,8 +143,8 @@ def _band(queries: int, keys: int, shift: int, reach: int, dtype: torch.dtype, d
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """q: [sequences, kv_heads, queries, head_dim]; keys, values: [sequences, kv_heads, keys, head_dim]; mask: 0 or -inf, None for
-    all 0. The window of ``spec`` is the mask's business."""
+    """q: [sequences, kv_heads, queries, head_dim]; keys, values: [sequences, kv_heads, keys, head_dim]; mask: added to
+    the scores, None for nothing. The window of ``spec`` is the mask's business."""
     if spec.soft_cap == NO_CAP:
         return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.scale)
     scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap)

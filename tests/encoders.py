@@ -19,13 +19,15 @@ _NAMES = {
     "xlm_roberta": "XLMRoberta",
     "distilbert": "DistilBert",
     "modernbert": "ModernBert",
+    "mpnet": "MPNet",
+    "electra": "Electra",
     "nomic": "NomicBert",
     "gte": "Gte",
 }
 """First parts of the names of transformers' classes."""
-TYPED = ("bert", "nomic", "gte")
+TYPED = ("bert", "electra", "nomic", "gte")
 """Families with several token types."""
-WITHOUT_MASKED = ("nomic",)
+WITHOUT_MASKED = ("nomic", "electra")
 CONTEXT = 128
 CLASSES = 3
 _SHAPE: dict[str, Any] = {
@@ -42,6 +44,8 @@ _SHAPE: dict[str, Any] = {
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
     "xlm_roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
+    "mpnet": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},
+    "electra": {"embedding_size": 64},
     "distilbert": {"n_layers": 3, "n_heads": 4, "dim": 64, "hidden_dim": 96},
     "modernbert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "classifier_bias": True},
     "gte": {"type_vocab_size": 2},

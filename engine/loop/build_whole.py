@@ -13,7 +13,7 @@ from yardstick_llm.engine.loop.describe import describe
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig
-from yardstick_llm.engine.models.encoder import Model
+from yardstick_llm.engine.models.encoder import Encoder, Model
 from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import arithmetic_of, format_of
@@ -67,7 +67,8 @@ def assemble_whole(model: Model, settings: EngineSettings, digest: str, threads:
     budget = Budget(tokens, settings.max_running_requests or RUNNING_REQUESTS)
     overlap = weight.is_cuda if settings.overlap is None else settings.overlap
     typed = isinstance(config, EncoderConfig) and config.typed
-    attention = WholeAttention(config.attention_specs, weight.device, typed=typed)
+    bias = model.distance_bias if isinstance(model, Encoder) and model.distances is not None else None
+    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, bias=bias)
     runner = Runner(model, attention, (), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

@@ -53,6 +53,8 @@ def readout_problems(readout: wire.ScoreReadout, info: wire.Info) -> Iterator[st
         dimensions = readout.dimensions
         if dimensions is not None and dimensions > info.embedding_size:
             yield f"dimensions is {dimensions}; at most {info.embedding_size} is allowed."
+        if readout.prompt_tokens and not info.encoder:
+            yield "prompt_tokens needs a model whose tokens all attend to each other."
 
 
 def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:

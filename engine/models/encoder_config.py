@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, class_names
-from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.pooling import (
     MODULES_FILE,
     SPARSE_MODULES,
@@ -152,6 +152,28 @@ _ROBERTA_FLASH = dataclasses.replace(
     },
 )
 """Names of ``jinaai/xlm-roberta-flash-implementation``."""
+_MPNET = dataclasses.replace(
+    _ROBERTA,
+    model_type="mpnet",
+    prefixes=("mpnet.",),
+    outer={name: stored for name, stored in _BERT_OUTER.items() if name != "types"}
+    | {"distances": "encoder.relative_attention_bias"},
+    inner=_BERT_INNER
+    | {
+        "attention.qkv_proj": ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        "attention.o_proj": ("attention.attn.o",),
+        "attention_norm": ("attention.LayerNorm",),
+    },
+    defaults=_SHAPE | {"vocab_size": 30527, "pad_token_id": 1, "relative_attention_num_buckets": 32},
+)
+_ELECTRA = dataclasses.replace(
+    _BERT,
+    model_type="electra",
+    prefixes=("electra.",),
+    class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="gelu"),
+    masked_head=None,
+    defaults=_SHAPE | {"vocab_size": 30522, "embedding_size": 128},
+)
 _DISTILBERT = EncoderFamily(
     "distilbert",
     ("distilbert.",),
@@ -263,6 +285,8 @@ BODIES: dict[str, EncoderFamily] = {
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "XLMRobertaFlash": _ROBERTA_FLASH,
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
+    "MPNet": _MPNET,
+    "Electra": _ELECTRA,
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
     "NomicBert": _NOMIC,
@@ -300,6 +324,8 @@ class EncoderConfig:
     """Row of the first token."""
     type_count: int = 0
     """Rows of the table of token types; 0 without a table."""
+    distance_buckets: int = 0
+    """Rows of the table of biases by distance; 0 without one."""
     rope: Rope | None = None
     local_rope: Rope | None = None
     """Rotation in layers with a window; None: :attr:`rope`."""
@@ -374,6 +400,8 @@ class EncoderConfig:
 
 def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
+    if is_gguf(directory):
+        return False
     return Keys(read_json(directory / "config.json"), "config.json").strings("architectures")[0] in FAMILIES
 
 
@@ -441,6 +469,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
     if hidden_size % heads or (rotary and hidden_size // heads % 2):
         raise keys.error("hidden_size", f"({hidden_size}) is not {heads} heads of an even size; correct the file")
+    if keys.count("embedding_size", hidden_size) != hidden_size:
+        raise keys.error("embedding_size", f"is not hidden_size ({hidden_size}), which is not supported; use another model")
     written = keys.count("max_position_embeddings")
     first = (keys.pad_token_id or 0) + 1 if family.offset_positions else 0
     if first >= written:
@@ -460,6 +490,7 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         positions=0 if rotary else written,
         first_position=first,
         type_count=types,
+        distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
         rope=rope,
         local_rope=local_rope,
         windows=_windows(keys, layers) if family.model_type == "modernbert" else (),

@@ -22,6 +22,7 @@ from yardstick_llm.engine.models.checkpoint import Stored
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Attend
 from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
 from yardstick_llm.engine.models.modules import Linear
 from yardstick_llm.engine.models.rope import LongRope
@@ -184,7 +185,7 @@ def save_lenvm(model: LenVM, directory: Path, dtype: torch.dtype | None = None) 
 
 def _read_headers(directory: Path) -> dict[str, Stored]:
     """The main weights, and the head's own file where they do not hold the head."""
-    stored = checkpoint.read_headers(directory)
+    stored = read_stored(directory)
     if not any(name.startswith(HEAD_PREFIX) for name in stored):
         stored |= checkpoint.read_header(directory / checkpoint.VALUE_HEAD)
     return stored

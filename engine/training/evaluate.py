@@ -216,10 +216,11 @@ def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return for each target and rule how well the answers meet it, and how probable they are compared with unguided ones."""
     plain = {answer.prompt_id: answer for answer in answers if answer.rule == "unguided"}
     targets = sorted({answer.target for answer in answers if answer.target is not None})
+    rules = ["unguided", *sorted({answer.rule for answer in answers} - {"unguided"}, reverse=True)]
     numbers = {prompt: number for number, prompt in enumerate(plain)}
     rows = []
     for target in targets:
-        for rule in ("unguided", "guided", "end token"):
+        for rule in rules:
             if rule == "unguided":
                 found = [*plain.values()]
             else:
@@ -256,10 +257,10 @@ def table(report: dict[str, Any]) -> str:
     for name, each in offline.get("coverage", {}).items():
         lines.append(f"interval of {float(name):.0%} covers {_shown(each['share'])}, mean width {each['width']:.0f} tokens")
     if report["served"]:
-        lines.append("target  rule       tokens  mean |d|              within 10 %  ended  logprob  repeated")
+        lines.append("target  rule               tokens  mean |d|              within 10 %  ended  logprob  repeated")
     for row in report["served"]:
         lines.append(
-            f"{row['target']:6d}  {row['rule']:9s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
+            f"{row['target']:6d}  {row['rule']:17s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
             f"{row['within_tenth']['mean']:11.0%}  {row['ended']['mean']:5.0%}  {row['logprob_change']['mean']:+7.2f}  "
             f"{row['repeated']['mean']:8.1%}"
         )
@@ -293,7 +294,8 @@ def plot(report: dict[str, Any], states: States, answers: Sequence[Answer], path
     two.axhline(0, color="k", linewidth=1)
     two.set_xticks(places, [f"{row['from']}-{row['to']}" for row in rows], rotation=60)
     two.set(xlabel="output tokens so far", ylabel="mean of ln(predicted / real)", title="Bias")
-    for number, (rule, colour) in enumerate({"guided": "tab:blue", "end token": "tab:orange"}.items()):
+    for number, rule in enumerate(sorted({answer.rule for answer in answers} - {"unguided"})):
+        colour = f"C{number}"
         found: dict[int, list[int]] = {}
         for answer in answers:
             if answer.rule == rule and answer.target is not None:
@@ -307,7 +309,8 @@ def plot(report: dict[str, Any], states: States, answers: Sequence[Answer], path
             three.plot(sorted(found), sorted(found), "k--", linewidth=1)
             three.set_xscale("log")
             three.set_yscale("log")
-            three.set_xticks(sorted(found), [str(target) for target in sorted(found)])
+            three.set_xticks(sorted(found), [str(target) for target in sorted(found)], minor=False)
+            three.minorticks_off()
             three.legend()
     three.set(xlabel="target", ylabel="tokens", title="Served answers")
     figure.savefig(path, dpi=120)

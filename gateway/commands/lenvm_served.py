@@ -59,8 +59,10 @@ class Served(LineTask):
         fields = items[0].content
         target, rule = fields["target"], fields["rule"]
         given: dict[str, Any] = {"max_tokens": self.most if target is None else 3 * target + 64}
-        if rule == "guided":
+        if rule.startswith("guided"):
             given["length_guidance"] = {"target_length": target, "top_k": self.top_k}
+            if end := rule.partition(", end ")[2]:
+                given["length_guidance"]["end_min_p"] = float(end)
         elif rule == "end token":
             given |= {"min_tokens": target, "logit_bias": {str(token): END_BIAS for token in self.end_tokens}}
         body = self.body(
@@ -121,6 +123,7 @@ def serve_targets(
     *,
     model: str | None,
     split: str,
+    end_min_p: float | None,
     targets: Sequence[int],
     most_prompts: int,
     concurrency: int,
@@ -145,7 +148,8 @@ def serve_targets(
     name = model or manifest.model
     task = Served(name, manifest.settings.seed, prompts=prompts, end_tokens=manifest.end_tokens, most=3 * max(targets) + 64)
 
-    asked = [("unguided", None), *((rule, target) for target in targets for rule in ("guided", "end token"))]
+    rules = ["guided", "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
+    asked = [("unguided", None), *((rule, target) for target in targets for rule in rules)]
     rows = [{"prompt_id": prompt, "rule": rule, "target": target} for prompt in prompts for rule, target in asked]
 
     missing = compute(task, out / SERVED, rows, server, concurrency, "Writing to targets")

@@ -121,7 +121,7 @@ class ServeOptions:
 
 
 class _Models(NamedTuple):
-    """Model directories or Hugging Face hub ids."""
+    """Model directories, GGUF files or Hugging Face hub ids."""
 
     model: str
     lenvm: str | None

@@ -149,8 +149,6 @@ class Generation:
                     prompt, batch = None, early
                 time_slice = TimeSlice() if len(batch) > 1 else None
                 for delta in batch:
-                    if delta.index >= len(self.sequences):
-                        raise EngineLost("The engine sent a sequence that was not asked for.")
                     piece = self.sequences[delta.index].push(delta)
                     if piece.finish:
                         unfinished -= 1

@@ -114,9 +114,7 @@ class Sequence:
         return bool(self._options.stops) or (self._options.format is not None and self._options.format.tools is not None)
 
     def push(self, delta: wire.Delta) -> Piece:
-        """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
-        if delta.offset != self._received:
-            raise EngineLost(f"The engine skipped or repeated output: at {delta.offset} instead of {self._received}.")
+        """Process one delta, which follows the last one (:mod:`gateway.generation.relay` sees to it), and return the new output."""
         if delta.draft_tokens:
             self.draft_tokens += delta.draft_tokens
             self.accepted_draft_tokens += delta.accepted_draft_tokens
@@ -126,8 +124,7 @@ class Sequence:
                 return Piece(self.index, self._detokenizer.push(delta.tokens), completion_tokens=self._received)
             if len(delta.tokens) == 1:
                 return self._push_one(delta)
-        if delta.finish == "abort":
-            raise EngineLost("The engine aborted the request; try again.")
+        assert delta.finish != "abort", "another engine goes on with the sequence"
         self._received += len(delta.tokens)
         if self.finish is not None:  # a stop string ended this sequence, and the engine still generates the others
             return Piece(self.index, "", completion_tokens=self.completion_tokens)
@@ -155,7 +152,7 @@ class Sequence:
         Return None, and change nothing, if it takes :meth:`push`. Nearly every token of a stream comes here, and finds the
         processor's caches cold: a function that it calls costs as much as its work."""
         received, tokens = self._received, delta.tokens
-        if not self._plain or delta.offset != received or len(tokens) != 1 or delta.finish or self.finish or delta.draft_tokens:
+        if not self._plain or len(tokens) != 1 or delta.finish or self.finish or delta.draft_tokens:
             return None
         if (text := self._quoted[tokens[0]]) is not None and self._detokenizer.clean:
             self.completion_tokens = self._received = received + 1

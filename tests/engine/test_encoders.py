@@ -28,7 +28,7 @@ from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
 
-FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "nomic", "gte")
+FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte")
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 
@@ -289,6 +289,7 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], 
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type in config.json is relative_key"),
         ("bert", {"hidden_act": "mish"}, "hidden_act in config.json is mish"),
         ("bert", {"is_decoder": True}, "is_decoder in config.json is true"),
+        ("electra", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
         ("bert", {"num_attention_heads": 5}, "is not 5 heads"),
         ("bert", {"hidden_size": 128}, "has shape"),
         ("bert", {"num_hidden_layers": 4}, "lack tensor encoder.layer.3"),

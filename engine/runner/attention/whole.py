@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,12 +19,21 @@ from yardstick_llm.kernels.whole_attention import lay_out, whole_attention
 class WholeAttention:
     """Plans the attention of each step."""
 
-    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, *, typed: bool = False) -> None:
-        """``specs``: of each layer. ``typed``: whether the model has token types."""
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        device: torch.device,
+        *,
+        typed: bool = False,
+        bias: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """``specs``: of each layer. ``typed``: whether the model has token types. ``bias``: takes a length and returns what is
+        added to the scores of a sequence in each layer, [heads, length, length]."""
+        self._bias = bias
         self._specs = list(specs)
         self._device = device
         self._typed = typed
-        backend = "triton" if device.type == "cuda" else "reference"
+        backend = "triton" if device.type == "cuda" and bias is None else "reference"
         self.description = wire.AttentionChoice(backend, "all tokens of a sequence attend to each other")
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
@@ -32,8 +41,10 @@ class WholeAttention:
         unseen = [segment.request.unseen_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
         layout, specs = lay_out([segment.tokens.size for segment in segments], self._device, unseen), self._specs
 
+        biases = None if self._bias is None else {run.length: self._bias(run.length) for run in layout.runs}
+
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return whole_attention(q, k, v, layout, specs[layer])
+            return whole_attention(q, k, v, layout, specs[layer], biases)
 
         return Packed(attend, self._types(segments))
 

@@ -231,6 +231,7 @@ def test_what_a_program_refuses_is_its_one_line(tmp_path: Path, model: Path) -> 
     keys.write_text("{}")
     for arguments, words in (
         (["--model", str(tmp_path / "nowhere")], "nowhere is not a directory; give a model directory or a hub id"),
+        ([str(tmp_path / "nowhere.gguf"), "--dtype", "float32"], "There is no file"),
         (["--model", str(broken)], "tokenizer.json cannot be read"),
         (["--model", str(model), "--api-keys-file", str(keys)], "not a file of API keys"),
         (["--host", "0.0.0.0"], "yardstick keys new NAME --file keys.json"),

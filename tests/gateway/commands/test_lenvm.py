@@ -96,6 +96,9 @@ class Writer:
         return choice | ({"token_ids": output, "prompt_token_ids": prompt} if self.ids else {})
 
 
+RULES = ("guided", "end token", "guided, end 0.001")
+
+
 def spelled(content: str | list[int]) -> list[int]:
     return [100 + ord(letter) for letter in content] if isinstance(content, str) else content
 
@@ -308,20 +311,21 @@ def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick)
     data, out = tmp_path / "out", tmp_path / "report"
     server = Writer()
     with served(server) as url:
-        given = {"model": None, "split": "test", "targets": [20, 40], "most_prompts": 5, "concurrency": 4}
+        given = {"model": None, "split": "test", "end_min_p": 0.001, "targets": [20, 40], "most_prompts": 5, "concurrency": 4}
         serve_targets(Server(url, None), data, out, **given)
         rows, count = lines(out / "served.jsonl"), len(server.asked)
         serve_targets(Server(url, None), data, out, **given)
         assert len(server.asked) == count == len(rows)
-    wanted = {(rule, target) for target in (20, 40) for rule in ("guided", "end token")} | {("unguided", None)}
+    wanted = {(rule, target) for target in (20, 40) for rule in RULES} | {("unguided", None)}
     assert Counter((row["rule"], row["target"]) for row in rows) == dict.fromkeys(wanted, 5)
     tests = {row["prompt_id"] for row in lines(data / "answers.jsonl") if row["split"] == "test"}
     assert {row["prompt_id"] for row in rows} <= tests
     for row in rows:
         assert row["mean_logprob"] == -0.5
-        assert row["tokens"] == row["target"] or row["rule"] != "guided"
+        assert row["tokens"] == row["target"] or not row["rule"].startswith("guided")
     guided = [asked for asked in server.asked if "length_guidance" in asked]
-    assert all(asked["length_guidance"] == {"target_length": asked["max_tokens"] // 3 - 21, "top_k": 5} for asked in guided)
+    wished = [{"target_length": target, "top_k": 5} | end for target in (20, 40) for end in ({}, {"end_min_p": 0.001})]
+    assert Counter(map(str, (asked["length_guidance"] for asked in guided))) == dict.fromkeys(map(str, wished), 5)
     ruled = [asked for asked in server.asked if "min_tokens" in asked]
     assert all(asked["logit_bias"] == {str(END): 5.0} for asked in ruled)
-    assert len(guided) == len(ruled) == 10
+    assert len(ruled) == 10

@@ -32,6 +32,7 @@ def guidance(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Leng
 
 def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -> None:
     fields = {"mode": "length_mul", "scale": 1.5, "gamma": 0.9, "top_k": 7, "entropy_threshold": 0.2, "value_min": 0.1}
+    fields["end_min_p"] = 0.001
     assert guidance(client, engine, length_guidance=fields) == wire.LengthGuidance(**fields)
     target = {"target_length": 30, "target_length_mode": "remaining", "constraint": "eq_soft", "return_values": True}
     assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.LengthGuidance(**target)
@@ -118,6 +119,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_guidance", {"top_k": -1}, "top_k", ">= 1"),
     ("length_guidance", {"top_k": 65}, "top_k", "at most 64"),
     ("length_guidance", {"entropy_threshold": -1}, "entropy_threshold", ">= 0"),
+    ("length_guidance", {"end_min_p": 1.5}, "end_min_p", "<= 1"),
     ("length_guidance", {"value_min": 2}, "value_min", "<= 1"),
     ("length_guidance", {"return_values": True}, "return_values", "needs log-probabilities"),
     ("custom_params", {"value_scale": "x"}, "value_scale", "got `str`"),

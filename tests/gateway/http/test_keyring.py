@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,8 +111,8 @@ def broken(file: Path) -> None:
     replace(file, '{"keys": [')
 
 
-def duplicate(file: Path) -> None:
-    write(file, entry("a"), entry("a"))
+def without_valid_entries(file: Path) -> None:
+    write(file, entry("a"), entry("z") | {"sha256": entry("a")["sha256"]}, entry("b", weight=0))
 
 
 def endless(file: Path) -> None:
@@ -124,7 +125,7 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("harm", [unreadable, broken, duplicate, endless, pipe])
+@pytest.mark.parametrize("harm", [unreadable, broken, without_valid_entries, endless, pipe])
 def test_an_unusable_file_keeps_the_last_good_version_for_a_stated_time(
     followed: Followed, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
 ) -> None:
@@ -172,32 +173,64 @@ def created(file: Path) -> None:
     create_app(Settings(engines=(URL,), api_keys_file=file))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ([entry("a"), entry("b"), entry("a")], "two keys are named 'a'"),
-        ([entry("a"), {**entry("a"), "name": "z"}], "'a' and 'z' have the same `sha256`"),
-        ([entry("a"), {**entry("a"), "name": "z", "sha256": entry("a")["sha256"].upper()}], "have the same `sha256`"),
-        ([{**entry(""), "name": "unset"}], "'unset' is the hash of an empty key"),
-        ([entry("a"), entry("b", weight=0)], "keys[1]: Expected `float` >= 0.1 - at `$.weight`"),
-        ([entry("a", priority_min=5, priority_max=4)], "`priority_min` 5 is greater than `priority_max` 4"),
-        ([entry("a", group="")], "length >= 1 - at `$.group`"),
-        ([entry("a", grup="x")], "unknown field `grup`"),
-        ([{"name": "a", "sha256": "12"}], "write {"),
-    ],
-)
-def test_entries_that_cannot_be_meant_are_named(tmp_path: Path, keys: list[dict[str, Any]], words: str) -> None:
-    with pytest.raises(SettingsError) as error:
-        created(write(tmp_path / "keys.json", *keys))
-    assert words in str(error.value)
-    assert all(key["sha256"] not in str(error.value) or len(key["sha256"]) < 64 for key in keys)
+BAD: list[tuple[list[dict[str, Any]], str, str]] = [
+    # entries beside those of `c` and `d`, which of the keys `a` and `b` are valid, and what the log says
+    ([entry("a"), entry("b") | {"name": "a", "admin": True}], "a", "two keys are named 'a'; the first one counts"),
+    ([entry("a"), entry("a") | {"name": "z", "admin": True}], "", "'a' and 'z' have the same `sha256`; neither counts"),
+    ([entry("a"), entry("a") | {"name": "z", "sha256": entry("a")["sha256"].upper()}], "", "have the same `sha256`"),
+    ([entry("a"), entry("a"), entry("b") | {"name": "a"}], "b", "'a' and 'a' have the same `sha256`"),
+    ([entry("a"), entry("") | {"name": "unset"}], "a", "'unset' is the hash of an empty key"),
+    ([entry("a"), entry("b", weight=0)], "a", "keys[3]: Expected `float` >= 0.1 - at `$.weight`"),
+    ([entry("a", priority_min=5, priority_max=4), entry("b")], "b", "`priority_min` 5 is greater than `priority_max` 4"),
+    ([entry("a", group="")], "", "length >= 1 - at `$.group`"),
+    ([entry("a", grup="x")], "", "unknown field `grup`"),
+    ([entry("a") | {"sha256": "12"}, 3], "", "; keys[3]: Expected `object`"),  # type: ignore[list-item]
+    ([entry("a")] + 9 * [entry("b", weight=0)], "a", "; and 4 more"),
+]
+
+
+@pytest.mark.parametrize(("entries", "valid", "words"), BAD)
+def test_a_bad_entry_harms_no_other_key(
+    followed: Followed, caplog: pytest.LogCaptureFixture, entries: list[dict[str, Any]], valid: str, words: str
+) -> None:
+    before = followed.reloads("partial")
+    write(followed.file, entry("c"), entry("d"), *entries)
+    followed.wait_valid(f"{valid}cd")
+    wait_until(lambda: len(errors(caplog)) == 2)
+    assert words in errors(caplog)[0]
+    assert entry("a")["sha256"] not in caplog.text
+    assert metric(followed.patient, "yardstick_key_file_problems") >= 1
+    assert metric(followed.patient, "yardstick_key_file_stale") == 0
+    assert followed.reloads("partial") == before + 1
+    created(followed.file)
+    write(followed.file, entry("c"), entry("d"))
+    wait_until(lambda: metric(followed.patient, "yardstick_key_file_problems") == 0)
+
+
+def test_a_gateway_with_a_bad_entry_stays_ready(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
+    """Also after the time for which an unusable file is forgiven, and whatever happens to the file's metadata."""
+    write(followed.file, entry("a"), entry("a") | {"name": "first"}, entry("b"))
+    followed.wait_valid("b")
+    wait_until(lambda: len(errors(caplog)) == 2)
+    before = followed.reloads("partial")
+    for mode in (0o640, 0o600, 0o640):  # as kubelets do for pods with an `fsGroup`
+        followed.file.chmod(mode)
+        time.sleep(STALE / 2)
+    assert followed.hasty.get("/readyz").status_code == 200
+    assert ask(followed.hasty, "b").status_code == 200
+    assert (len(errors(caplog)), followed.reloads("partial")) == (2, before), "unchanged keys are no news"
 
 
 def test_a_gateway_starts_with_a_file_of_keys_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys.json"
     with pytest.raises(SettingsError, match="No such file"):
         created(file)
-    for content, words in (("", "the file is empty"), (" ", "the file is empty"), ("[]", r"keys\.json: not a file of API keys")):
+    for content, words in (
+        ("", "the file is empty"),
+        (" ", "the file is empty"),
+        ("[]", r"keys\.json: not a file of API keys"),
+        ('{"keys": [{}]}', "missing required"),
+    ):
         with pytest.raises(SettingsError, match=words):
             created(replace(file, content))
     assert not caplog.records

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
-from tests.redis import RedisServer
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.limits.limiter import NOTHING, Cost, Lease, Limits, LocalLimiter, used
 
@@ -32,12 +31,6 @@ SCORE = {"query": list(range(1, 101)), "items": [[1] * 100] * 3, "label_token_id
 PROMPT = list(range(1, 201))
 
 Begin = Callable[..., httpx.Client]
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer.start() as running:
-        yield running
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -296,12 +295,6 @@ def test_unloading_races_with_requests(start: Start) -> None:
     assert not wrong
     assert {200, 404} <= statuses <= {200, 404, 503}
     assert score(client, "red").status_code == 404
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer.start() as server:
-        yield server
 
 
 def test_gateways_share_what_was_loaded(start: Start, redis: RedisServer) -> None:

@@ -27,7 +27,7 @@ complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(vers
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 setup: $(READY) ## Create .venv with all dependencies
-serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= PORT= DTYPE=, with any other FLAGS=
+serve: $(READY) ## Serve the demo model, or MODEL=directory, hub id or file.gguf, at HOST= PORT= DTYPE=, with any other FLAGS=
 	@$(BIN)/yardstick serve $(SERVE)
 
 test: $(READY) ## Run the quick tests, and say which parts of them this machine leaves out

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "accuracy": Benchmark("benchmarks.engine.accuracy", "accuracy of bfloat16, FP8 and int8, beside float32", True),
     "gpu": Benchmark("benchmarks.engine.gpu", "a run on a GPU machine, in two calls of 8 minutes"),
     "peers": Benchmark("benchmarks.engine.peers", "scoring on a CPU, beside OpenVINO and llama.cpp"),
+    "gguf": Benchmark("benchmarks.engine.peer_gguf", "a GGUF file on a CPU, beside llama.cpp", True),
     "kernels": Benchmark("benchmarks.kernels.cli", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu", "CPU time of the gateway for each score request"),
     "modules": Benchmark("benchmarks.gateway.modules", "modules and functions of the gateway that a request passes"),

@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
+DEQUANTIZE = ("auto", "on", "off")
 ATTENTION_BACKENDS = {
     "reference": "yardstick_llm.engine.runner.attention.reference:ReferenceAttention",
     "triton": "yardstick_llm.engine.runner.attention.triton:TritonAttention",
@@ -56,8 +57,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Settings of the model and its loop."""
 
     model: str
-    """A model directory in Hugging Face's layout, or a hub id such as ``Qwen/Qwen3-0.6B``."""
-    name: Annotated[str, unset("the last part of ``--model``, or the repository of a snapshot in the hub's cache")]
+    """A model directory in Hugging Face's layout, a hub id such as ``Qwen/Qwen3-0.6B``, or a GGUF file: its path, or
+    ``ORG/NAME:FILE.gguf`` on the hub. Of a file in parts, name the first one."""
+    name: Annotated[str, unset("last part of ``--model`` without ``.gguf``, or the repository of a snapshot in the hub's cache")]
     """The name that clients use for the model."""
     revision: Annotated[str | None, unset("the repository's main branch")] = None
     """Branch, tag or commit of a hub repository. A commit pins the model: a restarted pod serves the same weights."""
@@ -78,6 +80,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
     """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
     on a CPU, in float32 or bfloat16. See Quantisation below.
+    """
+    dequantize: Annotated[str, choices(*DEQUANTIZE)] = "auto"
+    """Make the weights of a quantised checkpoint dense, in ``--dtype``, as they are loaded. ``off`` multiplies with their codes
+    where the device can, which takes their memory. ``auto``: ``off`` on a GPU; on a CPU ``on`` where half of the free memory
+    suffices, because only steps of a few rows are slower with dense weights. See [models.md](models.md#quantised-checkpoints).
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that

@@ -364,6 +364,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     counts as an end there. An output without a thinking section is all answer."""
     thinking: Thinking | None = None
     """Needed where ``applies_to`` names one section."""
+    end_min_p: Share | None = None
+    """The most probable token that ends the section is a candidate, also beyond ``top_k`` and the filters, if it has at least this
+    share of the largest probability. It takes the place of the last of ``top_k``, unless that is 1. None: as any other token."""
 
     @property
     def neutral(self) -> bool:
@@ -547,6 +550,17 @@ class AttentionChoice(msgspec.Struct, frozen=True):
     """Origin of FlashInfer's modules: ``prebuilt``, or ``compiled`` on this machine. Empty for other backends."""
 
 
+class Calibration(msgspec.Struct, frozen=True):
+    """How real remaining lengths differ from those that a length model predicts, measured on answers that it was not trained on."""
+
+    edges: list[float]
+    """Bounds between bins of the value, ascending."""
+    log_ratio: dict[str, list[float]]
+    """Quantiles of ln(real / predicted) in each bin, by their level, such as "0.05" and "0.95"."""
+    states: int
+    """States that they were measured on."""
+
+
 class Info(msgspec.Struct, tag="info", frozen=True):
     """Description of a served model. Constant for the life of the pod."""
 
@@ -566,6 +580,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
+    lenvm_calibration: Calibration | None = None
+    """None without a length model, and for one that names none."""
     classes: list[str] = []
     """Names of the classes of the model's head, in the order of :class:`Classes` rows; one for a reward model."""
     multi_label: bool = False
@@ -703,16 +719,21 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """The first of ``architectures`` in the model's ``config.json``."""
     model_files: dict[str, bytes] = {}
     """Contents of the sentence-transformers files of the directory, by relative path: ``modules.json``,
-    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module."""
+    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module; and of the model's
+    own ``config.json`` the keys with which a cross-encoder names its activation."""
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_GGUF_NAME = re.compile(r"(?:[^:]*:)?([^:]+?)(?:-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
 
 
 def served_name(model: str) -> str:
     """Return the name under which a directory or hub id is served: its last part, NAME for a snapshot in the hub's cache
-    (``models--ORG--NAME/snapshots/…``), and for another directory that is called by a commit, what its ``config.json`` says."""
+    (``models--ORG--NAME/snapshots/…``), and for another directory that is called by a commit, what its ``config.json`` says. A GGUF
+    file is served by its name without ``.gguf`` and the number of its part."""
     path = Path(os.path.abspath(model))  # noqa: PTH100  a link has a name of its own
+    if gguf := _GGUF_NAME.fullmatch(path.name):
+        return gguf[1]
     cached = path.parent.parent.name.split("--") if path.parent.name == "snapshots" else []
     if cached[:1] == ["models"]:
         return cached[-1]

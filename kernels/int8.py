@@ -61,7 +61,11 @@ def pack(weight: Tensor) -> PackedWeight:
     """weight: [out, in], in any dtype, on a CPU."""
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_(min=MIN_PEAK) / MAX_CODE
-    codes = (wide / scales[:, None]).round_().to(torch.int8)
+    return pack_codes((wide / scales[:, None]).round_().to(torch.int8), scales)
+
+
+def pack_codes(codes: Tensor, scales: Tensor) -> PackedWeight:
+    """codes: [out, in] int8; scales: [out] float32."""
     return PackedWeight(torch.ops.onednn.qlinear_prepack(codes, None), scales, torch.zeros(len(codes), dtype=torch.int32))
 
 

@@ -45,7 +45,7 @@ class Program:
         """``directory``: the checkout that ``module`` is imported from; None for the current one."""
         self.port = port or free_port()
         old = directory is not None and not (directory / "src").is_dir()  # a checkout from before there was the package
-        if not module.startswith("tests.") and not old:
+        if not module.startswith(("tests.", "benchmarks.")) and not old:
             module = f"yardstick_llm.{module}"
         command = [sys.executable, "-m", module, "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True, env=os.environ | environment)

@@ -3,7 +3,8 @@
 Arguments: runtime, checkpoint, format, threads. The checkpoint is prepared with the runtime's own tools in the format (``float32``
 or ``int8``; OpenVINO also ``bfloat16`` or ``bfloat16-int8``); then ``{"ready": VERSION}`` is printed. Each line of standard input
 has prompts of equal length, and two labels; each answer is a line with the labels' log-probabilities after each prompt and the
-seconds that this took, of the clock and of CPU time.
+seconds that this took, of the clock and of CPU time. llama.cpp also takes a GGUF file, whose answers have no log-probabilities, and
+a third value: the number of greedy tokens to write after each prompt.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-Score = Callable[[list[list[int]]], Any]
-"""Computes prompts; the result is passed to :data:`Read`."""
+Score = Callable[..., Any]
+"""Computes prompts, and writes tokens if it gets their number; the result is passed to :data:`Read`."""
 Read = Callable[[Any, list[list[int]], list[int]], list[list[float]]]
 """Returns the labels' log-probabilities after each prompt."""
 CALIBRATION = 8
@@ -104,26 +105,29 @@ def llamacpp(checkpoint: str, form: str, threads: int) -> tuple[Score, Read, str
     """
     import xllamacpp
 
-    vocabulary = json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
+    given = Path(checkpoint) if checkpoint.endswith(".gguf") else None
+    vocabulary = 0 if given else json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
     rows: list[list[float]] = []
 
-    def complete(prompts: list[list[int]], probabilities: int = 0) -> list[Any]:
-        asked = {"prompt": prompts, "n_predict": 1, "n_probs": probabilities, "temperature": 0.0, "cache_prompt": False}
+    def complete(prompts: list[list[int]], tokens: int = 1, probabilities: int = 0) -> list[Any]:
+        asked = {"prompt": prompts, "n_predict": tokens, "n_probs": probabilities, "temperature": 0.0, "cache_prompt": False}
+        asked["ignore_eos"] = True
         answer = runtime.handle_completions(asked)
         if "error" in answer or len(answer["choices"]) != len(prompts):
             raise RuntimeError(f"llama.cpp answered {str(answer)[:500]}")
         return sorted(answer["choices"], key=lambda choice: choice["index"])
 
     def read(_: Any, prompts: list[list[int]], labels: list[int]) -> list[list[float]]:
-        for prompt in () if rows else prompts:
-            (choice,) = complete([prompt], vocabulary)
+        for prompt in () if rows or given else prompts:
+            (choice,) = complete([prompt], probabilities=vocabulary)
             found = {top["id"]: top["logprob"] for top in choice["logprobs"]["content"][0]["top_logprobs"]}
             rows.append([found[label] for label in labels])
         return rows
 
     with tempfile.TemporaryDirectory(prefix="yardstick-bench-gguf-") as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(Path(checkpoint), path, form)
+        path = given or Path(folder) / "model.gguf"
+        if given is None:
+            write_gguf(Path(checkpoint), path, form)
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_parallel = PROMPTS  # all prompts of a request are one batch
@@ -197,9 +201,9 @@ def main(runtime: str, checkpoint: str, form: str, threads: str) -> None:
     score, read, version = RUNTIMES[runtime](checkpoint, form, int(threads))
     print(json.dumps({"ready": version}), file=answers, flush=True)
     for line in sys.stdin:
-        prompts, labels = json.loads(line)
+        prompts, labels, *tokens = json.loads(line)
         start, cpu = time.perf_counter(), time.process_time()
-        found = score(prompts)
+        found = score(prompts, *tokens)
         spent = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
         print(json.dumps({"rows": read(found, prompts, labels), **spent}), file=answers, flush=True)
 

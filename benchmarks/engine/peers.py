@@ -75,8 +75,15 @@ class Peer:
     def score(self, message: wire.Score) -> Scores:
         """Score all prompts of a request as one batch."""
         assert isinstance(message.readout, wire.Labels)
+        return self._ask([message.prefix + branch for branch in message.branches], message.readout.tokens)
+
+    def write(self, prompts: list[list[int]], tokens: int) -> Spent:
+        """Write as many greedy tokens after each prompt, all at once; only llama.cpp can. Returns the time that it took."""
+        self._ask(prompts, [], tokens)
+        return self.spent
+
+    def _ask(self, *asked: Any) -> Scores:
         assert self._process.stdin is not None
-        asked = [[message.prefix + branch for branch in message.branches], message.readout.tokens]
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = self._read()

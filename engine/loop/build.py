@@ -22,10 +22,13 @@ from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
-from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.files import ModelError, is_gguf
+from yardstick_llm.engine.models.formats import stored
+from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
-from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
-from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
+from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm
+from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
 from yardstick_llm.engine.models.lora.reader import AdapterReader, blank_adapter, capacity_of
@@ -54,6 +57,7 @@ from yardstick_llm.engine.runner.lenvm.graphs import COUNTED_PARTS, PARTS, PassG
 from yardstick_llm.engine.runner.lenvm.passes import WIDTHS
 from yardstick_llm.engine.runner.machine import (
     StepThreads,
+    available_memory,
     default_running_requests,
     default_slots,
     device_of,
@@ -79,6 +83,8 @@ T = TypeVar("T")
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 """Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is computed
 alone."""
+DENSE_SHARE = 0.5
+"""Part of the free memory that dequantised weights may take on a CPU, unless ``--dequantize on`` asks for them."""
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
 """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token. Measured for
 CPUs (docs/generation.md), not for GPUs."""
@@ -139,6 +145,9 @@ def check_settings(settings: EngineSettings, config: ModelConfig) -> None:
         raise ModelError("LoRA adapters cannot be used with --tensor-parallel; leave one of the two out.")
     if settings.takes_adapters and settings.kv_dtype != "auto":
         raise ModelError("LoRA adapters cannot be used with --kv-dtype fp8, whose scales hold for the base model; leave one out.")
+    if settings.dequantize == "off" and (shared or settings.quantize is not None):
+        other = "--tensor-parallel" if shared else "--quantize"
+        raise ModelError(f"--dequantize off cannot be used with {other}, which converts dense weights; leave one of the two out.")
     if settings.expert_parallel not in (1, settings.tensor_parallel):
         raise ModelError(
             f"--expert-parallel is {settings.expert_parallel}, but must be 1 or --tensor-parallel, which is "
@@ -218,11 +227,13 @@ def build_loop(settings: EngineSettings) -> Loop:
     if is_whole:
         return build_whole_loop(settings, model, device, dtype)
     shared = settings.tensor_parallel > 1
+    quantize = stored.NAME if keeps_codes(directory, settings, dtype, device) else settings.quantize
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
-        decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
-    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
+        form = format_of(quantize, device, dtype)
+        decoder = load_model(directory, dtype, form, settings.max_context, device).to(device)
+    digest = fingerprint(directory, dtype, quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     paired = None
     if settings.lenvm_model is not None:
@@ -234,23 +245,37 @@ def build_loop(settings: EngineSettings) -> Loop:
     return assemble(decoder, settings, digest, paired, vocabulary, threads)
 
 
+def keeps_codes(directory: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether layers multiply with the codes of a quantised checkpoint; see :attr:`EngineSettings.dequantize`."""
+    method = method_of(directory)
+    if method is None or settings.quantize is not None or settings.tensor_parallel > 1 or settings.dequantize == "on":
+        return False
+    needed = dense_bytes(directory, dtype)
+    keeps = settings.dequantize == "off" or device.type == "cuda" or needed > available_memory() * DENSE_SHARE
+    what = "layers multiply with its codes" if keeps else "they are dequantised"
+    logger.info("weights of the format %s: %s; dense weights take %d MiB (--dequantize)", method, what, needed >> 20)
+    return keeps
+
+
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary | None:
     """Load what grammars need of a model; None where it does not write text, or where its tokeniser or end of text is unknown."""
     path = directory / "tokenizer.json"
-    if not (config.lm_head and config.eos_token_ids and path.is_file()):
+    if not (config.lm_head and config.eos_token_ids and (is_gguf(directory) or path.is_file())):
         return None
     try:
-        return load_vocabulary(path.read_bytes(), config.vocab_size, config.eos_token_ids)
+        written = tokenizer_json(directory) if is_gguf(directory) else path.read_bytes()
+        return load_vocabulary(written, config.vocab_size, config.eos_token_ids)
     except VocabularyError as error:
         logger.warning("outputs cannot follow grammars: %s", error)
         return None
 
 
 class PairedLenVM(NamedTuple):
-    """A length model and its gamma."""
+    """A length model and what is known of it."""
 
     model: LenVM
     gamma: float
+    calibration: wire.Calibration | None = None
 
 
 def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
@@ -265,7 +290,7 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma))
+    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma), calibration_of(directory))
 
 
 def assemble(
@@ -306,8 +331,9 @@ def assemble(
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
-    info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
-    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
+    calibration = None if paired is None else paired.calibration
+    info = describe(config, settings, slots, digest, *length, calibration=calibration, grammar=vocabulary is not None)
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype, decoder.weight_format)
     size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
     registry = make_registry(memory, decoder, settings, info)

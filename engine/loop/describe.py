@@ -18,9 +18,10 @@ def describe(
     lenvm: LenVM | None = None,
     gamma: float | None = None,
     *,
+    calibration: wire.Calibration | None = None,
     grammar: bool = False,
 ) -> wire.Info:
-    """Return the description of the model and its limits for the gateway. ``gamma``: of the length model, if there is one.
+    """Return the description of the model and its limits for the gateway. ``gamma``, ``calibration``: of the length model.
     Head rows that only one of two models has are padding."""
     vocab_size = config.vocab_size if lenvm is None else min(config.vocab_size, lenvm.config.vocab_size)
     able = {
@@ -50,6 +51,7 @@ def describe(
             max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
         ),
         lenvm_gamma=gamma,
+        lenvm_calibration=calibration,
         classes=list(config.classes),
         multi_label=config.multi_label,
         regression=config.regression,

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = "pytorch_model.bin"
+PICKLED, PICKLED_SUFFIXES = "pytorch_model.bin", (".bin", ".pt")
 MAX_PICKLED_BYTES, MAX_PICKLE_BYTES = 16 << 30, 64 << 20
 """Most bytes of a file with pickled weights, and of the pickle in it, which names its tensors."""
 VALUE_HEAD = "value_head.safetensors"
@@ -45,6 +49,55 @@ class Stored:
     """In safetensors' spelling: F32, BF16, ..."""
     name: str
     """Name in the file."""
+
+
+class Read(Protocol):
+    """A function that reads tensors."""
+
+    def __call__(self, stored: Stored, at: tuple[slice, ...] | EllipsisType = ..., /) -> Tensor:
+        """The stretch ``at`` of a tensor; all of it unless given."""
+
+
+@dataclass(frozen=True)
+class StoredCodes(Stored):
+    """A weight that a file stores as codes, or in another layout. Shape and name are those of the weight, and dtype names the
+    format."""
+
+    load: Callable[[Read], CodedWeight | Tensor]
+    """Reads the weight's parts. Raises :class:`ModelError` whose text continues "Tensor X in FILE ..." where they do not fit."""
+
+
+def read_codes(stored: StoredCodes, read: Read) -> CodedWeight | Tensor:
+    """The weight: codes, or a dense matrix. Raises :class:`ModelError`."""
+    try:
+        found = stored.load(read)
+    except ModelError as error:
+        raise ModelError(f"Tensor {stored.name} in {stored.path.name} {error}; download the model again.") from None
+    if found.shape != stored.shape:
+        raise ModelError(
+            f"Tensor {stored.name} in {stored.path.name} has shape {list(found.shape)}, not {list(stored.shape)}; {_MISMATCH}."
+        )
+    return found
+
+
+@contextmanager
+def reading() -> Iterator[Read]:
+    """A function that reads tensors, whose files stay open until the end. It raises SafetensorError or OSError for damaged ones."""
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+
+        def read(stored: Stored, at: tuple[slice, ...] | EllipsisType = ..., /) -> Tensor:
+            file = files.get(stored.path)
+            if file is None and stored.path.suffix in PICKLED_SUFFIXES:
+                file = files[stored.path] = read_pickled(stored.path)
+            elif file is None:
+                file = files[stored.path] = stack.enter_context(safe_open(stored.path, framework="pt"))
+            if isinstance(file, dict):
+                tensor: Tensor = file[stored.name]
+                return tensor[at]
+            return file.get_tensor(stored.name) if at is ... else file.get_slice(stored.name)[at]  # type: ignore[no-any-return]
+
+        yield read
 
 
 def read_headers(directory: Path, *, pickled: bool = False) -> dict[str, Stored]:
@@ -144,7 +197,7 @@ def check(
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} has shape {list(found.shape)}, not {list(tensor.shape)}; {_MISMATCH}."
             )
-        if found.dtype not in _DTYPES:
+        if found.dtype not in _DTYPES and not isinstance(found, StoredCodes):
             raise ModelError(
                 f"Tensor {found.name} in {found.path.name} is stored as {found.dtype}, which is not supported; "
                 "use a checkpoint in float32, float16 or bfloat16."
@@ -156,23 +209,37 @@ def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 
 
     Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length.
     """
+    for name, read in _in_files(stored, views):
+        view, source = views[name], stored[name]
+        at = ... if view.shape == source.shape else _stretches(view.shape, source.shape, part)
+        found = read_codes(source, read) if isinstance(source, StoredCodes) else read(source, at)
+        if isinstance(found, CodedWeight) and at is ...:
+            found.fill(view)
+        else:
+            dense = found.dequantize() if isinstance(found, CodedWeight) else found
+            view.copy_(dense[at] if isinstance(source, StoredCodes) else dense)
+
+
+def read_all_codes(stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, CodedWeight]:
+    """Those of the named weights that are stored as codes. Raises :class:`ModelError`."""
+    found = {}
+    for name, read in _in_files(stored, names):
+        source = stored[name]
+        weight = read_codes(source, read) if isinstance(source, StoredCodes) else None
+        if isinstance(weight, CodedWeight):
+            found[name] = weight
+    return found
+
+
+def _in_files(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tuple[str, Read]]:
+    """The names, file by file, and what reads their tensors. Raises :class:`ModelError` for a file that is damaged."""
     names_of: dict[Path, list[str]] = {}
-    for name in views:
+    for name in names:
         names_of.setdefault(stored[name].path, []).append(name)
-    for path, names in names_of.items():
-        if path.suffix in (".bin", ".pt"):
-            tensors = read_pickled(path)
-            for name in names:
-                views[name].copy_(tensors[stored[name].name])
-            continue
+    for path, inside in names_of.items():
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    view, source = views[name], stored[name]
-                    if view.shape == source.shape:
-                        view.copy_(file.get_tensor(source.name))
-                    else:
-                        view.copy_(file.get_slice(source.name)[_stretches(view.shape, source.shape, part)])
+            with reading() as read:
+                yield from ((name, read) for name in inside)
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from yardstick_llm.engine.models import checkpoint
-from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.gguf.config import configuration, pooling_of
 from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
@@ -263,12 +264,15 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`. Raises :class:`ModelError`.
     """
-    generation = directory / "generation_config.json"
-    config = parse_config(read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}, max_context)
+    config = parse_config(*_read_configuration(directory), max_context)
     if config.vision is not None:
         vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
         config = dataclasses.replace(config, vision=vision)
-    pooling = load_pooling(directory, config.hidden_size)
+    if is_gguf(directory):
+        mode = pooling_of(directory)
+        pooling = None if mode is None else Pooling(mode)
+    else:
+        pooling = load_pooling(directory, config.hidden_size)
     if pooling is None and not (config.lm_head or config.classes):
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head, and there is no {MODULES_FILE} with a Pooling "
@@ -283,6 +287,14 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
         config = dataclasses.replace(config, max_context=min(config.max_context, max_seq_length(directory) or config.max_context))
     lm_head = config.lm_head and not checkpoint.saved_without_head(checkpoint.read_headers(directory))
     return dataclasses.replace(config, pooling=pooling, lm_head=lm_head)
+
+
+def _read_configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` and ``generation_config.json``; of a GGUF file, what its metadata stand for."""
+    if is_gguf(directory):
+        return configuration(directory), {}
+    generation = directory / "generation_config.json"
+    return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, max_context: int | None = None) -> ModelConfig:
@@ -347,7 +359,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
 
 def architecture_of(directory: Path) -> str:
     """Return the architecture of the model in ``directory``. Raises :class:`ModelError`."""
-    raw = read_json(directory / "config.json")
+    raw = _read_configuration(directory)[0]
     try:
         return _architecture(raw)
     except ModelError:
@@ -416,8 +428,6 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
         old = family.gelu and key == "hidden_act" and keys.text(key, known) == OLD_GELU
         if keys.text(key, known) != known and not old:
             raise keys.error(key, f"is not supported; only {known} is")
-    if keys.present("quantization_config"):
-        raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
     for key, causal in CAUSAL_KEYS:
         if keys.flag(key, causal) is not causal and family.head == "lm":
             raise keys.error(

@@ -286,6 +286,8 @@ class Decoder(nn.Module):
         """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
         self.projected = Projected(() if config.pooling is None else config.pooling.projections)
         """After pooling."""
+        self.weight_format: str | None = None
+        """Format of the file's codes, and whether layers multiply with them; None for a file of dense weights."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]

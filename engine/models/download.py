@@ -4,7 +4,7 @@
 
 It runs before engines start. A Job can fill a volume that many engines share, and an init container one that a pod keeps. With
 ``--wait SECONDS`` nothing is downloaded: the command returns when another process has downloaded them into the same cache.
-Directories need no download.
+Directories and files need no download.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ POLL_SECONDS = 1.0
 def main() -> int:
     """Download, or wait for, the models of the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m yardstick_llm.engine.models.download", description=__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL[@REVISION]", help="hub id and branch, tag or commit; or a directory")
+    kinds = "hub id, or ORG/NAME:FILE.gguf, and branch, tag or commit; or a directory or a file"
+    parser.add_argument("models", nargs="*", metavar="MODEL[@REVISION]", help=kinds)
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH", help="LoRA adapter, as for the engine")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait for another process that downloads them")
     chosen = parser.parse_args()
@@ -34,7 +35,7 @@ def main() -> int:
     wanted += [(adapter.partition("=")[2], ADAPTER_FILES) for adapter in chosen.lora]
     try:
         for source, files in wanted:
-            if not Path(source).is_dir():
+            if not Path(source).exists():
                 _download(source, files) if chosen.wait is None else _wait(source, files, chosen.wait)
     except (ModelError, OSError) as error:
         print(f"yardstick_llm.engine.models.download: {error}", file=sys.stderr)

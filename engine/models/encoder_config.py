@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, class_names
-from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.pooling import (
     MODULES_FILE,
     SPARSE_MODULES,
@@ -401,7 +401,11 @@ class EncoderConfig:
 
 def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
-    return Keys(read_json(directory / "config.json"), "config.json").strings("architectures")[0] in FAMILIES
+    if is_gguf(directory):
+        return False
+    keys = Keys(read_json(directory / "config.json"), "config.json")
+    # Where there is none, that of a model of text and images is in another place.
+    return keys.present("architectures") and keys.strings("architectures")[0] in FAMILIES
 
 
 def load_encoder_config(directory: Path, max_context: int | None = None) -> EncoderConfig:

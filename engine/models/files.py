@@ -16,6 +16,11 @@ class ModelError(Exception):
     """
 
 
+def is_gguf(model: Path) -> bool:
+    """Whether ``model`` is a GGUF file and no model directory."""
+    return model.suffix.lower() == ".gguf" and not model.is_dir()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises :class:`ModelError` that names the file."""
     try:
@@ -67,6 +72,10 @@ class Keys:
         if not _is_number(value):
             raise self._wrong(key, value, "a number greater than 0")
         return float(value)
+
+    def is_whole(self, key: str) -> bool:
+        """Whether the key is absent or -1, which stands for all."""
+        return self._raw.get(key) in (None, -1)
 
     def numbers(self, key: str) -> list[float]:
         """A list of at least one finite number greater than 0."""

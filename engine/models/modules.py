@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.pooling import Projection
 from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
 from yardstick_llm.kernels.linear import PackedWeight, linear
@@ -204,6 +205,10 @@ class ConvertedLinear(nn.Module):
         """Convert ``weight``, [out, in] or [experts, out, in], which can be overwritten afterwards."""
         raise NotImplementedError
 
+    def fill_codes(self, weight: CodedWeight) -> None:
+        """Take codes as a file has them; a layer that is chosen for them overrides it."""
+        raise NotImplementedError
+
 
 def convert_parts(layer: nn.Module, parts: Mapping[str, Callable[[Any], nn.Module]]) -> None:
     """Replace the named parts of a layer by those that ``parts`` makes like them. The memory of the old ones is freed."""
@@ -212,10 +217,13 @@ def convert_parts(layer: nn.Module, parts: Mapping[str, Callable[[Any], nn.Modul
 
 
 @torch.no_grad()
-def fill_parts(layer: nn.Module, source: nn.Module) -> None:
-    """Convert the weights of ``source`` into ``layer``, whose other parameters are like those of ``source``."""
+def fill_parts(layer: nn.Module, source: nn.Module, codes: dict[str, CodedWeight] | None = None) -> None:
+    """Convert the weights of ``source`` into ``layer``, whose other parameters are like those of ``source``. ``codes``: of the
+    parts that take them in place of weights; it is emptied."""
     for name, parameter in layer.named_parameters():  # norms and biases
         parameter.copy_(source.get_parameter(name))
     for name, part in layer.named_modules():
-        if isinstance(part, ConvertedLinear):
+        if isinstance(part, ConvertedLinear) and codes is not None and name in codes:
+            part.fill_codes(codes.pop(name))
+        elif isinstance(part, ConvertedLinear):
             part.fill(source.get_parameter(f"{name}.weight"))

@@ -142,6 +142,17 @@ class LongRope(Rope):
         return self.attention_factor
 
 
+@dataclass(frozen=True)
+class FactorRope(Rope):
+    """Each wavelength is stretched by a factor of its own: Llama 3's scaling, as GGUF files store it."""
+
+    factors: tuple[float, ...]
+    """[rotary_dim / 2]"""
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        return _plain_frequencies(self.theta, head_dim) / torch.tensor(self.factors, dtype=torch.float32)
+
+
 def long_attention_factor(factor: float, original_context: int) -> float:
     """LongRoPE's attention factor where the configuration gives none. ``factor``: longest context over the original one."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))
@@ -163,6 +174,8 @@ def _plain_frequencies(theta: float, head_dim: int) -> Tensor:
 
 OLD_NAMES = ("su", "yarn")
 """Older names of ``longrope`` in configurations of Phi-3."""
+FACTORS = "factors"
+"""``rope_type`` of :class:`FactorRope`, in configurations that are made from GGUF files."""
 LOCAL_THETA = "rope_local_base_freq"
 """Key of the base of the rotation in layers with a window."""
 
@@ -234,6 +247,8 @@ def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain:
         return LinearRope(theta, inner.number("factor"))
     if kind == "yarn":
         return _parse_yarn(inner, theta, original)
+    if kind == FACTORS:
+        return FactorRope(theta, tuple(inner.numbers("factors")))
     raise inner.error("rope_type", f"({kind}) is not supported; use default, linear, llama3 or yarn")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import msgspec
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.checkpoint import PICKLED, SINGLE
 from yardstick_llm.engine.models.config import architecture_of
-from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
 from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILE, read_modules
 from yardstick_llm.engine.settings import EngineSettings
 
@@ -46,29 +48,43 @@ ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "config.jso
 """Files of a LoRA adapter's repository."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern}):(?P<file>(?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf)", re.ASCII)
+_FIRST_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.ASCII)
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """Split ``ORG/NAME@REVISION`` into the hub id and the revision; a directory has none."""
-    if Path(source).expanduser().is_dir():
+    """Split ``ORG/NAME@REVISION`` into the hub id and the revision; a directory or a file has none."""
+    if Path(source).expanduser().exists():
         return source, None
     name, _, revision = source.partition("@")
     return name, revision or None
 
 
 def locate(model: str | Path, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """The directory of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B``.
+    """The directory or GGUF file of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B`` or a GGUF file in
+    a repository, such as ``Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf``; of a file in parts, all are downloaded.
 
     ``revision``: branch, tag or commit of the repository; None: its main branch. ``files``: those to download.
     Raises :class:`ModelError` where there is no such directory, repository or revision, or no network and no earlier download.
     """
     directory = Path(model).expanduser()
-    if directory.is_dir():
+    if directory.is_dir() or (is_gguf(directory) and directory.is_file()):
         if revision is not None:
-            raise ModelError(f"{model} is a directory, which has no revision {revision}; leave the revision out.")
+            raise ModelError(f"{model} is a local path, which has no revision {revision}; leave the revision out.")
         return directory
+    if hub_file := _HUB_FILE.fullmatch(str(model)):
+        pattern = _FIRST_PART.sub(r"-*-of-\1.gguf", hub_file["file"])
+        path = _download(hub_file["hub_id"], revision, [pattern]) / hub_file["file"]
+        if not path.is_file():
+            raise ModelError(f"The hub model {hub_file['hub_id']} has no file {hub_file['file']}; look at its list of files.")
+        return path
+    if is_gguf(directory) and not directory.exists():
+        raise ModelError(f"There is no file {model}; check its path, or give ORG/NAME:FILE.gguf for a file of the hub.")
     if directory.exists() or not _HUB_ID.fullmatch(str(model)):
-        raise ModelError(f"{model} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
+        raise ModelError(
+            f"{model} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B, or a GGUF file: its path, or"
+            " ORG/NAME:FILE.gguf on the hub."
+        )
     return _download(str(model), revision, files)
 
 
@@ -104,7 +120,7 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
 
 
 def located(settings: EngineSettings) -> EngineSettings:
-    """``settings`` with directories as models, so that all processes of an engine load the same files although a branch of a
+    """``settings`` with local paths as models, so that all processes of an engine load the same files although a branch of a
     repository may move. Raises :class:`ModelError`.
     """
     model = locate(settings.model, settings.revision)
@@ -118,7 +134,14 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
-    """Return the tokeniser files of a model directory, for the gateway. Raises :class:`ModelError` if there are none."""
+    """Return the tokeniser files of a model, for the gateway. Raises :class:`ModelError` if there are none."""
+    if is_gguf(directory):
+        return wire.TokenizerFiles(
+            tokenizer_json=tokenizer_json(directory),
+            chat_template=chat_template(directory),
+            special_tokens=special_tokens(directory),
+            architecture=architecture_of(directory),
+        )
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ModelError("There is no tokenizer.json in the model directory; the gateway needs one to turn text into tokens.")
@@ -135,6 +158,9 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
 
 
 MAX_MODEL_FILE_BYTES = 256 << 10
+CONFIG_FILE = "config.json"
+ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
+"""Keys with which ``config.json`` of a cross-encoder names its activation."""
 
 
 def _model_files(directory: Path) -> dict[str, bytes]:
@@ -146,7 +172,10 @@ def _model_files(directory: Path) -> dict[str, bytes]:
     for name, path in found.items():
         if path.stat().st_size > MAX_MODEL_FILE_BYTES:
             raise ModelError(f"{name} in the model directory has more than {MAX_MODEL_FILE_BYTES >> 10} KiB; download it again.")
-    return {name: path.read_bytes() for name, path in found.items()}
+    config = directory / CONFIG_FILE
+    named = {key: value for key, value in read_json(config).items() if key in ACTIVATION_KEYS} if config.is_file() else {}
+    kept = {CONFIG_FILE: json.dumps(named).encode()} if named else {}
+    return {name: path.read_bytes() for name, path in found.items()} | kept
 
 
 def _preset(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.lenvm.plain import GAMMA, Plain
 from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
+from tests.engine.models.published_files import write_quantised
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -125,6 +126,18 @@ class RoundedLinear(nn.Module):
         rows = rounded(x.flatten(0, -2)).view(x.shape)
         product = rows @ self.weight.T + (rows if self.shared else x) @ self.addition.T
         return product if self.bias is None else product + self.bias
+
+
+def test_codes_of_a_quantised_checkpoint_take_adapters(tmp_path: Path) -> None:
+    """The weights that the codes stand for, and on top of them an adapter, merged."""
+    rng, source, adapter = random.Random(2), make_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "adapter"
+    quantised, dense = write_quantised(source, tmp_path, "w4a16 asymmetric")
+    write_adapter(adapter, load(dense), ALL, seed=1, rank=4)
+    loop, start = build(quantised, adapter, dequantize="off"), some_tokens(rng, 4, 4)
+    assert loop.info.arithmetic == "float32, codes of compressed-tensors"
+    prompts = [start + some_tokens(rng, 20, 40) for _ in range(4)]
+    for digest, merged in zip(digests(loop), (load(dense), merge(load(dense), adapter)), strict=True):
+        torch.testing.assert_close(scores(loop, digest, prompts), logprobs(merged, prompts), rtol=0, atol=1e-4)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -208,10 +208,12 @@ def sampling() -> dict[str, Launch]:
 
 def products() -> dict[str, Launch]:
     """The fused ones load through tensor descriptors. That of codes spills some registers once a tile with Triton 3.7."""
+    from yardstick_llm.kernels.block_scaled import block_scaled_linear_triton
     from yardstick_llm.kernels.counted_linear import counted_linear_triton
     from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
     from yardstick_llm.kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
     from yardstick_llm.kernels.linear_silu_mul import linear_silu_mul_triton
+    from yardstick_llm.kernels.weight_only import Codes, weight_only_linear_triton
 
     def counted(size: int, columns: int, bias: Tensor | None) -> Tensor:
         return counted_linear_triton(bf16(1280, size), bf16(columns, size), bias, longs(1))
@@ -231,6 +233,15 @@ def products() -> dict[str, Launch]:
         scales = {"x_scales": torch.empty(2048, 1), "weight_scales": torch.empty(columns, 1)} if coded else {}
         return linear_qk_norm_rope_triton(x, weight, bias, norm, norm, 1e-6, angles, angles, cache, cache, longs(2048), **scales)
 
+    def coded(rows: int, bits: int) -> Tensor:
+        codes = torch.zeros((6144, 2048 if bits == 4 else 4096), dtype=torch.uint8)
+        shift = bf16(6144, 32)
+        return weight_only_linear_triton(bf16(rows, 4096), Codes(codes, shift, shift, None, 64 if bits == 4 else 0))
+
+    def blocks(rows: int) -> Tensor:
+        x, scales = (bf16(rows, 4096).to(FP8), torch.empty(rows, 32)), torch.empty(48, 32)
+        return block_scaled_linear_triton(x, bf16(6144, 4096).to(FP8), scales, (128, 128), None, BF16)
+
     def gates(size: int, columns: int, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:
         return linear_silu_mul_triton(bf16(2048, size), bf16(2 * columns, size), bias, gelu=gelu)
 
@@ -242,6 +253,12 @@ def products() -> dict[str, Launch]:
         "experts of 1000 rows": Launch(lambda: experts(1000), (WIDE,)),
         "experts of 4 rows in FP8": Launch(lambda: experts(4, coded=True), (NARROW + r"\S*f16",)),
         "experts of 1000 rows in FP8": Launch(lambda: experts(1000, coded=True), (WIDE + r"\S*e4m3",)),
+        "4 bits, 8 rows": Launch(lambda: coded(8, 4), ("mma",)),
+        "4 bits, 1000 rows": Launch(lambda: coded(1000, 4), ("mma",)),
+        "8 bits, 8 rows": Launch(lambda: coded(8, 8), ("mma",)),
+        "8 bits, 1000 rows": Launch(lambda: coded(1000, 8), ("mma",)),
+        "blocks in FP8, 8 rows": Launch(lambda: blocks(8), ("mma",)),
+        "blocks in FP8, 1000 rows": Launch(lambda: blocks(1000), (WIDE + r"\S*e4m3",)),
         "product and SiLU": Launch(lambda: gates(1024, 3072), fused),
         "product and GELU": Launch(lambda: gates(3584, 18944, bf16(2 * 18944), gelu=True), fused),
         "product, norm and rope": Launch(lambda: rope(16, 8, 128, normed=True, biased=False), fused),

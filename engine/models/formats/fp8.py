@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.decoder import MLP, DecoderLayer
 from yardstick_llm.engine.models.encoder import Layer, Model
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import (
     ConvertedLinear,
     Experts,
@@ -62,6 +63,10 @@ class QuantizedLinear(ConvertedLinear):
         self.weight.copy_(codes)
         self.scales.copy_(scales)
 
+    def fill_codes(self, weight: CodedWeight) -> None:
+        self.weight.copy_(weight.codes)
+        self.scales.copy_(weight.by_row().scales)
+
     def forward(self, x: Codes) -> Tensor:
         """[rows, in] -> [rows, out], in the model's dtype"""
         return scaled_linear(*x, self.weight, self.scales, self.bias, self.dtype)
@@ -92,6 +97,10 @@ class QuantizedGroupedLinear(ConvertedLinear):
             codes, scales = quantize_rows(matrix)
             self.weight[expert].copy_(codes)
             self.scales[expert].copy_(scales)
+
+    def fill_codes(self, weight: CodedWeight) -> None:
+        self.weight.copy_(weight.codes.view(self.weight.shape))
+        self.scales.copy_(weight.by_row().scales.view(self.scales.shape))
 
     def forward(self, x: Codes, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:
         """[rows, in] -> [rows · chosen, out], in the model's dtype; see :func:`kernels.grouped_experts.grouped_scaled_linear`."""
@@ -139,7 +148,7 @@ BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attentio
 def convert(layer: Layer) -> None:
     """Give a layer its parts in FP8, uninitialised, in place of those it has."""
     assert isinstance(layer, DecoderLayer)
-    convert_parts(layer, _parts(layer))
+    convert_parts(layer, parts_of(layer))
     if isinstance(layer.mlp, Experts):
         layer.mlp.input, layer.mlp.gate = quantize_rows, silu_mul_quantized
     for mlp in layer.modules():
@@ -147,7 +156,8 @@ def convert(layer: Layer) -> None:
             mlp.gate = gelu_mul_quantized if mlp.gelu else silu_mul_quantized
 
 
-def _parts(layer: DecoderLayer) -> Parts:
+def parts_of(layer: DecoderLayer) -> Parts:
+    """The parts that :func:`convert` replaces."""
     wanted = ATTENTION | (EXPERTS if isinstance(layer.mlp, Experts) else DENSE)
     if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
         wanted |= SHARED
@@ -182,7 +192,7 @@ def check_shapes(decoder: Model) -> None:
     """Raises :class:`ModelError` where a GPU could not multiply with the layers' matrices; a CPU takes no others, either."""
     layers = {type(layer.mlp): layer for layer in decoder.layers if isinstance(layer, DecoderLayer)}
     for layer in layers.values():
-        for name in _parts(layer):
+        for name in parts_of(layer):
             module = layer.get_submodule(name)
             if isinstance(module, Linear | GroupedLinear) and any(side % SIDE for side in module.weight.shape[-2:]):
                 raise ModelError(

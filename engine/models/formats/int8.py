@@ -15,6 +15,7 @@ from torch import Tensor
 from yardstick_llm.engine.models.decoder import MLP, Rows
 from yardstick_llm.engine.models.encoder import FeedForward, Layer, Model
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
 from yardstick_llm.kernels.int8 import (
     INSTRUCTIONS,
@@ -25,6 +26,7 @@ from yardstick_llm.kernels.int8 import (
     int8_gated,
     int8_linear,
     pack,
+    pack_codes,
 )
 from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 
@@ -39,6 +41,9 @@ class Int8Linear(ConvertedLinear):
     def fill(self, weight: Tensor) -> None:
         self.weight = pack(weight)
 
+    def fill_codes(self, weight: CodedWeight) -> None:
+        self.weight = pack_codes(weight.codes, weight.by_row().scales.flatten())
+
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
         return int8_linear(x, self.weight, self.bias)
@@ -48,7 +53,7 @@ def convert(layer: Layer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
     convert_parts(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
     if isinstance(layer.mlp, MLP):
-        layer.mlp.compute = _compute_mlp
+        layer.mlp.compute = compute_mlp
     elif isinstance(layer.mlp, FeedForward):
         layer.mlp.compute = _compute_feed_forward
 
@@ -61,7 +66,7 @@ def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
     return int8_activated(x, gate_up, down, mlp.activated)
 
 
-def _compute_mlp(mlp: MLP, x: Rows) -> Tensor:
+def compute_mlp(mlp: MLP, x: Rows) -> Tensor:
     """[tokens, hidden] -> [tokens, hidden]; what is between the projections in one operation, unless adapters change them."""
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     if not (isinstance(x, Tensor) and isinstance(gate_up, Int8Linear) and isinstance(down, Int8Linear)):

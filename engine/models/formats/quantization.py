@@ -133,9 +133,9 @@ def pack_head(decoder: Decoder, form: str | None) -> None:
         decoder.packed_head = pack(decoder.head_weight.detach(), ONEDNN if has_onednn else None)
 
 
-def arithmetic_of(dtype: torch.dtype, quantize: str | None, kv_dtype: str = "auto") -> str:
-    """:attr:`engine.wire.Info.arithmetic`."""
-    parts = [str(dtype).removeprefix("torch.")]
+def arithmetic_of(dtype: torch.dtype, quantize: str | None, kv_dtype: str = "auto", weights: str | None = None) -> str:
+    """:attr:`engine.wire.Info.arithmetic`. ``weights``: :attr:`Decoder.weight_format`."""
+    parts = [str(dtype).removeprefix("torch.")] + ([] if weights is None else [weights])
     if quantize is not None:
         parts.append(f"matrix products in {quantize}" + (f" ({instructions()})" if quantize == "int8" else ""))
     if kv_dtype != "auto":

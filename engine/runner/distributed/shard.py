@@ -39,7 +39,7 @@ from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_c
 from yardstick_llm.engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import format_of, pack_head
-from yardstick_llm.engine.models.loader import fill, read_checked
+from yardstick_llm.engine.models.loader import fill, format_in_words, read_checked
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import Request
@@ -196,6 +196,7 @@ def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = N
     with torch.device("meta"):
         whole = Decoder(decoder.whole)
     fill(decoder, read_checked(directory, whole), quantize, decoder.rank)
+    decoder.weight_format = format_in_words(directory, quantize)
     pack_head(decoder, quantize)
     decoder.eval()
 

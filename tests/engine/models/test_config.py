@@ -197,7 +197,6 @@ def test_accepted(changes: dict[str, Any]) -> None:
             "hidden_activation in config.json is not supported",
         ),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "Gemma3ForSequenceClassification in config.json is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"is_causal": False}, "is_causal in config.json asks for attention to later tokens"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({**CLASSIFIER, "id2label": {"1": "a"}}, "id2label in config.json is .* must be an object of names by number"),

@@ -225,7 +225,7 @@ class Hub(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
         commit, _, file = path.removeprefix("/me/value/resolve/").partition("/")
-        files = [*NEEDED, *OTHERS] if self.root is None else [entry.name for entry in self.root.iterdir()]
+        files = [*NEEDED, *OTHERS] if self.root is None else self._names(self.root)
         if asked := REVISION.fullmatch(path):
             self._resolve(asked[1] or "main", files)
         elif path.startswith("/api/models/me/value/tree/"):
@@ -235,6 +235,9 @@ class Hub(BaseHTTPRequestHandler):
             self._send(200, self._read(file), "text/plain", ("X-Repo-Commit", commit))
         else:
             self._send(404, b"{}", "application/json", ("X-Error-Code", "RepoNotFound"))
+
+    def _names(self, root: Path) -> list[str]:
+        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
 
     def _resolve(self, revision: str, files: list[str]) -> None:
         self.resolved.append(revision)
@@ -286,6 +289,7 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
     return given | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
@@ -300,6 +304,7 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path: Path
     assert sorted(path.name for path in Path(done.stdout.splitlines()[-1]).iterdir()) == ["config.json", "pytorch_model.bin"]
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
     with hub() as endpoint:
         done = located("me/value", endpoint, tmp_path)
@@ -310,6 +315,31 @@ def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
         missing = located("me/nothing", endpoint, tmp_path)
         assert "There is no directory and no hub model me/nothing" in missing.stderr
     assert located("me/value", endpoint, tmp_path).stdout == done.stdout, "an earlier download is used where there is no network"
+
+
+@pytest.mark.slow
+def test_one_gguf_file_of_a_repository_is_downloaded(tmp_path: Path) -> None:
+    """With all of its parts, and with no other file."""
+    names = ["a.gguf", "b.gguf", "sub/c-00001-of-00002.gguf", "sub/c-00002-of-00002.gguf", "config.json"]
+    for name in names:
+        (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "repository" / name).write_text(name)
+
+    class Files(Hub):
+        root = tmp_path / "repository"
+
+    with hub(Files) as endpoint:
+        for file, expected in {"a.gguf": ["a.gguf"], "sub/c-00001-of-00002.gguf": names[2:4]}.items():
+            done = located(f"me/value:{file}", endpoint, tmp_path / file)
+            assert done.returncode == 0, done.stderr
+            path = Path(done.stdout.splitlines()[-1])
+            assert path.read_text() == file
+            snapshot = path.parents[file.count("/")]
+            assert sorted(str(found.relative_to(snapshot)) for found in snapshot.rglob("*.*") if found.is_file()) == expected
+        missing = located("me/value:other.gguf", endpoint, tmp_path)
+        assert "me/value has no file other.gguf" in missing.stderr
+    assert wire.served_name("me/value:sub/c-00001-of-00002.gguf") == "c"
+    assert wire.served_name("me/value:a.Q4_1.gguf") == "a.Q4_1"
 
 
 @pytest.mark.slow

@@ -346,9 +346,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden_act": "relu2"}, "hidden_act in config.json is not supported; only silu is"),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation .* only gelu_pytorch_tanh is"),
     ],
-    "quantised checkpoints": [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config in config.json is set, and quantised weights"),
-    ],
     "images beside text": [
         (
             {"architectures": ["Qwen2VLForConditionalGeneration"]},

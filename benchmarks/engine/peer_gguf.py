@@ -1,0 +1,117 @@
+"""A GGUF file on a CPU, beside llama.cpp: ``python -m benchmarks gguf MODEL.gguf --llamacpp PYTHON``.
+
+Both have the same file and threads, and take turns. *1 stream* and *8 streams* are greedy texts at once, in tokens a second with
+the computation of their prompts; *prompts* are those of the standard workload, ten of 300 tokens, one token each. llama.cpp gets
+full prompts; the engine computes the query once. The engine takes a turn in each format of ``--formats``. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.engine.engines import Engine
+from benchmarks.engine.load import Workload
+from benchmarks.engine.peers import NUMBER_FORMATS, SLOTS, Peer
+from benchmarks.engine.records import Records, Store, describe
+from benchmarks.engine.writing import Writing
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.source import locate
+
+PROMPT, OUTPUT = 64, 64
+"""Tokens of a text's prompt, and of the text."""
+STREAMS = (1, 8)
+GREEDY = wire.Sampling(temperature=0, ignore_eos=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks gguf", description="A GGUF file on a CPU, beside llama.cpp.")
+    parser.add_argument("model", help="a GGUF file, or ORG/NAME:FILE.gguf")
+    parser.add_argument("--llamacpp", type=Path, metavar="PYTHON", help="of an environment with xllamacpp (left out)")
+    parser.add_argument("--formats", default="float32,int8", help=f"of {', '.join(NUMBER_FORMATS)} (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
+    options = parser.parse_args(arguments)
+    path, records = locate(options.model), Records(Store(options.out))
+    works: dict[str, dict[str, Callable[[int], float]]] = {}
+    for form in options.formats.split(","):
+        works[f"Yardstick, {form}"] = of_engine(path, form)
+    peer = None if options.llamacpp is None else Peer("llamacpp", options.llamacpp, path, "gguf")
+    try:
+        if peer is not None:
+            works["llama.cpp"] = of_peer(peer)
+        rates: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in work} for name, work in works.items()}
+        for place in records.progress(range(-1, options.rounds), "rounds"):
+            for name, work in works.items():
+                for kind, rate in work.items():
+                    found = rate(place)
+                    if place >= 0:  # the first round warms up
+                        rates[name][kind].append(found)
+                        records.rows.append({"kind": kind, "name": name, "per_s": found})
+    finally:
+        if peer is not None:
+            peer.close()
+    medians = {name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in rates.items()}
+    columns = list(next(iter(works.values())))
+    table = Table("", *columns, title=f"{path.name}, {torch.get_num_threads()} threads")
+    for name, of_kinds in medians.items():
+        table.add_row(name, *(f"{of_kinds[kind]:.1f}" for kind in columns))
+    records.console.print(table)
+    version = None if peer is None else peer.version
+    records.finish({"bench": "gguf", "machine": describe(), "model": path.name, "llamacpp": version, "per_s": medians})
+    return 0
+
+
+def of_engine(path: Path, form: str) -> dict[str, Callable[[int], float]]:
+    """What the engine is measured at, in units a second; the argument is the number of the round."""
+    name, quantize = NUMBER_FORMATS[form]
+    dtype = getattr(torch, name)
+    decoder = load_model(path, dtype, format_of(quantize, torch.device("cpu"), dtype))
+    engine, records = Engine(decoder, name, max_total_tokens=SLOTS), Records()
+    vocab_size = decoder.config.vocab_size
+
+    def write(streams: int) -> Callable[[int], float]:
+        def rate(place: int) -> float:
+            writing = Writing(streams, PROMPT, OUTPUT, GREEDY)
+            requests = writing.requests(np.random.default_rng(place + 1), vocab_size, [False] * streams)
+            return streams * OUTPUT / records.timed("write", form, lambda: engine.run(requests))
+
+        return rate
+
+    def score(place: int) -> float:
+        message = Workload().request(f"r{place}", np.random.default_rng(100 + place), vocab_size)
+        return len(message.branches) / records.timed("score", form, lambda: engine.score(message))
+
+    return {**{titled(streams): write(streams) for streams in STREAMS}, "prompts/s": score}
+
+
+def of_peer(peer: Peer) -> dict[str, Callable[[int], float]]:
+    """The same of llama.cpp; ids of all vocabularies begin alike, so its random prompts have the first 1,000 tokens."""
+
+    def write(streams: int) -> Callable[[int], float]:
+        def rate(place: int) -> float:
+            prompts: Any = np.random.default_rng(place + 1).integers(0, 1000, (streams, PROMPT)).tolist()
+            return streams * OUTPUT / peer.write(prompts, OUTPUT).wall
+
+        return rate
+
+    def score(place: int) -> float:
+        message = Workload().request(f"r{place}", np.random.default_rng(100 + place), 1000)
+        peer.score(message)
+        return len(message.branches) / peer.spent.wall
+
+    return {**{titled(streams): write(streams) for streams in STREAMS}, "prompts/s": score}
+
+
+def titled(streams: int) -> str:
+    return f"tokens/s, {streams} stream{'s' * (streams > 1)}"

@@ -1,0 +1,59 @@
+"""Formats of published files, by ``quant_method`` of ``quantization_config`` in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from yardstick_llm.engine.models import checkpoint
+from yardstick_llm.engine.models.checkpoint import Stored
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.formats.bitsandbytes import bitsandbytes
+from yardstick_llm.engine.models.formats.compressed_tensors import compressed_tensors
+from yardstick_llm.engine.models.formats.fp8_files import fp8_files
+from yardstick_llm.engine.models.formats.gptq import awq, gptq
+from yardstick_llm.engine.models.gguf.config import has_codes, stored_tensors
+
+METHODS: dict[str, Callable[[Mapping[str, Stored], Keys], dict[str, Stored]]] = {
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8_files,
+    "fbgemm_fp8": fp8_files,
+    "gptq": gptq,
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+}
+KEY = "quantization_config"
+
+
+def method_of(directory: Path) -> str | None:
+    """``quant_method`` of a model directory; None where its weights are dense. Raises :class:`ModelError`."""
+    if is_gguf(directory):
+        return "gguf" if has_codes(directory) else None
+    section = _section(directory)
+    return None if section is None else section[0]
+
+
+def read_stored(directory: Path) -> dict[str, Stored]:
+    """:func:`engine.models.checkpoint.read_headers`, with a weight in place of the tensors that make it. Raises
+    :class:`ModelError`."""
+    if is_gguf(directory):
+        return stored_tensors(directory)
+    stored, section = checkpoint.read_headers(directory), _section(directory)
+    return stored if section is None else METHODS[section[0]](stored, section[1])
+
+
+def _section(directory: Path) -> tuple[str, Keys] | None:
+    """The method and its options, which models of text and images may have in ``text_config``."""
+    raw = read_json(directory / "config.json")
+    keys = Keys(raw, "config.json")
+    inner = keys.section("text_config")
+    section = keys.section(KEY) or (None if inner is None else inner.section(KEY))
+    if section is None:
+        return None
+    method = section.text("quant_method", "")
+    if method not in METHODS:
+        raise ModelError(
+            f"quant_method in {KEY} of config.json is {method!r:.40}, which is not supported; use a checkpoint in one of "
+            f"{', '.join(METHODS)}, or in float16 or bfloat16."
+        )
+    return method, section

@@ -1,0 +1,1 @@
+"""GGUF files: their tensors, and the configuration and the tokeniser that their metadata describe."""

@@ -1,0 +1,261 @@
+"""Quantised checkpoints: each format loads as the dense weights that its codes stand for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal_of
+from tests.engine.models.published_files import FORMATS, QUANTISED, write_quantised
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import stored
+from yardstick_llm.engine.models.formats.fp8 import QuantizedLinear, QuantizingLinear
+from yardstick_llm.engine.models.formats.int8 import Int8Linear
+from yardstick_llm.engine.models.formats.packed import PackedLinear
+from yardstick_llm.engine.models.formats.stored import BlockScaledLinear, PackedCodesLinear, WeightOnlyLinear
+from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.modules import PROJECTIONS, Linear
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.weight_only import has_operator
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantised_weights_are_those_that_the_codes_stand_for(llama: Path, tmp_path: Path, name: str) -> None:
+    quantised, dense = write_quantised(llama, tmp_path, name)
+    found, expected = (load_model(directory).checkpoint_views() for directory in (quantised, dense))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6 if name == "bitsandbytes int8" else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "overrides"),
+    [
+        ("phi3", "w4a16", {}),
+        ("qwen3", "gptq", {"tie_word_embeddings": True}),
+        ("qwen2", "awq", {}),
+        ("mixtral", "fp8 block", {"intermediate_size": 64}),
+        ("qwen2_moe", "gptq asymmetric ordered", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
+        ("gemma2", "nf4", {}),
+    ],
+)
+def test_families(tmp_path: Path, family: str, name: str, overrides: dict[str, Any]) -> None:
+    """Fused projections, biases, experts and heads that are quantised."""
+    source = make_checkpoint(tmp_path / "source", family, **overrides)
+    quantised, dense = write_quantised(source, tmp_path, name, QUANTISED.pattern + r"|lm_head\.weight")
+    found, expected = (load_model(directory).checkpoint_views() for directory in (quantised, dense))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def broken(directory: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Path:
+    """The checkpoint after a change of its tensors or its ``quantization_config``."""
+    tensors, raw = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    change(tensors, raw["quantization_config"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq", lambda t, c: c.update(quant_method="hqq"), "quant_method .* is 'hqq', which is not supported; use .* gptq"),
+        ("gptq", lambda t, c: c.update(checkpoint_format="marlin"), "checkpoint_format in .* is 'marlin'"),
+        ("gptq", lambda t, c: t.pop(Q + "scales"), "q_proj.qweight in model.safetensors has no scales beside it"),
+        ("gptq", lambda t, c: t.pop(Q + "qzeros"), "parts of tensor .*q_proj.qweight .* do not fit together"),
+        (
+            "gptq",
+            lambda t, c: t.update({Q + "qzeros": torch.zeros(2, 6, dtype=torch.int32)}),
+            "has 3 bits; use a checkpoint in GPTQ",
+        ),
+        ("gptq", lambda t, c: t.update({Q + "scales": torch.ones(3, 64).half()}), "has 3 scales for 64 rows or columns"),
+        ("gptq", lambda t, c: t.update({Q + "scales": torch.ones(2, 32).half()}), r"has scales of shape \[32, 2\]"),
+        ("gptq", lambda t, c: t.update({Q + "g_idx": torch.full((64,), 7).int()}), "has an order of columns that is not"),
+        ("gptq", lambda t, c: t.update({Q + "g_idx": torch.full((64,), -1).int()}), "has an order of columns that is not"),
+        ("gptq", lambda t, c: t.update({Q + "qweight": t[Q + "qweight"].long()}), "has qweight of torch.int64"),
+        ("gptq", lambda t, c: t.update({Q + "qweight": t[Q + "qweight"][:4]}), r"has shape \[64, 32\], not \[64, 64\]"),
+        ("awq", lambda t, c: c.update(version="gemv"), "version in .* is 'gemv'"),
+        ("awq", lambda t, c: c.update(group_size="x"), "group_size .* must be a whole number"),
+        ("w4a16", lambda t, c: c.update(format="marlin-24"), "format in .* is 'marlin-24'"),
+        ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, 1 << 60])}), "do not fit together"),
+        ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, -64])}), "do not fit together"),
+        ("w4a16", lambda t, c: t.pop(Q + "weight_scale"), "has no weight_scale beside it"),
+        ("fp8 channel", lambda t, c: t.update({Q + "weight_scale": torch.ones(64, 2, 2)}), "where two axes are expected"),
+        (
+            "fp8 channel",
+            lambda t, c: t.update({Q + "weight": t[Q + "weight"].to(torch.float8_e5m2)}),
+            "has weight of torch.float8_e5m2",
+        ),
+        ("fp8 block", lambda t, c: c.update(weight_block_size=[0, 32]), "weight_block_size .* must be two numbers"),
+        ("fp8 block", lambda t, c: t.pop(Q + "weight_scale_inv"), "is stored as F8_E4M3, which is not supported"),
+        ("nf4", lambda t, c: t.update({Q + "weight.quant_map": torch.ones(9)}), "has a quant_map of 9 numbers"),
+        ("nf4", lambda t, c: t.update({Q + "weight.absmax": torch.ones(9)}), "has 9 scales for 4096 numbers"),
+        (
+            "nf4",
+            lambda t, c: t.update({Q + "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"[{"), dtype=torch.uint8)}),
+            "that is not JSON",
+        ),
+        (
+            "nf4",
+            lambda t, c: t.update(
+                {Q + "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [1e9, -4]}'), dtype=torch.uint8)}
+            ),
+            "do not fit together",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(llama: Path, tmp_path: Path, name: str, change: Callable[..., object], message: str) -> None:
+    quantised, _ = write_quantised(llama, tmp_path, name, both=False)
+    with pytest.raises(ModelError, match=message):
+        load_model(broken(quantised, change))
+
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+"""Sides that every kind of execution takes."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "qwen2", **WIDE)
+
+
+def logits(decoder: Decoder, count: int = 60) -> Tensor:
+    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return decoder.logits(decoder(tokens, torch.arange(count), causal_of(decoder.config))).float()
+
+
+EXECUTED = [
+    ("w4a16", torch.float32, CPU, WeightOnlyLinear, 1e-4),
+    ("w4a16 channel", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("w4a16 ordered", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("w8a16", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("gptq asymmetric ordered", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("gptq asymmetric ordered", torch.bfloat16, GPU, WeightOnlyLinear, 3e-2),
+    ("nvfp4", torch.bfloat16, GPU, WeightOnlyLinear, 3e-2),
+    ("w8a8", torch.float32, CPU, Int8Linear, 3e-2),
+    ("w8a8 tensor", torch.bfloat16, CPU, Int8Linear, 4e-2),
+    ("w8a8", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("bitsandbytes int8", torch.float32, GPU, WeightOnlyLinear, 1e-4),
+    ("fp8 channel", torch.bfloat16, GPU, QuantizingLinear, 0.1),
+    ("fp8 tensor", torch.bfloat16, GPU, QuantizingLinear, 0.1),
+    ("fp8 block", torch.bfloat16, GPU, BlockScaledLinear, 0.1),
+    ("fp8 block", torch.float32, CPU, None, 1e-4),
+    ("fp8 block cut off", torch.bfloat16, GPU, None, 3e-2),
+    ("nf4", torch.float32, CPU, None, 1e-4),
+]
+if has_operator():
+    EXECUTED += [
+        ("w4a16 asymmetric", torch.bfloat16, CPU, PackedCodesLinear, 3e-2),
+        ("gptq", torch.bfloat16, CPU, PackedCodesLinear, 3e-2),
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "device", "kind", "tolerance"), EXECUTED)
+def test_codes_execute_as_they_are(
+    wide: Path,
+    tmp_path: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type | None,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the device has a product for them. Projections that are not quantised, alone or in a fused one, stay dense."""
+    monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
+    quantised, dense = write_quantised(wide, tmp_path, name)
+    decoder, expected = load_model(quantised, dtype, "stored", device=device), logits(load_model(dense))
+    kinds = [type(layer.get_submodule(part)) for layer in decoder.layers for part in PROJECTIONS]
+    if kind is None:
+        assert {WeightOnlyLinear, PackedCodesLinear, Int8Linear, BlockScaledLinear, QuantizingLinear}.isdisjoint(kinds)
+    elif kind is QuantizingLinear:
+        assert kinds == [QuantizedLinear, QuantizingLinear, QuantizedLinear, QuantizedLinear, kinds[4], kind, kind, kinds[7]]
+        assert {kinds[4], kinds[7]} <= {PackedLinear, Linear}
+    else:
+        assert kinds.count(kind) == 4 + 2
+    for count in (60, 3):
+        found, exact = logits(decoder, count), expected if count == 60 else logits(load_model(dense), count)
+        assert (found - exact).norm() < tolerance * exact.norm()
+
+
+def scores(model: Path, **options: Any) -> tuple[str, str, Tensor]:
+    """Arithmetic, fingerprint, and log-probabilities of labels."""
+    loop = build_loop(EngineSettings(model=str(model), name="t", max_total_tokens=1024, device="cpu", **options))
+    loop.submit(wire.Score("s", list(range(3, 50)), [[7, 8, 9], [10]], wire.Labels([1, 5, 2])))
+    replies: list[wire.Reply] = []
+    while not loop.idle:
+        replies += loop.step()
+    assert isinstance(replies[-1], wire.Scored), replies
+    return loop.info.arithmetic, loop.info.fingerprint, torch.tensor(replies[-1].rows)
+
+
+def test_the_engine_serves_a_quantised_checkpoint(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dense weights where memory allows, and in any case with those of the codes."""
+    quantised, dense = write_quantised(wide, tmp_path, "gptq")
+    expected = scores(dense)
+    found = {option: scores(quantised, dequantize=option) for option in ("auto", "on", "off")}
+    assert found["auto"][0] == "float32, weights of gptq dequantised"
+    assert found["off"][0] == "float32, codes of gptq"
+    assert found["auto"][1] == found["on"][1]
+    assert len({expected[1], found["on"][1], found["off"][1]}) == 3
+    for _, _, rows in found.values():
+        torch.testing.assert_close(rows, expected[2], rtol=0, atol=1e-4)
+    monkeypatch.setattr("yardstick_llm.engine.loop.build.available_memory", lambda: 1 << 20)
+    assert scores(quantised)[0] == "float32, codes of gptq"
+    with pytest.raises(ModelError, match="--dequantize off cannot be used with --quantize, which converts dense weights"):
+        scores(quantised, dequantize="off", quantize="fp8")
+    assert scores(quantised, quantize="fp8")[0] == "float32, weights of gptq dequantised, matrix products in fp8"
+
+
+MEASURE = """
+import re, sys, torch
+from yardstick_llm.engine.models.loader import load_model
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+torch.set_num_threads(1)
+load_model(sys.argv[2], getattr(torch, sys.argv[3]), "stored")
+open("/proc/self/clear_refs", "w").write("5")  # the peak is what there is now
+before = peak()
+decoder = load_model(sys.argv[1], getattr(torch, sys.argv[3]), "stored")
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: Path, dtype: str) -> None:
+    """In float32; 16 MiB for what does not grow with the model."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 64}
+    source = make_checkpoint(tmp_path / "source", "qwen2", **shape, dtype=torch.bfloat16)
+    quantised, _ = write_quantised(source, tmp_path, "gptq", kept=(), both=False)
+    small, _ = write_quantised(wide, tmp_path / "small", "gptq", both=False)
+    command = [sys.executable, "-c", MEASURE, str(quantised), str(small), dtype]
+    taken = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    layers = [tensor.numel() for name, tensor in load_file(source / "model.safetensors").items() if "layers." in name]
+    dense, file = 4 * sum(layers), (quantised / "model.safetensors").stat().st_size
+    assert taken < file + dense / shape["num_hidden_layers"] + (16 << 20)
+    assert taken < dense / 2

@@ -1,0 +1,119 @@
+"""Products with weights in codes: of 4 and 8 bits with scales of groups, and of FP8 with scales of blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from yardstick_llm.kernels.block_scaled import block_scaled_linear_reference, block_scaled_linear_triton, quantize_groups
+from yardstick_llm.kernels.quantize import FP8
+from yardstick_llm.kernels.weight_only import (
+    CHUNK,
+    FEW_ROWS,
+    Codes,
+    dense,
+    half_of,
+    has_operator,
+    pack_for_cpu,
+    pack_halves,
+    packed_codes_linear,
+    packs_for_cpu,
+    unpack_halves,
+    weight_only_linear_reference,
+    weight_only_linear_triton,
+)
+
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Relative errors of products."""
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def codes_of(out: int, columns: int, group: int, bits: int, shift: str) -> tuple[Codes, Tensor]:
+    """A weight in float32, and what it stands for."""
+    generator = torch.Generator().manual_seed(out + columns)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (out, columns), generator=generator)
+    scales = torch.rand(out, columns // group, generator=generator) / 50 + 0.01
+    zeros = torch.randint(1, 16, scales.shape, generator=generator).float() if shift == "zeros" else None
+    offsets = -torch.rand(scales.shape, generator=generator) / 10 if shift == "offsets" else None
+    exact = dense(codes, scales, zeros, offsets)
+    if bits == 8:
+        return Codes(codes.to(torch.int8), scales, zeros, offsets), exact
+    half = half_of(columns, group)
+    assert half is not None
+    packed = pack_halves(codes.to(torch.uint8), half)
+    assert torch.equal(unpack_halves(packed, half).long(), codes)
+    return Codes(packed, scales, zeros, offsets, half), exact
+
+
+def to(weight: Codes, device: torch.device, dtype: torch.dtype) -> Codes:
+    parts = (None if part is None else part.to(device, dtype) for part in (weight.scales, weight.zeros, weight.offsets))
+    return Codes(weight.codes.to(device), *parts, weight.half)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "columns"), [(4, 32, 64), (4, 64, 128), (4, 128, 256), (4, 192, 192), (8, 16, 48), (8, 128, 256)]
+)
+@pytest.mark.parametrize("shift", ["none", "zeros", "offsets"])
+def test_tiles_are_made_dense(bits: int, group: int, columns: int, shift: str, device: torch.device) -> None:
+    weight, exact = codes_of(40, columns, group, bits, shift)
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter does not multiply bfloat16
+    for rows, dtype, bias in ((3, torch.float32, True), (70, half, False), (0, half, True), (17, half, True)):
+        x = random(rows, columns).to(device, dtype)
+        added = random(40, seed=1).to(device, dtype) if bias else None
+        expected = x.float() @ exact.to(device, dtype).float().t() + (0 if added is None else added.float())
+        given = to(weight, device, dtype)
+        for operation in (weight_only_linear_triton, weight_only_linear_reference):
+            found = operation(x, given, added)
+            assert found.dtype == dtype
+            assert (found.float() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+def test_large_weights_are_made_dense_in_parts() -> None:
+    columns = CHUNK // 64
+    weight, exact = codes_of(150, columns, 128, 4, "zeros")
+    x = random(2, columns)
+    torch.testing.assert_close(weight_only_linear_reference(x, weight), x @ exact.t(), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.skipif(not has_operator(), reason="torch has no operator for 4 bits on this processor")
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize(("shift", "group"), [("none", 32), ("zeros", 64), ("offsets", 128)])
+def test_the_operator_of_cpus(rows: int, shift: str, group: int) -> None:
+    out, columns = 192, 256
+    weight, exact = codes_of(out, columns, group, 4, shift)
+    assert packs_for_cpu(out, columns, group, torch.bfloat16)
+    packed = pack_for_cpu(unpack_halves(weight.codes, weight.half), weight.scales, weight.zeros, weight.offsets)
+    x, bias = random(rows, columns).bfloat16(), random(out).bfloat16()
+    expected = x.float() @ exact.t() + bias.float()
+    found = packed_codes_linear(x, packed, bias).float()
+    assert (found - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("problem", ["group", "dtype", "shape"])
+def test_what_the_kernel_does_not_take(problem: str, device: torch.device) -> None:
+    weight, _ = codes_of(16, 96, 8 if problem == "group" else 32, 8, "none")
+    x = random(2, 64 if problem == "shape" else 96).to(device, torch.float64 if problem == "dtype" else torch.float32)
+    with pytest.raises(ValueError, match="expected"):
+        weight_only_linear_triton(x, to(weight, device, torch.float32))
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (40, 64), (128, 128), (128, 256)])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_blocks_of_fp8(height: int, width: int, rows: int, device: torch.device) -> None:
+    columns, out = 512, 80
+    weight = random(out, columns).to(FP8).to(device)
+    scales = (random(-(-out // height), columns // width, seed=2).abs() + 0.1).to(device)
+    x, bias = random(rows, columns, seed=3).to(device, torch.bfloat16), random(out).to(device, torch.bfloat16)
+    operands = quantize_groups(x, width), weight, scales, (height, width), bias, torch.bfloat16
+    found, expected = block_scaled_linear_triton(*operands), block_scaled_linear_reference(*operands)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.1)
+    of_codes = scales.repeat_interleave(height, 0)[:out].repeat_interleave(width, 1)
+    exact = x.float() @ (weight.float() * of_codes).t() + bias.float()
+    assert 1e-4 < (found.float() - exact).norm() / exact.norm() < 3e-2
+    with pytest.raises(ValueError, match="where one of"):
+        block_scaled_linear_triton(operands[0], weight, scales, (height, 48), None, torch.bfloat16)

@@ -41,6 +41,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
 }
 """Activations by their names in configurations. ``gelu_tanh`` is GELU, approximated by tanh."""
+MAX_LAYERS = 1024
 SPARSE_HEAD, TOKEN_HEAD = "sparse_linear.pt", "colbert_linear.pt"
 """Heads of bge-m3: weights of tokens, and vectors of tokens."""
 
@@ -402,7 +403,9 @@ def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
     if is_gguf(directory):
         return False
-    return Keys(read_json(directory / "config.json"), "config.json").strings("architectures")[0] in FAMILIES
+    keys = Keys(read_json(directory / "config.json"), "config.json")
+    # Where there is none, that of a model of text and images is in another place.
+    return keys.present("architectures") and keys.strings("architectures")[0] in FAMILIES
 
 
 def load_encoder_config(directory: Path, max_context: int | None = None) -> EncoderConfig:
@@ -467,6 +470,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     rotary = family.rotary or keys.text("position_embedding_type", "absolute") == "rope"
     _refuse_unsupported(keys, family)
     hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     if hidden_size % heads or (rotary and hidden_size // heads % 2):
         raise keys.error("hidden_size", f"({hidden_size}) is not {heads} heads of an even size; correct the file")
     if keys.count("embedding_size", hidden_size) != hidden_size:

@@ -77,11 +77,12 @@ def load_encoder(
     stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
     if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
-    encoder = Encoder(config, dtype)
-    views = encoder.checkpoint_views()
+    with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
+        wanted = Encoder(config, dtype).checkpoint_views()
     buffers = [name for name in stored if name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
-    checkpoint.check(stored, views, buffers, UNREAD)
-    checkpoint.copy(stored, views)
+    checkpoint.check(stored, wanted, buffers, UNREAD)
+    encoder = Encoder(config, dtype)
+    checkpoint.copy(stored, encoder.checkpoint_views())
     if encoder.config.pooling is not None:
         _fill_projections(directory, encoder.projected, encoder.config.pooling)
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):

@@ -41,7 +41,7 @@ _OLD_KEYS = {
 KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
 SPARSE_MODULES = ("MLMTransformer", "SpladePooling")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
-MAX_WIDTH = 1 << 16
+MAX_WIDTH = 1 << 14
 """Largest width of a ``Dense`` module."""
 
 

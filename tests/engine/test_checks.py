@@ -20,6 +20,11 @@ def test_dimensions_out_of_range() -> None:
     assert problem([], [[1]], wire.Embedding(dimensions=65)) == "dimensions is 65; at most 64 is allowed."
 
 
+def test_a_causal_model_leaves_no_prompt_out() -> None:
+    found = problem([], [[1]], wire.Embedding(prompt_tokens=1))
+    assert found == "prompt_tokens needs a model whose tokens all attend to each other."
+
+
 @pytest.mark.parametrize("dimensions", [None, 1, 64])
 def test_dimensions_in_range(dimensions: int | None) -> None:
     assert problem([], [[1]], wire.Embedding(dimensions=dimensions)) is None

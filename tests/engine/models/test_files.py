@@ -290,6 +290,21 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("config.json", "pytorch_model.bin", "tf_model.h5"):
+        (repository / name).write_text("{}")
+
+    class Pickled(Hub):
+        root: ClassVar[Path | None] = repository
+
+    with hub(Pickled) as endpoint:
+        done = located("me/value", endpoint, tmp_path)
+    assert sorted(path.name for path in Path(done.stdout.splitlines()[-1]).iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
+@pytest.mark.slow
 def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
     with hub() as endpoint:
         done = located("me/value", endpoint, tmp_path)

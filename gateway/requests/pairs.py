@@ -294,11 +294,16 @@ def to_compare(
     cuts: Truncation,
     queries: tuple[str, Sequence[str]],
     documents: tuple[str, Sequence[str]],
+    instruction: str | None,
     *,
     texts: bool = False,
+    partial: bool = False,
 ) -> Prepared:
     """Return the prompts of queries and documents for an embedding model, and with ``texts`` the documents. Both come after the
     field of the request that holds them. Raises :class:`InvalidRequest`."""
+    if instruction is not None or partial:
+        wrong = "partial_results" if instruction is None else "instruction"
+        raise InvalidRequest(f"`{wrong}` is for rerankers; this is an embedding model.", param=wrong)
     published = preset.preset
     instructed = bool(published.instructed) and "query" not in published.prompts
     asked = Pairs(model, preset, cuts, queries[0], as_query=True, prompt=None if instructed else published.prompt_for("query"))

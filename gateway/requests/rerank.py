@@ -182,10 +182,8 @@ def _read(request: RerankRequest, model: Model) -> Prepared:
     partial = bool(request.partial_results)
     preset, texts = preset_of(model, "rerank"), bool(request.return_documents or request.return_text)
     if preset.preset.task == "embed":
-        if instruction is not None or partial:
-            wrong = "partial_results" if instruction is None else "instruction"
-            raise InvalidRequest(f"`{wrong}` is for rerankers; this is an embedding model.", param=wrong)
-        return to_compare(model, preset, request, ("query", [text_of(request.query)]), (param, documents), texts=texts)
+        asked = ("query", [text_of(request.query)])
+        return to_compare(model, preset, request, asked, (param, documents), instruction, texts=texts, partial=partial)
     pairs = Pairs(model, preset, request, param, text_of(request.query), instruction, partial=partial)
     return pairs.prepared(documents, texts=texts)
 

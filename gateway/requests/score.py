@@ -479,10 +479,8 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
         message = f"`{query_param}` has {len(queries)} texts and `{param}` has {len(documents)}; give one, or as many."
         raise InvalidRequest(message, param=query_param)
     if preset.preset.task == "embed":
-        if request.instruction is not None or partial:
-            wrong = "partial_results" if request.instruction is None else "instruction"
-            raise InvalidRequest(f"`{wrong}` is for rerankers; this is an embedding model.", param=wrong)
-        return to_compare(model, preset, request, (query_param, queries), (param, documents))
+        asked = (query_param, queries)
+        return to_compare(model, preset, request, asked, (param, documents), request.instruction, partial=partial)
     if len(queries) == 1:
         pairs = Pairs(model, preset, request, param, queries[0], request.instruction, query_param=query_param, partial=partial)
         return pairs.prepared(documents)

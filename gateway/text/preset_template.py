@@ -143,7 +143,7 @@ class PresetTemplate:
         length = limits.prompt if late is None else min(limits.prompt, late.query_length if as_query else late.document_length)
         room = max(0, length - len(before) - len(after) - bool(self._late and self._late[as_query] is not None))
         asked, query_cut = encode(query or "", min(room, limits.query or room), limits.side)
-        begin, between = (before, []) if self._pair is not variant else self._around_query()
+        begin, between = (before, []) if self._pair is not variant else self._tokenizer.pair_affixes[:2]
         for document in documents:
             ids, cut = encode(variant.left + document, min(room, limits.document or room), limits.side)
             if self._pair is variant:
@@ -197,12 +197,6 @@ class PresetTemplate:
         """Return the template's pieces with ``text`` before the document."""
         text = text.lower() if self.preset.lowercase else text
         return [piece.replace("{document}", text + "{document}") for piece in self.preset.template]
-
-    def _around_query(self) -> tuple[list[Part], list[Part]]:
-        """Return the special tokens before the query of a pair, and between query and document."""
-        assert self._pair is not None
-        begin, _, between = self._pair.before
-        return begin, between
 
     def _late_tokens(self) -> tuple[int | None, int | None, int | None]:
         """Return the tokens that mark documents and queries, and the one that fills up queries."""

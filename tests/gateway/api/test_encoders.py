@@ -23,6 +23,7 @@ from tests.fakes import CORPUS, FakeEngine
 from tests.gateway.conftest import Start, gateways
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
+from yardstick_llm.gateway.scoring.similarity import similarity
 from yardstick_llm.gateway.text.preset_template import longest_first
 
 QUERY = "What is a quick brown fox?"
@@ -288,6 +289,24 @@ def test_a_kind_of_embedding_that_the_model_lacks(start: Start) -> None:
     assert (status, param, "it has sparse embeddings" in message) == (400, "model", True)
     assert refusal(client, "/embed_all", inputs="a")[:2] == (400, "model")
     assert client.post("/embed_sparse", json={"inputs": "fox"}).is_success
+
+
+@pytest.mark.parametrize("prompt", ["query: ", ""])
+def test_prompts_that_the_mean_leaves_out(start: Start, prompt: str) -> None:
+    """The engine is told how many tokens: as sentence-transformers counts them, those before the prompt included."""
+    engine = encoder("embed", files={**FOLDER, "1_Pooling/config.json": {"include_prompt": False}})
+    client = start(engine)
+    post(client, "/v1/embeddings", input=DOCUMENTS[:2], prompt=prompt)
+    (readout,) = {score.readout for score in engine.scores}
+    assert isinstance(readout, wire.Embedding)
+    assert readout.prompt_tokens == (len(reference()(prompt.strip())["input_ids"]) - 1 if prompt else 0)
+    assert refusal(client, "/v1/rerank", query="a", documents=["b"])[:2] == (400, "model")
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("cosine", 1.0), ("dot", 1.0), ("euclidean", -math.sqrt(14)), ("manhattan", -6.0)])
+def test_similarities_of_sentence_transformers(kind: Any, wanted: float) -> None:
+    """As ``util.cos_sim`` of vectors of length 1, ``dot_score``, ``euclidean_sim`` and ``manhattan_sim``."""
+    assert similarity((1.0, 0.0, 2.0), (3.0, 1.0, -1.0), kind) == pytest.approx(wanted)
 
 
 LATE = {

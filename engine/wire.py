@@ -364,6 +364,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     counts as an end there. An output without a thinking section is all answer."""
     thinking: Thinking | None = None
     """Needed where ``applies_to`` names one section."""
+    end_min_p: Share | None = None
+    """The most probable token that ends the section is a candidate, also beyond ``top_k`` and the filters, if it has at least this
+    share of the largest probability. It takes the place of the last of ``top_k``, unless that is 1. None: as any other token."""
 
     @property
     def neutral(self) -> bool:
@@ -547,6 +550,17 @@ class AttentionChoice(msgspec.Struct, frozen=True):
     """Origin of FlashInfer's modules: ``prebuilt``, or ``compiled`` on this machine. Empty for other backends."""
 
 
+class Calibration(msgspec.Struct, frozen=True):
+    """How real remaining lengths differ from those that a length model predicts, measured on answers that it was not trained on."""
+
+    edges: list[float]
+    """Bounds between bins of the value, ascending."""
+    log_ratio: dict[str, list[float]]
+    """Quantiles of ln(real / predicted) in each bin, by their level, such as "0.05" and "0.95"."""
+    states: int
+    """States that they were measured on."""
+
+
 class Info(msgspec.Struct, tag="info", frozen=True):
     """Description of a served model. Constant for the life of the pod."""
 
@@ -566,6 +580,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
+    lenvm_calibration: Calibration | None = None
+    """None without a length model, and for one that names none."""
     classes: list[str] = []
     """Names of the classes of the model's head, in the order of :class:`Classes` rows; one for a reward model."""
     multi_label: bool = False
@@ -703,7 +719,8 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """The first of ``architectures`` in the model's ``config.json``."""
     model_files: dict[str, bytes] = {}
     """Contents of the sentence-transformers files of the directory, by relative path: ``modules.json``,
-    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module."""
+    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module; and of the model's
+    own ``config.json`` the keys with which a cross-encoder names its activation."""
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -757,6 +774,9 @@ class Embedding(msgspec.Struct, tag="embedding", frozen=True, omit_defaults=True
     """Length of the row: its first numbers are kept (Matryoshka). At most ``Info.embedding_size``; None keeps all."""
     normalize: bool = True
     """Scale to length 1, after numbers are cut off."""
+    prompt_tokens: Count = 0
+    """Tokens at the beginning of each branch that a mean, sum or maximum leaves out: those of the prompt, if the model's pooling
+    does not include it (``include_prompt``). Only of an encoder."""
 
 
 class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaults=True):
@@ -765,6 +785,8 @@ class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaul
 
     normalize: bool = True
     """Scale each vector to length 1."""
+    expansion_tokens: Count = 0
+    """Tokens at the end of each branch to which no token attends, as ColBERT fills up queries; fewer than the branch has."""
 
 
 class Sparse(msgspec.Struct, tag="sparse", frozen=True):

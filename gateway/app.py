@@ -15,8 +15,6 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import HTTPScope
 
-from yardstick_llm.gateway.adapters.manager import AdapterManager
-from yardstick_llm.gateway.adapters.store import LoadedStore, MemoryLoaded, RedisLoaded
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.adapters import adapter_routes
 from yardstick_llm.gateway.api.answers import Streams
@@ -53,6 +51,7 @@ from yardstick_llm.gateway.pool.client import EngineClient, EngineToken
 from yardstick_llm.gateway.pool.discovery import discover
 from yardstick_llm.gateway.pool.dispatch import Dispatcher
 from yardstick_llm.gateway.pool.fanout import FanOut
+from yardstick_llm.gateway.pool.loading import AdapterManager
 from yardstick_llm.gateway.pool.pool import Names, Pool
 from yardstick_llm.gateway.pool.replica import Health, Replica
 from yardstick_llm.gateway.process.event_loop import Watchdog
@@ -163,7 +162,7 @@ def create_app(
     workers = Workers(text_capacity(settings), telemetry)
     stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
-    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry, interval=settings.probe_seconds)
+    adapters = AdapterManager(fleet.pool, stores.store, telemetry, interval=settings.probe_seconds)
     keys = (
         KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation)
         if settings.api_keys_file
@@ -321,7 +320,6 @@ class Stores:
     store: Store
     catalogues: Catalogues
     responses: Kept
-    adapters: LoadedStore
     tasks: tuple[RedisStore | SharedLimiter | Link, ...] = ()
     """Those that run in the background, in the order in which they stop; none if all is in memory."""
 
@@ -330,18 +328,17 @@ class Stores:
         """Create all in Redis if the settings name a server, otherwise in memory. Connects to nothing."""
         limiter: Limiter = LocalLimiter()
         store: Store = MemoryStore(settings.cache_bytes // CACHED_BYTES, settings.cache_bytes)
-        adapters: LoadedStore = MemoryLoaded()
         tasks: tuple[RedisStore | SharedLimiter | Link, ...] = ()
         if settings.redis_url is not None:
             prefix = settings.redis_prefix
             link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
             shared = RedisStore(link, telemetry, prefix=prefix, cache_seconds=CACHE_TTL_SECONDS)
-            store, limiter, adapters = shared, SharedLimiter(link, telemetry, prefix=prefix), RedisLoaded(link, prefix=prefix)
+            store, limiter = shared, SharedLimiter(link, telemetry, prefix=prefix)
             tasks = (limiter, shared, link)
         catalogues = Catalogues(store, catalogue_space(settings), telemetry)
         telemetry.catalogues.watch(lambda: store.totals(catalogues.space.name))
         responses = Kept(store, response_space(settings), telemetry, settings.stored_response_bytes)
-        return cls(limiter=limiter, store=store, catalogues=catalogues, responses=responses, adapters=adapters, tasks=tasks)
+        return cls(limiter=limiter, store=store, catalogues=catalogues, responses=responses, tasks=tasks)
 
 
 @dataclass(frozen=True, kw_only=True)

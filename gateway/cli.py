@@ -31,6 +31,8 @@ keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=Tru
 app.add_typer(keys, name="keys")
 catalogues = typer.Typer(help="Register items that requests score by their ids.", no_args_is_help=True)
 app.add_typer(catalogues, name="catalogue")
+lenvm = typer.Typer(help="Make and judge a length model, which steers the length of answers.", no_args_is_help=True)
+app.add_typer(lenvm, name="lenvm")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 _MOMENTS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"]
@@ -480,6 +482,123 @@ def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = N
     from yardstick_llm.gateway.commands.catalogue import delete
 
     delete(_server(url, api_key), catalogue)
+
+
+BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of the server, with or without /v1.")]
+Shares = Annotated[float, typer.Option(min=0, max=0.5, help="Share of the prompts.")]
+
+
+@lenvm.command()
+def sample(
+    out: Annotated[Path, typer.Option(help="Folder of the data set. The same command continues it.")],
+    base_url: BaseUrl = _LOCAL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model, if several are served.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File of prompts: .txt (one a line), .jsonl, .csv or .parquet with messages, prompt or text."),
+    ] = None,
+    magpie: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Let an instruct model write this many prompts itself.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without the chat template.")] = False,
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers to each prompt.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer; few answers should reach it.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Equal seeds, settings and models give equal answers.")] = 0,
+    stray: Annotated[
+        float, typer.Option(min=0, max=0.5, help="Share of unlikely tokens in answers with such; 0.03 is a good start.")
+    ] = 0.0,
+    stray_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of answers with stray tokens, besides the first of each prompt.")
+    ] = 0.25,
+    validation_share: Shares = 0.05,
+    test_share: Shares = 0.05,
+    concurrency: Concurrency = 64,
+    allow_censored: Annotated[
+        bool, typer.Option("--allow-censored", help="Go on if --max-tokens cuts more than half of the answers.")
+    ] = False,
+) -> None:
+    """Collect answers of a served model as token ids, to train and to judge a length model with."""
+    from yardstick_llm.gateway.commands.lenvm import Settings, sample
+
+    if (prompts is None) == (magpie is None):
+        raise WrongUsage("give either --prompts, a file, or --magpie, a number of prompts that the model writes")
+    if raw and magpie is not None:
+        raise WrongUsage("--magpie writes turns of users, which --raw would not put into a chat; leave one of the two out")
+    settings = Settings(raw, temperature, top_p, max_tokens, seed, stray, stray_share, validation_share, test_share)
+    server = _server(base_url.removesuffix("/").removesuffix("/v1"), api_key)
+    status = sample(
+        server,
+        out,
+        settings,
+        model=model,
+        prompts=prompts,
+        magpie=magpie,
+        samples=samples,
+        concurrency=concurrency,
+        allow_cut=allow_censored,
+    )
+    raise typer.Exit(status)
+
+
+@lenvm.command(context_settings=_PASS_ON, add_help_option=False)
+def train(context: typer.Context) -> None:
+    """Train a length model on such answers; needs the engine."""
+    from yardstick_llm.gateway.commands.processes import become
+
+    become("engine.training", ["train", *context.args])
+
+
+@lenvm.command()
+def evaluate(
+    data: Annotated[Path, typer.Option(help="Folder of `yardstick lenvm sample`.")],
+    lenvm: Annotated[Path, typer.Option(help="Folder of the length model.")],
+    out: Annotated[Path, typer.Option(help="Folder of the report.")],
+    split: Annotated[Literal["test", "validation", "train"], typer.Option(help="Prompts to judge by.")] = "test",
+    base_url: Annotated[
+        str | None,
+        typer.Option("--base-url", "--url", help="Yardstick that serves both models: also measure how well answers meet targets."),
+    ] = None,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Name of the served model; by default that of the data set.")] = None,
+    targets: Annotated[str, typer.Option(help="Lengths in tokens to steer to.")] = "20,40,80,160,320",
+    end_min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
+    concurrency: Concurrency = 16,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
+) -> None:
+    """Judge a length model by answers that it was not trained on, and by how well guided answers meet targets; needs the engine.
+    The same command continues it."""
+    from yardstick_llm.gateway.commands.processes import become, require_engine
+
+    require_engine()
+    arguments = ["evaluate", "--data", str(data), "--lenvm", str(lenvm), "--out", str(out), "--split", split]
+    if base_url is not None:
+        from yardstick_llm.gateway.commands.lenvm_served import serve_targets
+
+        try:
+            lengths = sorted({int(target) for target in targets.split(",")})
+        except ValueError:
+            lengths = [0]
+        if lengths[0] < 1:
+            raise WrongUsage(f"--targets is {targets!r}; give numbers of tokens, such as 20,40,80")
+        server = _server(base_url.removesuffix("/").removesuffix("/v1"), api_key)
+        serve_targets(
+            server,
+            data,
+            out,
+            model=model,
+            split=split,
+            end_min_p=end_min_p,
+            targets=lengths,
+            most_prompts=prompts,
+            concurrency=concurrency,
+        )
+    become("engine.training", arguments + (["--device", device] if device else []))
 
 
 if __name__ == "__main__":

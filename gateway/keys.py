@@ -16,7 +16,7 @@ import hashlib
 import time
 from datetime import datetime
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -41,8 +41,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     """Name of the key's user, for people. Unique in its file."""
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
-    """Hexadecimal SHA-256 of the key."""
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$", max_length=64)]
+    """Hexadecimal SHA-256 of the key. The length refuses a line break at the end, which the pattern alone accepts."""
     models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
     """The only models that the key may use; None for all."""
     requests_per_minute: Limit | None = None
@@ -105,47 +105,67 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[ApiKey]
 
 
+class ParsedKeys(NamedTuple):
+    """What a key file says."""
+
+    keys: list[ApiKey]
+    """Entries that count."""
+    problems: list[str]
+    """One message for each problem of entries that do not count; none contains a digest."""
+
+
 class _Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[msgspec.Raw]
 
 
-def parse_keys(content: bytes) -> list[ApiKey]:
-    """Return the entries of a key file. Raises :class:`ValueError` with a message that names the entry.
+def parse_keys(content: bytes) -> ParsedKeys:
+    """Return the valid entries of a key file, and what is wrong with the others. Raises :class:`ValueError` if it has no such form.
 
     Entries are decoded one by one, with pauses, because decoding holds the interpreter's lock, which the event loop needs too.
     """
-    keys: list[ApiKey] = []
-    names: set[str] = set()
-    owners: dict[str, str] = {}  # names by digest
-    for place, raw in enumerate(_decoded(content).keys):
+    decoded: list[ApiKey] = []
+    problems: list[str] = []
+    for place, raw in enumerate(_decode_file(content).keys):
         try:
-            key = _entry.decode(raw)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"keys[{place}]: {error}") from None
-        _check_new(key, names, owners)
-        keys.append(key)
-        names.add(key.name)
-        owners[key.sha256.lower()] = key.name
-        if len(keys) % ENTRIES_A_TURN == 0:
+            decoded.append(_entry.decode(raw))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problems.append(f"keys[{place}]: {error}")
+        if place % ENTRIES_A_TURN == ENTRIES_A_TURN - 1:
             time.sleep(PAUSE_SECONDS)
-    return keys
+    return ParsedKeys(_unambiguous(decoded, problems), problems)
 
 
-def _decoded(content: bytes) -> _Entries:
+def _decode_file(content: bytes) -> _Entries:
     try:
         return _entries.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from None
 
 
-def _check_new(key: ApiKey, names: set[str], owners: dict[str, str]) -> None:
-    digest = key.sha256.lower()
-    if digest == EMPTY_KEY:
-        raise ValueError(f"`sha256` of {key.name!r} is the hash of an empty key")
-    if key.name in names:
-        raise ValueError(f"two keys are named {key.name!r}")
-    if digest in owners:
-        raise ValueError(f"{owners[digest]!r} and {key.name!r} have the same `sha256`")
+def _unambiguous(keys: list[ApiKey], problems: list[str]) -> list[ApiKey]:
+    """Return the ``keys`` whose rights and name are certain; add a message for each of the others to ``problems``.
+
+    Entries with one digest are one key, and the file does not say which of their rights it has: neither counts. Entries with one
+    name are different keys, which logs and metrics could not tell apart: the first counts.
+    """
+    owners: dict[str, list[str]] = {}  # names by digest
+    for key in keys:
+        owners.setdefault(key.sha256.lower(), []).append(key.name)
+    for digest, names in owners.items():
+        if digest == EMPTY_KEY:
+            problems += [f"`sha256` of {name!r} is the hash of an empty key" for name in names]
+        else:
+            problems += [f"{names[0]!r} and {name!r} have the same `sha256`; neither counts" for name in names[1:]]
+    known: dict[str, ApiKey] = {}
+    for key in keys:
+        digest = key.sha256.lower()
+        if digest == EMPTY_KEY or len(owners[digest]) > 1:
+            continue
+        if key.name in known:
+            problems.append(f"two keys are named {key.name!r}; the first one counts")
+        else:
+            known[key.name] = key
+    return list(known.values())
 
 
 _entries = msgspec.json.Decoder(_Entries)

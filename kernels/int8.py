@@ -7,6 +7,7 @@ saturate at 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +101,24 @@ def int8_gated(x: Tensor, gate_up: Projection, down: Projection, *, gelu: bool =
     return _scaled_product(inner, inner_scales, down.weight, down.bias)
 
 
+def int8_activated(x: Tensor, into: Projection, down: Projection, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``down(function(into(x)))``. ``function`` gets a few rows at a time, in float32, and what it returns is quantised.
+
+    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: [rows, width] -> [rows, inner].
+    """
+    codes, scales = quantize_rows(x)
+    product = _product(codes, into.weight, x.dtype)  # in units of the scales
+    bias = None if into.bias is None else into.bias.float()
+    inner_codes: tuple[Tensor, Tensor] | None = None
+    for span in cached_spans(product, 3 * product.shape[1]):
+        part, own = product[span].float(), scales[span].float()
+        inner = function(part.mul_(own) if bias is None else torch.addcmul(bias, part, own, out=part))
+        inner_codes = inner_codes or _empty_codes(len(x), inner.shape[1], x.dtype)
+        _fill_codes(inner, inner_codes[0][span], inner_codes[1][span])
+    assert inner_codes is not None
+    return _scaled_product(*inner_codes, down.weight, down.bias)
+
+
 def _empty_codes(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1), dtype=dtype)
 
@@ -122,8 +141,8 @@ def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_product(codes: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    product = _product(codes, weight, scales.dtype).mul_(scales)
-    return product if bias is None else product.add_(bias)
+    product = _product(codes, weight, scales.dtype)
+    return product.mul_(scales) if bias is None else torch.addcmul(bias, product, scales, out=product)
 
 
 def _gated(product: Tensor, scales: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:

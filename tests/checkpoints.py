@@ -154,17 +154,22 @@ def make_checkpoint(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config_class(**values))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                elif name.endswith("bias"):
-                    parameter.normal_(std=0.2)
-                else:
-                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        randomize(model)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory)
     return directory
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Give ``model`` larger weights than its own initialisation does, and biases and norms that are not trivial."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.2)
+        elif "norm" in name.lower():
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 def _with_fitting_factors(values: dict[str, Any]) -> dict[str, Any]:

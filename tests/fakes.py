@@ -135,6 +135,13 @@ class FakeEngine:
     multi_label: bool = False
     regression: bool = False
     embedding_size: int = 0
+    token_vector_size: int = 0
+    encoder: bool = False
+    """Prefix and branch are a pair, whose numbers are not those of the tokens as one text."""
+    tokenizer: str | None = None
+    """Its ``tokenizer.json``; None: :func:`library`."""
+    model_files: dict[str, bytes] = field(default_factory=dict)
+    """The sentence-transformers files."""
     architecture: str = ""
     preset: str | None = None
     """Text of ``yardstick.toml``."""
@@ -191,7 +198,8 @@ class FakeEngine:
 
     @property
     def vocab_size(self) -> int:
-        return library().get_vocab_size() + self.padding
+        known = tokenizers.Tokenizer.from_str(self.tokenizer) if self.tokenizer else library()
+        return known.get_vocab_size() + self.padding
 
     @property
     def eos(self) -> int:
@@ -213,6 +221,8 @@ class FakeEngine:
             multi_label=self.multi_label,
             regression=self.regression,
             embedding_size=self.embedding_size,
+            token_vector_size=self.token_vector_size,
+            encoder=self.encoder,
             vision=self.vision,
         )
 
@@ -258,11 +268,11 @@ class _Call:
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
-            tokenizer = tokenizers.Tokenizer.from_str(library().to_str())
-            tokenizer.add_tokens(list(self.engine.added))
-            files = wire.TokenizerFiles(
-                tokenizer.to_str().encode(), self.engine.template, {"eos_token": EOS}, self.engine.preset, self.engine.architecture
-            )
+            engine = self.engine
+            tokenizer = tokenizers.Tokenizer.from_str(engine.tokenizer or library().to_str())
+            tokenizer.add_tokens(list(engine.added))
+            text, special = tokenizer.to_str().encode(), {"eos_token": EOS}
+            files = wire.TokenizerFiles(text, engine.template, special, engine.preset, engine.architecture, engine.model_files)
             await self._reply(200, wire.encode(files))
         elif path == "/adapters":
             self.engine.asked_for_adapters += 1
@@ -471,6 +481,14 @@ def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Fa
 def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.ScoreReadout, classes: int = 0) -> list[float]:
     """The row of one prompt. ``classes``: of the adapter's head."""
     prompt = prefix + branch
+    if engine.encoder:
+        prompt = [-len(prefix), *prompt] if prefix else prompt
+    if isinstance(readout, wire.TokenVectors):
+        salt = [-1 - readout.expansion_tokens]
+        vectors = [logprobs_after([*salt, *prompt[:at], id], engine.token_vector_size) for at, id in enumerate(prompt)]
+        return [number / (math.hypot(*vector) if readout.normalize else 1.0) for vector in vectors for number in vector]
+    if isinstance(readout, wire.Sparse):
+        return [number for id in sorted(set(prompt)) for number in (id, prompt.count(id) / 4)]
     if isinstance(readout, wire.Likelihood):
         rows = [logprobs_after(prompt[:end], engine.vocab_size) for end in range(len(prefix), len(prompt))]
         chosen = [row[token] for row, token in zip(rows, branch, strict=True)]

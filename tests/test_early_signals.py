@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -38,6 +39,22 @@ def test_a_signal_during_the_imports_ends_a_server_quietly(program: str, number:
     assert (process.returncode, output) == (130 if number == signal.SIGINT else 0, "")
     assert "tokenizers" not in libraries, "it is the gateway that imports them, long before it serves"
     assert "zmq" not in libraries, "it is the engine that imports it, long before it serves"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_ctrl_c_ends_an_engine_that_loads(seconds: float) -> None:
+    """In a terminal, it reaches every process of the group."""
+    command = [sys.executable, "-m", *PROGRAMS["engine"], "--port", str(free_port())]
+    with as_in_production():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(children.read_text, 60)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert ("Traceback" in output, process.returncode) == (False, 130), output
 
 
 def catches(pid: int, number: int) -> bool:

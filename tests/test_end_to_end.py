@@ -27,7 +27,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.lenvm import load_lenvm
 
-TOUR = Path(__file__).parent / "gateway" / "routes" / "sdk_tour.py"
+TOUR = Path(__file__).parent / "gateway" / "api" / "sdk_tour.py"
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 
@@ -169,7 +169,7 @@ def demo() -> Iterator[Program]:
 
 @pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_openai_sdk_on_a_real_engine(demo: Program, version: int):
-    """Every endpoint, with and without length guidance. tests/gateway/routes/test_sdk.py runs both versions on a fake engine."""
+    """Every endpoint, with and without length guidance. tests/gateway/api/test_sdk.py runs both versions on a fake engine."""
     path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
     command = [sys.executable, "-W", "ignore", str(TOUR), f"{demo.url}/v1", "demo"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})

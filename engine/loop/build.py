@@ -14,17 +14,20 @@ import torch
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
+from yardstick_llm.engine.loop.build_whole import build_whole_loop, check_whole_settings
+from yardstick_llm.engine.loop.describe import describe
 from yardstick_llm.engine.loop.images import ImageIntake
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
-from yardstick_llm.engine.models.lenvm import LenVM, check_pairing, gamma_of, load_lenvm
+from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm
 from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
@@ -71,7 +74,6 @@ from yardstick_llm.engine.scheduling.scheduler import Budget, Scheduler
 from yardstick_llm.engine.scheduling.structured_requests import StructuredRequests
 from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from yardstick_llm.engine.structured.checker import Vocabulary, VocabularyError, load_vocabulary
-from yardstick_llm.kernels.largest import MOST
 from yardstick_llm.kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
@@ -86,51 +88,6 @@ DENSE_SHARE = 0.5
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
 """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token. Measured for
 CPUs (docs/generation.md), not for GPUs."""
-
-
-def describe(
-    config: ModelConfig,
-    settings: EngineSettings,
-    slots: int,
-    digest: str,
-    lenvm: LenVM | None = None,
-    gamma: float | None = None,
-    *,
-    grammar: bool = False,
-) -> wire.Info:
-    """Return the description of the model and its limits for the gateway. ``gamma``: of the length model, if there is one.
-    Head rows that only one of two models has are padding."""
-    vocab_size = config.vocab_size if lenvm is None else min(config.vocab_size, lenvm.config.vocab_size)
-    able = {
-        "score": config.lm_head,
-        "generate": config.lm_head,
-        "classify": bool(config.classes),
-        "embed": config.pooling is not None,
-        "length_guidance": lenvm is not None,
-        "grammar": grammar,
-        "vision": config.vision is not None,
-    }
-    return wire.Info(
-        model=settings.name,
-        fingerprint=digest,
-        vocab_size=vocab_size,
-        max_context=config.max_context,
-        eos_token_ids=list(config.eos_token_ids),
-        capabilities=[name for name, is_able in able.items() if is_able],
-        limits=wire.Limits(
-            max_branches=10_000,
-            max_slots=slots,
-            max_logprobs=20,
-            max_labels=1000,
-            max_sequences=128,
-            max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
-        ),
-        lenvm_gamma=gamma,
-        classes=list(config.classes),
-        multi_label=config.multi_label,
-        regression=config.regression,
-        embedding_size=0 if config.pooling is None else config.hidden_size,
-    )
 
 
 class Vision(NamedTuple):
@@ -253,7 +210,12 @@ def build_loop(settings: EngineSettings) -> Loop:
     Only for a process that computes nothing else, because operations of the calling thread may get no other threads from here on.
     """
     settings = located(settings)
-    check_settings(settings, load_config(Path(settings.model)))
+    directory = Path(settings.model)
+    model = load_encoder_config(directory) if is_encoder(directory) else load_config(directory)
+    if is_whole := isinstance(model, EncoderConfig) or model.bidirectional:
+        check_whole_settings(settings, model)
+    else:
+        check_settings(settings, model)
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
@@ -262,7 +224,8 @@ def build_loop(settings: EngineSettings) -> Loop:
         FORMATS[settings.quantize].check_device(device, dtype)
     if settings.kv_dtype != "auto":
         check_kv_dtype(device, dtype)
-    directory = Path(settings.model)
+    if is_whole:
+        return build_whole_loop(settings, model, device, dtype)
     shared = settings.tensor_parallel > 1
     quantize = stored.NAME if keeps_codes(directory, settings, dtype, device) else settings.quantize
     if shared:
@@ -308,10 +271,11 @@ def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary 
 
 
 class PairedLenVM(NamedTuple):
-    """A length model and its gamma."""
+    """A length model and what is known of it."""
 
     model: LenVM
     gamma: float
+    calibration: wire.Calibration | None = None
 
 
 def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
@@ -326,7 +290,7 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma))
+    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma), calibration_of(directory))
 
 
 def assemble(
@@ -367,7 +331,8 @@ def assemble(
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
-    info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
+    calibration = None if paired is None else paired.calibration
+    info = describe(config, settings, slots, digest, *length, calibration=calibration, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype, decoder.weight_format)
     size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
@@ -382,7 +347,7 @@ def assemble(
             max_waiting=max_waiting,
             max_wait_seconds=max_wait,
             overlap=overlap,
-            mean_pooling=config.pooling == "mean",
+            mean_pooling=config.pooling is not None and config.pooling.mode == "mean",
             pad_token_id=config.pad_token_id,
             structured=structured,
             compilations=compilations,

@@ -32,7 +32,7 @@ MAX_NUMBERS = 1 << 18
 message, and twice as many as a message of the gateway has tokens, each of which may have a log-probability. The row of a single
 branch is bounded by the context."""
 MAX_REPEATED_TOKENS = 1 << 22
-"""Most tokens of the prefix times branches of an embedding, because means are computed from a copy of the prefix in each branch."""
+"""Most tokens of the prefix times branches, where each branch has a copy of the prefix: of means, and in an encoder."""
 
 
 def score_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
@@ -53,6 +53,8 @@ def readout_problems(readout: wire.ScoreReadout, info: wire.Info) -> Iterator[st
         dimensions = readout.dimensions
         if dimensions is not None and dimensions > info.embedding_size:
             yield f"dimensions is {dimensions}; at most {info.embedding_size} is allowed."
+        if readout.prompt_tokens and not info.encoder:
+            yield "prompt_tokens needs a model whose tokens all attend to each other."
 
 
 def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
@@ -75,8 +77,11 @@ def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
 def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     if isinstance(message.readout, wire.Likelihood) and message.branches and not message.prefix:
         yield "The prefix is empty; the likelihood of a branch needs at least one token before it."
+    expansion = message.readout.expansion_tokens if isinstance(message.readout, wire.TokenVectors) else 0
+    if expansion and expansion >= min(map(len, message.branches), default=0):
+        yield f"expansion_tokens is {expansion}, and a branch has no more tokens."
     repeated = len(message.prefix) * len(message.branches)
-    if isinstance(message.readout, wire.Embedding) and repeated > MAX_REPEATED_TOKENS:
+    if (info.encoder or isinstance(message.readout, wire.Embedding)) and repeated > MAX_REPEATED_TOKENS:
         yield f"A prefix of {len(message.prefix)} tokens for {len(message.branches)} branches is too long; send fewer branches."
     numbers = sum(wire.row_length(message.readout, branch, info) for branch in message.branches)
     if numbers > MAX_NUMBERS and len(message.branches) > 1:
@@ -86,6 +91,9 @@ def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
 def item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``message``, as sentences."""
     yield from readout_problems(message.readout, info)
+    if info.encoder:
+        yield "This model computes prompts whole, so items cannot come before the query; send a Score."
+        return
     if len(message.items) % 4 or len(message.lengths) % 4:
         yield "items and lengths must be 32-bit integers."
         return
@@ -284,6 +292,10 @@ NEEDED: dict[type[wire.ScoreReadout], str] = {
 """Capability that each readout needs."""
 
 
+WORDS = {"token_vectors": "make token vectors", "sparse": "make sparse weights"}
+"""Capabilities in words, where they are no verbs."""
+
+
 def check(message: Message, info: wire.Info) -> str | None:
     """Return the problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
     problem = _caller_problem(message.caller)
@@ -296,7 +308,7 @@ def check(message: Message, info: wire.Info) -> str | None:
         return "This engine has no length model."
     if lacking is not None:
         able = [name for name in info.capabilities if name not in {"length_guidance", "grammar", "vision"}]
-        return f"This model cannot {lacking}; it can {' and '.join(able)}."
+        return f"This model cannot {WORDS.get(lacking, lacking)}; it can {' and '.join(WORDS.get(name, name) for name in able)}."
     if message.images:
         if info.vision is None:
             return "This model reads no images."

@@ -192,7 +192,8 @@ class Loop:
                 message = msgspec.structs.replace(message, query=without_padding(message.query, self._pad))
             self._add(ItemGroup.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
         else:
-            request = ScoringRequest.of(message, received, adapter, mean_pooling=self._mean_pooling, pad=self._pad)
+            whole = self.info.encoder
+            request = ScoringRequest.of(message, received, adapter, mean_pooling=self._mean_pooling, pad=self._pad, whole=whole)
             self._add(request, message)
 
     def _reads_padding(self, message: wire.ScoreItems) -> bool:

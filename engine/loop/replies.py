@@ -64,19 +64,14 @@ class Counters:
         adapters: AdapterRegistry,
     ) -> wire.Stats:
         """Return the counters and gauges of now."""
+        slots = scheduler.slot_counts
         return wire.Stats(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
             wait_seconds=scheduler.wait_estimator.longest(),
-            slots_total=scheduler.pool.size,
-            slots_free=scheduler.pool.available,
-            slots_cached=scheduler.cache.evictable,
-            slots_items=scheduler.cache.item_tokens,
-            item_bytes=scheduler.cache.item_tokens * info.slot_bytes,
-            slots_reserved=scheduler.allocator.reserved(scheduler.pool),
+            item_bytes=slots["slots_items"] * info.slot_bytes,
             scored_items=self.scored_items,
             cached_items=self.cached_items,
-            evicted_item_tokens=scheduler.cache.evicted_item_tokens,
             steps=self.steps,
             computed_tokens=self.computed_tokens,
             cached_tokens=self.cached_tokens,
@@ -95,6 +90,7 @@ class Counters:
             refused_wait=self.refused_wait,
             refused_adapter=self.refused_adapter,
             displaced=self.displaced,
+            **slots,
             **adapters.counts,
             **runner.images.counts,
             **structured.counts if structured is not None else {},

@@ -71,6 +71,9 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
         yield [wire.Score("classes", [0], [[0], _prompt(info)], wire.Classes())]
     if "embed" in able:
         yield [wire.Score("embeddings", [], [[0], _prompt(info)], wire.Embedding())]
+    for capability, readout in (("token_vectors", wire.TokenVectors()), ("sparse", wire.Sparse())):
+        if capability in able:
+            yield [wire.Score(capability, [], [[0], _prompt(info)], readout)]
     if "generate" in able:
         for generation in _generations(_prompt(info), info.limits.max_logprobs):
             yield [generation]
@@ -106,9 +109,15 @@ def _large(info: wire.Info, budget: Budget) -> wire.Score:
 
 def _any_score(name: str, info: wire.Info, branches: list[list[int]]) -> wire.Score:
     """A score that the model can compute."""
-    able = set(info.capabilities)
-    readout: wire.ScoreReadout = wire.Labels([0]) if "score" in able else wire.Classes() if "classify" in able else wire.Embedding()
-    return wire.Score(name, [] if isinstance(readout, wire.Embedding) else [0], branches, readout)
+    of: dict[str, wire.ScoreReadout] = {
+        "score": wire.Labels([0]),
+        "classify": wire.Classes(),
+        "embed": wire.Embedding(),
+        "token_vectors": wire.TokenVectors(),
+        "sparse": wire.Sparse(),
+    }
+    readout = next(of[capability] for capability in of if capability in info.capabilities)
+    return wire.Score(name, [0] if isinstance(readout, wire.Labels | wire.Classes) else [], branches, readout)
 
 
 def _most(info: wire.Info, budget: Budget) -> int:

@@ -1,7 +1,13 @@
-"""Reads the safetensors files of a model directory, and checks their tensors against the expected ones. No pickle."""
+"""Reads the weights of a model directory, and checks their tensors against the expected ones.
+
+They are safetensors files or, for encoders, many of which are published only so, ``pytorch_model.bin``. Of a pickle, torch's
+restricted reader takes tensors and containers alone (``weights_only``); the size of what it reads is bounded before.
+"""
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,6 +15,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,6 +23,9 @@ from yardstick_llm.engine.models.files import ModelError, read_json
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_SUFFIXES = "pytorch_model.bin", (".bin", ".pt")
+MAX_PICKLED_BYTES, MAX_PICKLE_BYTES = 16 << 30, 64 << 20
+"""Most bytes of a file with pickled weights, and of the pickle in it, which names its tensors."""
 VALUE_HEAD = "value_head.safetensors"
 EMBEDDING = "embed_tokens.weight"
 BODY_PREFIX = "model."
@@ -77,25 +87,32 @@ def reading() -> Iterator[Read]:
         files: dict[Path, Any] = {}
 
         def read(stored: Stored, at: tuple[slice, ...] | EllipsisType = ..., /) -> Tensor:
-            if stored.path not in files:
-                files[stored.path] = stack.enter_context(safe_open(stored.path, framework="pt"))
-            file = files[stored.path]
+            file = files.get(stored.path)
+            if file is None and stored.path.suffix in PICKLED_SUFFIXES:
+                file = files[stored.path] = read_pickled(stored.path)
+            elif file is None:
+                file = files[stored.path] = stack.enter_context(safe_open(stored.path, framework="pt"))
+            if isinstance(file, dict):
+                tensor: Tensor = file[stored.name]
+                return tensor[at]
             return file.get_tensor(stored.name) if at is ... else file.get_slice(stored.name)[at]  # type: ignore[no-any-return]
 
         yield read
 
 
-def read_headers(directory: Path) -> dict[str, Stored]:
+def read_headers(directory: Path, *, pickled: bool = False) -> dict[str, Stored]:
     """Every tensor of ``model.safetensors`` or of the shards that the index names, by its name in a model with a head.
 
-    Raises :class:`ModelError`.
+    ``pickled``: also of ``pytorch_model.bin``, where there is none of these. Raises :class:`ModelError`.
     """
     if (directory / SINGLE).exists():
         return _with_prefix(read_header(directory / SINGLE))
+    if pickled and (directory / PICKLED).exists() and not (directory / INDEX).exists():
+        return read_pickled_header(directory / PICKLED)
     if not (directory / INDEX).exists():
         raise ModelError(
             f"The model directory has neither {SINGLE} nor {INDEX}; download the model again, or convert it to safetensors "
-            "(pickled weights such as pytorch_model.bin are not read, because they can run code)."
+            "(of a decoder, pickled weights such as pytorch_model.bin are not read)."
         )
     stored: dict[str, Stored] = {}
     for shard in _shards(directory):
@@ -113,6 +130,43 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise ModelError(f"{path.name} is missing from the model directory; download the model again.") from None
     except (SafetensorError, OSError) as error:
         raise _damaged(path) from error
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a pickled file, mapped into memory. Raises :class:`ModelError` where it is absent, damaged, too large, of
+    torch's format before release 1.6, or has anything but tensors by name."""
+    try:
+        if path.stat().st_size > MAX_PICKLED_BYTES:
+            raise ModelError(f"{path.name} has more than {MAX_PICKLED_BYTES >> 30} GiB; convert it to safetensors.")
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl")) > MAX_PICKLE_BYTES:
+            raise ModelError(f"The pickle in {path.name} has more than {MAX_PICKLE_BYTES >> 20} MiB; convert it to safetensors.")
+        if any(entry.compress_type for entry in entries):
+            raise _damaged(path)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ModelError(f"{path.name} is missing from the model directory; download the model again.") from None
+    except zipfile.BadZipFile:
+        raise ModelError(f"{path.name} is damaged, or older than torch 1.6; download or convert it again.") from None
+    except pickle.UnpicklingError as error:
+        raise ModelError(f"{path.name} has more than tensors, which is not read; convert it to safetensors.") from error
+    except (RuntimeError, OSError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(path) from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) and _is_plain(value) for key, value in found.items()):
+        raise ModelError(f"{path.name} is not a table of tensors by name; convert it to safetensors.")
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def read_pickled_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of a pickled file. Raises :class:`ModelError`."""
+    kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    tensors = read_pickled(path)
+    return {name: Stored(path, tuple(each.shape), kinds.get(each.dtype, str(each.dtype)), name) for name, each in tensors.items()}
 
 
 def saved_without_head(stored: Mapping[str, Stored]) -> bool:
@@ -191,8 +245,9 @@ def _in_files(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tu
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that serving reads, in order of name."""
-    main = [directory / SINGLE] if (directory / SINGLE).exists() else _shards(directory)
+    """The files of weights that serving reads, in order of name."""
+    singles = [directory / name for name in (SINGLE, PICKLED) if (directory / name).exists()]
+    main = singles[:1] if singles and not (directory / INDEX).exists() else _shards(directory)
     head = directory / VALUE_HEAD
     return sorted([*main, head] if head.exists() else main)
 

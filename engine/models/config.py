@@ -1,88 +1,22 @@
-"""Configuration of a decoder, read from and written to a Hugging Face ``config.json``.
-
-The sentence-transformers files beside the weights say how an embedding model pools hidden states: ``modules.json`` lists the
-modules of the model in order: ``Transformer``, ``Pooling`` and, for some models, ``Normalize``. The configuration of ``Pooling`` is
-``config.json`` in the folder that its entry names. Normalisation is a choice of each request.
-"""
+"""Configuration of a decoder, read from and written to a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, pooling_of
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 from yardstick_llm.kernels.soft_cap import NO_CAP
-
-Pooling = Literal["last", "mean"]
-"""``last``: the hidden state of the last token; ``mean``: the mean over all tokens of the prompt."""
-
-MODULES_FILE = "modules.json"
-MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
-"""Supported modes by their names in sentence-transformers."""
-_OLD_KEYS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
-"""Before release 5.4 of sentence-transformers each mode is a flag of its own."""
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-
-
-def load_pooling(directory: Path) -> Pooling | None:
-    """Pooling of the model in ``directory``; None where it is not an embedding model. Raises :class:`ModelError`."""
-    if is_gguf(directory):
-        return pooling_of(directory)
-    path = directory / MODULES_FILE
-    if not path.is_file():
-        return None
-    folders = _modules(path)
-    if "Pooling" not in folders:
-        return None
-    if unknown := [name for name in folders if name not in _KNOWN_MODULES]:
-        raise ModelError(
-            f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(_KNOWN_MODULES)} only."
-        )
-    folder = folders["Pooling"]
-    file = f"{folder}/config.json"
-    if not folder or Path(folder).name != folder or not (directory / file).is_file():
-        raise ModelError(f"{MODULES_FILE} names a Pooling module, but there is no {file}; download the model again.")
-    return _mode(read_json(directory / file), file)
-
-
-def _modules(path: Path) -> dict[str, str]:
-    """Folder of each module, by the name of its class."""
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        return {_class_name(str(module["type"])): str(module["path"]) for module in modules}
-    except (ValueError, OSError, TypeError, KeyError) as error:
-        raise ModelError(f"{path.name} is not a list of modules with type and path; download the model again.") from error
-
-
-def _class_name(module_type: str) -> str:
-    """The last part of a type of sentence-transformers; types of a model's own code keep their whole name."""
-    return module_type.rpartition(".")[2] if module_type.startswith("sentence_transformers.") else module_type
-
-
-def _mode(raw: dict[str, Any], file: str) -> Pooling:
-    keys = Keys(raw, file)
-    if keys.present("pooling_mode"):
-        modes = [keys.text("pooling_mode", "")]
-    else:
-        flags = [key for key in raw if key.startswith("pooling_mode_") and keys.flag(key, False)]
-        modes = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
-    if len(modes) != 1 or modes[0] not in MODES:
-        found = " and ".join(modes) or "no mode"
-        raise ModelError(f"{file} asks for pooling by {found}, which is not supported; use a model with {' or '.join(MODES)}.")
-    if MODES[modes[0]] == "mean" and not keys.flag("include_prompt", True):
-        raise keys.error("include_prompt", "is false, and a mean over a part of the prompt is not supported; use another model")
-    return MODES[modes[0]]
-
 
 SHARED_SIZE = "shared_expert_intermediate_size"
 _SWITCHED = ("late", "switched", "early")
@@ -190,6 +124,8 @@ def experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
     )
 
 
+CAUSAL_KEYS = (("is_causal", True), ("use_bidirectional_attention", False))
+"""Keys of attention to later tokens, and their values without it."""
 GELU = "gelu_pytorch_tanh"
 """GELU, approximated by tanh."""
 OLD_GELU = "gelu"
@@ -267,8 +203,24 @@ class ModelConfig:
     """None for a dense model."""
     vision: VisionConfig | None = None
     """None where the model reads no images."""
+    bidirectional: bool = False
+    """Whether all tokens attend to each other, those of a layer with a window to tokens up to half of it away."""
+    head_mean: bool = False
+    """Whether the classification head reads the mean of all hidden states, and not that of the last token."""
+    class_divisor: float = 1.0
+    """Of the logits of classes."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
+
+    @property
+    def token_vectors(self) -> int:
+        """Length of the vector of each token; 0 where the model makes none."""
+        return self.pooling.size(self.hidden_size) if self.pooling is not None and self.pooling.mode is None else 0
+
+    @property
+    def sparse(self) -> str:
+        """See :class:`~engine.models.encoder_config.EncoderConfig`."""
+        return "none"
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:
@@ -316,7 +268,11 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     if config.vision is not None:
         vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
         config = dataclasses.replace(config, vision=vision)
-    pooling = load_pooling(directory)
+    if is_gguf(directory):
+        mode = pooling_of(directory)
+        pooling = None if mode is None else Pooling(mode)
+    else:
+        pooling = load_pooling(directory, config.hidden_size)
     if pooling is None and not (config.lm_head or config.classes):
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head, and there is no {MODULES_FILE} with a Pooling "
@@ -324,6 +280,11 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
         )
     if pooling is None:
         return config
+    if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
+        how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
+        raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")
+    if config.bidirectional and max_context is None:
+        config = dataclasses.replace(config, max_context=min(config.max_context, max_seq_length(directory) or config.max_context))
     lm_head = config.lm_head and not checkpoint.saved_without_head(checkpoint.read_headers(directory))
     return dataclasses.replace(config, pooling=pooling, lm_head=lm_head)
 
@@ -384,13 +345,25 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
             vocab_size, Keys(generation, "generation_config.json"), Keys(written, "config.json"), Keys(family.defaults, "")
         ),
         lm_head=family.head == "lm",
-        classes=_classes(keys) if family.head == "classes" else (),
+        classes=class_names(keys) if family.head == "classes" else (),
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
         pad_token_id=keys.pad_token_id,
+        bidirectional=family.bidirectional or any(keys.flag(key, causal) is not causal for key, causal in CAUSAL_KEYS),
+        head_mean=family.bidirectional,
+        class_divisor=keys.number("temperature", 1.0) if family.bidirectional else 1.0,
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
+
+
+def architecture_of(directory: Path) -> str:
+    """Return the architecture of the model in ``directory``. Raises :class:`ModelError`."""
+    raw = _read_configuration(directory)[0]
+    try:
+        return _architecture(raw)
+    except ModelError:
+        return Keys(raw, "config.json").strings("architectures")[0]
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -455,12 +428,16 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
         old = family.gelu and key == "hidden_act" and keys.text(key, known) == OLD_GELU
         if keys.text(key, known) != known and not old:
             raise keys.error(key, f"is not supported; only {known} is")
-    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if keys.flag(key, causal) is not causal:
-            raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
+    for key, causal in CAUSAL_KEYS:
+        if keys.flag(key, causal) is not causal and family.head == "lm":
+            raise keys.error(
+                key, "asks for attention to later tokens, which a model that writes text cannot have; use another model"
+            )
+    if family.bidirectional and keys.text("pooling", "avg") != "avg":
+        raise keys.error("pooling", "is not supported; only avg is")
 
 
-def _classes(keys: Keys) -> tuple[str, ...]:
+def class_names(keys: Keys) -> tuple[str, ...]:
     """Names from ``id2label``, or those that Hugging Face transformers gives ``num_labels`` classes without names."""
     names = keys.numbered("id2label")
     count = keys.count("num_labels", len(names) or DEFAULT_CLASSES)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from yardstick_llm.engine.models.config import ModelConfig
-from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNorm, RMSNorm, TokenHead, Unadded
+from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNorm, Projected, RMSNorm, TokenHead, Unadded
 from yardstick_llm.engine.models.registry import ExpertNames, Norms, family_of
 from yardstick_llm.engine.models.rope import Rope
 from yardstick_llm.kernels.gelu_mul import gelu_mul
@@ -284,6 +284,8 @@ class Decoder(nn.Module):
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
         self.packed_head: PackedWeight | None = None
         """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
+        self.projected = Projected(() if config.pooling is None else config.pooling.projections)
+        """After pooling."""
         self.weight_format: str | None = None
         """Format of the file's codes, and whether layers multiply with them; None for a file of dense weights."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -352,7 +354,8 @@ class Decoder(nn.Module):
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""
         assert self.class_head is not None
-        return linear(hidden.float(), self.class_head.weight.float())
+        logits = linear(hidden.float(), self.class_head.weight.float())
+        return logits if self.config.class_divisor == 1.0 else logits / self.config.class_divisor
 
     @property
     def head_weight(self) -> Tensor:
@@ -364,6 +367,10 @@ class Decoder(nn.Module):
     def head_operand(self) -> Tensor | PackedWeight:
         """The weight that :func:`kernels.linear.linear` makes logits with, and nothing else reads: packed on a CPU in float32."""
         return self.head_weight if self.packed_head is None else self.packed_head
+
+    def token_vectors(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, hidden]. -> [tokens, size] float32, the vectors of a model that pools nothing."""
+        return self.projected(hidden)  # type: ignore[no-any-return]
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""

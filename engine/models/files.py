@@ -59,6 +59,13 @@ class Keys:
             raise self._wrong(key, value, "a whole number of at least 1")
         return int(value)
 
+    def whole(self, key: str) -> int:
+        """A whole number of at least 0."""
+        value = self._get(key, None)
+        if not _is_int(value) or value < 0:
+            raise self._wrong(key, value, "a whole number of at least 0")
+        return int(value)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number greater than 0."""
         value = self._get(key, default)

@@ -7,12 +7,16 @@ larger for longer. γ is not part of a checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import Stored
 from yardstick_llm.engine.models.config import ModelConfig, load_config
@@ -29,17 +33,31 @@ DEFAULT_GAMMA = 0.997
 """Gamma of the checkpoints published with "Length Value Model", arXiv 2604.27039, for models of the Qwen2.5 generation."""
 
 
+def facts_of(directory: Path) -> dict[str, Any]:
+    """Return :data:`GAMMA_FILE` of the length model in ``directory``; empty without it. Raises :class:`ModelError`."""
+    path = directory / GAMMA_FILE
+    return read_json(path) if path.is_file() else {}
+
+
 def gamma_of(directory: Path, given: float | None) -> float:
     """Return γ of the length model in ``directory``: ``given``, or the value of :data:`GAMMA_FILE`, or the default.
 
     Raises :class:`ModelError` if it is not in (0, 1).
     """
-    path = directory / GAMMA_FILE
-    stored = read_json(path).get("gamma") if path.is_file() else None
+    stored = facts_of(directory).get("gamma")
     gamma = next(value for value in (given, stored, DEFAULT_GAMMA) if value is not None)
     if not isinstance(gamma, float) or not 0 < gamma < 1:
         raise ModelError(f"The length model's gamma is {gamma!r}; give one between 0 and 1 with --lenvm-gamma.")
     return gamma
+
+
+def calibration_of(directory: Path) -> wire.Calibration | None:
+    """Return the calibration in :data:`GAMMA_FILE`; None if there is none. Raises :class:`ModelError` if it is damaged."""
+    stored = facts_of(directory).get("calibration")
+    try:
+        return None if stored is None else msgspec.convert(stored, wire.Calibration)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"The calibration in {GAMMA_FILE} is damaged ({error}); train the length model again.") from None
 
 
 def check_pairing(base: Path, length: Path) -> None:
@@ -63,6 +81,19 @@ def check_pairing(base: Path, length: Path) -> None:
             f"The length model {length.name} does not have the vocabulary of the model {base.name} "
             f"({sizes[1]} and {sizes[0]} rows); give a length model that was trained for this model with --lenvm-model."
         )
+
+    stored, own = facts_of(length).get("tokenizer"), tokenizer_digest(base)
+    if stored is not None and own is not None and stored != own:
+        raise ModelError(
+            f"The length model {length.name} was trained for another tokeniser than that of the model {base.name}; give a length "
+            "model that was trained for this model with --lenvm-model."
+        )
+
+
+def tokenizer_digest(directory: Path) -> str | None:
+    """Return a digest of the token ids by text, 32 hexadecimal digits; None without a ``tokenizer.json``."""
+    vocabulary = _vocabulary(directory)
+    return None if vocabulary is None else hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _vocabulary(directory: Path) -> dict[str, Any] | None:
@@ -119,6 +150,16 @@ class LenVM(nn.Module):
         return {HEAD_PREFIX + name: parameter.detach() for name, parameter in self.head.named_parameters()}
 
 
+def check_servable(config: ModelConfig) -> None:
+    """Raise :class:`ModelError` for an architecture that a length model cannot have."""
+    if not config.attends_plainly:
+        raise ModelError(
+            f"A length model cannot have sliding windows, soft caps or scales of attention, as this {config.architecture} has."
+        )
+    if isinstance(config.rope, LongRope):
+        raise ModelError(f"A length model cannot have rotations of the type longrope, as this {config.architecture} has.")
+
+
 def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> LenVM:
     """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
 
@@ -127,12 +168,7 @@ def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
     """
     directory = locate(model)
     config = load_config(directory)
-    if not config.attends_plainly:
-        raise ModelError(
-            f"A length model cannot have sliding windows, soft caps or scales of attention, as this {config.architecture} has."
-        )
-    if isinstance(config.rope, LongRope):
-        raise ModelError(f"A length model cannot have rotations of the type longrope, as this {config.architecture} has.")
+    check_servable(config)
     value_model = LenVM(config, dtype)
     stored = _read_headers(directory)
     head = value_model.checkpoint_views()

@@ -1,13 +1,14 @@
-"""Decoders from and to Hugging Face directories."""
+"""Decoders from and to Hugging Face directories, and encoders from them."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
-from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config, load_pooling
+from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.encoder import Encoder, EncoderLayer
+from yardstick_llm.engine.models.encoder_config import SPARSE_HEAD, TOKEN_HEAD, UNREAD, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import is_gguf
 from yardstick_llm.engine.models.formats import stored as as_stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
@@ -25,6 +28,7 @@ from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import RMSNorm, fill_parts
+from yardstick_llm.engine.models.pooling import Pooling, load_pooling
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
@@ -56,9 +60,68 @@ def load_model(
     directory = locate(model)
     decoder = make_decoder(load_config(directory, max_context), dtype)
     fill(decoder, read_checked(directory, decoder), quantize, device=device)
+    if decoder.config.pooling is not None:
+        _fill_projections(directory, decoder.projected, decoder.config.pooling)
     decoder.weight_format = format_in_words(directory, quantize)
     pack_head(decoder, quantize)
     return decoder.eval()
+
+
+def load_encoder(
+    model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, max_context: int | None = None
+) -> Encoder:
+    """The encoder in a model directory or hub repository; arguments and errors as for :func:`load_model`."""
+    directory = locate(model)
+    config = load_encoder_config(directory, max_context)
+    headers, prefixes = checkpoint.read_headers(directory, pickled=True), config.family.prefixes
+    stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
+    if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
+        config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
+    encoder = Encoder(config, dtype)
+    views = encoder.checkpoint_views()
+    buffers = [name for name in stored if name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
+    checkpoint.check(stored, views, buffers, UNREAD)
+    checkpoint.copy(stored, views)
+    if encoder.config.pooling is not None:
+        _fill_projections(directory, encoder.projected, encoder.config.pooling)
+    for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
+        if linear is not None:
+            _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
+    if quantize is not None:
+        form = FORMATS[quantize]
+        form.check_shapes(encoder)
+        for layer in encoder.layers:
+            assert isinstance(layer, EncoderLayer)
+            plain = copy.deepcopy(layer)
+            form.convert(layer)
+            form.fill(layer, plain)
+    return encoder.eval()
+
+
+def _plain_name(name: str, prefixes: Sequence[str]) -> str:
+    """``name`` without the name of the body, and with the names of a norm's parts that releases of transformers from 2 on write."""
+    name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        name = name.replace(old, new)
+    return name
+
+
+def _fill_projections(directory: Path, projected: nn.Module, pooling: Pooling) -> None:
+    for projection, part in zip(pooling.projections, projected.get_submodule("parts").children(), strict=True):
+        folder = directory / projection.folder
+        if (folder / SINGLE).exists():
+            stored = checkpoint.read_header(folder / SINGLE)
+        else:
+            stored = checkpoint.read_pickled_header(folder / checkpoint.PICKLED)
+        # Names are linear.weight or norm.weight; before release 3 of sentence-transformers those of a Dense are the same.
+        _fill_apart({name.rpartition(".")[2]: each for name, each in stored.items()}, part)
+
+
+def _fill_apart(stored: Mapping[str, Stored], part: nn.Module) -> None:
+    """Fill a module whose weights are in a file of their own."""
+    views = {name: parameter.detach() for name, parameter in part.named_parameters()}
+    checkpoint.check(stored, views)
+    checkpoint.copy(stored, views)
 
 
 def format_in_words(directory: Path, quantize: str | None) -> str | None:
@@ -211,7 +274,10 @@ def fingerprint(
         digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
-    if (vision := load_config(directory).vision) is not None:
+        files += [path for each in pooling.projections for path in sorted((directory / each.folder).glob("*model.*"))]
+    if is_encoder(directory):
+        files += [directory / name for name in (SPARSE_HEAD, TOKEN_HEAD) if (directory / name).is_file()]
+    elif (vision := load_config(directory).vision) is not None:
         digest.update(f"\0images {vision.preprocessing}\0".encode())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())

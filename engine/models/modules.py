@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
+from yardstick_llm.engine.models.pooling import Projection
 from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
 from yardstick_llm.kernels.linear import PackedWeight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
@@ -110,7 +111,7 @@ class NoNorm(nn.Module):
         return total, total
 
 
-def refuse_experts(config: ModelConfig, option: str) -> None:
+def refuse_experts(config: Any, option: str) -> None:
     """Raise :class:`ModelError` for a model with experts, which ``option`` does not support."""
     if config.experts is not None:
         raise ModelError(f"{option} does not support mixtures of experts such as {config.architecture}; leave it out.")
@@ -169,6 +170,24 @@ class Experts(nn.Module):
         if self.shared is None or self.shared_gate is None:
             return out
         return out + self.shared_gate(x).sigmoid() * self.shared(rows)  # type: ignore[no-any-return]
+
+
+class Projected(nn.Module):
+    """The ``Dense`` and ``LayerNorm`` modules after pooling, in float32."""
+
+    def __init__(self, projections: tuple[Projection, ...]) -> None:
+        super().__init__()
+        self.functions: list[Callable[[Tensor], Tensor]] = [getattr(nn, each.activation)() for each in projections]
+        self.parts = nn.ModuleList(
+            Linear(each.inner, each.size, bias=each.bias) if each.inner else nn.LayerNorm(each.size) for each in projections
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out], float32."""
+        x = x.float()
+        for part, function in zip(self.parts, self.functions, strict=True):
+            x = function(part(x))
+        return x
 
 
 PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")

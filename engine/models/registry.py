@@ -134,6 +134,8 @@ class Family:
     """A tower embeds images, and positions of their tokens have three axes (Qwen2.5-VL)."""
     unread: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not loaded: of a tower whose images are not supported."""
+    bidirectional: bool = False
+    """All tokens attend to each other, and the classification head reads the mean of all hidden states."""
     head: Head = "lm"
 
     @property
@@ -148,6 +150,7 @@ _GEMMA_3 = dataclasses.replace(_GEMMA, model_type="gemma3_text", norms="around",
 
 BODIES: dict[str, Family] = {
     "Llama": Family("llama"),
+    "LlamaBidirectional": Family("llama", bidirectional=True),
     "Qwen2": Family("qwen2", qkv_bias_only=True),
     "Qwen3": Family("qwen3", qk_norm=True),
     "Gemma": _GEMMA,
@@ -169,14 +172,15 @@ BODIES: dict[str, Family] = {
 
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classes", "Model": "none"}
 """Second part of an architecture's name."""
-_MULTIMODAL = {"Gemma3ForSequenceClassification", "Gemma3Model"}
-"""Names that Hugging Face transformers gives to models of text and images, whose text models have others. They are refused."""
+_ABSENT = {"Gemma3ForSequenceClassification", "Gemma3Model", "LlamaBidirectionalForCausalLM"}
+"""Names that Hugging Face transformers gives to models of text and images, whose text models have others, and names that no model
+has. They are refused."""
 
 FAMILIES: dict[str, Family] = {
     body + suffix: dataclasses.replace(family, head=head)
     for body, family in BODIES.items()
     for suffix, head in HEADS.items()
-    if body + suffix not in _MULTIMODAL
+    if body + suffix not in _ABSENT
 } | {
     "Gemma3ForConditionalGeneration": dataclasses.replace(
         _GEMMA_3, nested=True, unread=("vision_tower.", "multi_modal_projector.")

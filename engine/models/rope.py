@@ -43,6 +43,18 @@ class LinearRope(Rope):
 
 
 @dataclass(frozen=True)
+class NtkRope(Rope):
+    """The base of GTE's rotation times ``factor``, and wavelengths a little longer: the code that is published with
+    ``Alibaba-NLP/gte-multilingual-base`` (``NTKScalingRotaryEmbedding``)."""
+
+    factor: float
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        stretch: float = self.factor ** (2 / head_dim)
+        return _plain_frequencies(self.theta * self.factor, head_dim) / stretch
+
+
+@dataclass(frozen=True)
 class Llama3Rope(Rope):
     """Llama 3.1's scaling: long wavelengths stretched by ``factor``, short ones kept, a linear blend between.
 

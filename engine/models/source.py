@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,15 +10,17 @@ from pathlib import Path
 import msgspec
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.checkpoint import PICKLED, SINGLE
+from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
+from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILE, read_modules
 from yardstick_llm.engine.settings import EngineSettings
 
 FILES = [
     "config.json",
     "generation_config.json",
-    "model.safetensors",
+    SINGLE,
     "model-*.safetensors",
     "model.safetensors.index.json",
     "value_head.safetensors",
@@ -28,7 +31,13 @@ FILES = [
     "chat_template.json",
     "lenvm.json",
     "modules.json",
-    "*_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
+    "[0-9]_Dense/*model.*",
+    "[0-9]_LayerNorm/*model.*",
+    "sparse_linear.pt",
+    "colbert_linear.pt",
     "preprocessor_config.json",
     "processor_config.json",
     "yardstick.toml",
@@ -91,7 +100,10 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
     )
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
+        directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
+        if SINGLE in files and not any(directory.glob("*.safetensors")):
+            snapshot_download(hub_id, revision=directory.name, allow_patterns=[PICKLED])
+        return directory
     except RevisionNotFoundError:
         raise ModelError(f"The hub model {hub_id} has no revision {revision}; give a branch, a tag or a commit of it.") from None
     except GatedRepoError:
@@ -128,7 +140,7 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
             tokenizer_json=tokenizer_json(directory),
             chat_template=chat_template(directory),
             special_tokens=special_tokens(directory),
-            architecture=load_config(directory).architecture,
+            architecture=architecture_of(directory),
         )
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -140,8 +152,30 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
         chat_template=_chat_template(directory, config.get("chat_template")),
         special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
         preset=_preset(directory / PRESET_FILE),
-        architecture=load_config(directory).architecture,
+        architecture=architecture_of(directory),
+        model_files=_model_files(directory),
     )
+
+
+MAX_MODEL_FILE_BYTES = 256 << 10
+CONFIG_FILE = "config.json"
+ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
+"""Keys with which ``config.json`` of a cross-encoder names its activation."""
+
+
+def _model_files(directory: Path) -> dict[str, bytes]:
+    """See :attr:`engine.wire.TokenizerFiles.model_files`. Raises :class:`ModelError`."""
+    names = [MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILE]
+    if (directory / MODULES_FILE).is_file():
+        names += [f"{folder}/config.json" for _, folder in read_modules(directory / MODULES_FILE) if folder == Path(folder).name]
+    found = {name: directory / name for name in names if (directory / name).is_file() and name != "/config.json"}
+    for name, path in found.items():
+        if path.stat().st_size > MAX_MODEL_FILE_BYTES:
+            raise ModelError(f"{name} in the model directory has more than {MAX_MODEL_FILE_BYTES >> 10} KiB; download it again.")
+    config = directory / CONFIG_FILE
+    named = {key: value for key, value in read_json(config).items() if key in ACTIVATION_KEYS} if config.is_file() else {}
+    kept = {CONFIG_FILE: json.dumps(named).encode()} if named else {}
+    return {name: path.read_bytes() for name, path in found.items()} | kept
 
 
 def _preset(path: Path) -> str | None:

@@ -332,6 +332,8 @@ class ScoringRequest(Request):
     targets: list[Ints] = field(default_factory=list)
     """[branch] tokens of the message's branch, where the readout is :class:`engine.wire.Likelihood`: row i of the request's branch
     predicts target i. Empty for other readouts."""
+    first_tokens: int = 0
+    """Tokens of the first text of a pair, with which each branch begins. 0 where branches are no pairs."""
     index: int = 0
     """Place of this item in its group."""
     block: ItemBlock | None = None
@@ -346,9 +348,14 @@ class ScoringRequest(Request):
         *,
         mean_pooling: bool = False,
         pad: int | None = None,
+        whole: bool = False,
     ) -> ScoringRequest:
-        """``received``: seconds, monotonic; ``mean_pooling``, ``pad``: see :func:`prompt_parts_of`."""
-        prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling, pad=pad)
+        """``received``: seconds, monotonic; ``mean_pooling``, ``pad``: see :func:`prompt_parts_of`. ``whole``: each branch has the
+        whole prompt, because the model computes it at once."""
+        if whole:
+            prefix, given, targets = PromptParts([], [message.prefix + tokens for tokens in message.branches], [])
+        else:
+            prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling, pad=pad)
         request = cls(
             id=message.id,
             prefix=ints(prefix),
@@ -362,6 +369,7 @@ class ScoringRequest(Request):
             readout=message.readout,
             rows=[[] for _ in given],
             targets=targets,
+            first_tokens=len(message.prefix) if whole else 0,
         )
         request.branches = [Branch(request, i, IntBuffer(ints(tokens))) for i, tokens in enumerate(given)]
         return request
@@ -370,6 +378,11 @@ class ScoringRequest(Request):
     def kind(self) -> type[msgspec.Struct]:
         readout = self.readout
         return RawLabels if type(readout) is wire.Labels and readout.raw else type(readout)
+
+    @property
+    def unseen_tokens(self) -> int:
+        """Tokens at the end of each branch to which no token attends."""
+        return self.readout.expansion_tokens if isinstance(self.readout, wire.TokenVectors) else 0
 
     @property
     def main_request(self) -> Request:

@@ -19,6 +19,7 @@ import torch
 
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.runner.graphs import BUCKETS
 from yardstick_llm.engine.settings import GPU_BATCHED_TOKENS, MAX_RUNNING_REQUESTS, RUNNING_REQUESTS, EngineSettings
@@ -167,7 +168,7 @@ class StepThreads:
         return compute() if tokens <= self._most_tokens else self._large.submit(compute).result()
 
 
-def step_threads(config: ModelConfig, device: torch.device, lenvm: ModelConfig | None = None) -> StepThreads | None:
+def step_threads(config: ModelConfig | EncoderConfig, device: torch.device, lenvm: ModelConfig | None = None) -> StepThreads | None:
     """Return the threads for a model; None on a GPU, with one thread, and where even a step of one token is large.
 
     ``lenvm``: of the length model, which may be the larger one. A step's tokens count as if the larger one computed all.
@@ -178,7 +179,7 @@ def step_threads(config: ModelConfig, device: torch.device, lenvm: ModelConfig |
     return StepThreads(weights)
 
 
-def _layer(config: ModelConfig) -> int:
+def _layer(config: ModelConfig | EncoderConfig) -> int:
     heads = config.num_heads + config.num_kv_heads
     return config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder import Model
 from yardstick_llm.engine.models.lora.linear import StepRows, UploadedRows
 from yardstick_llm.engine.models.lora.slots import DeviceSlots
 from yardstick_llm.engine.models.modules import TokenHead
@@ -28,6 +29,7 @@ from yardstick_llm.engine.models.transfer import Copy, Download, Upload
 from yardstick_llm.engine.requests.batch import Batch, CandidatePass, ExtendSegment, Tokens
 from yardstick_llm.engine.requests.core import PENDING, Branch
 from yardstick_llm.engine.runner.attention.base import AttentionBackend
+from yardstick_llm.engine.runner.attention.whole import WholeAttention
 from yardstick_llm.engine.runner.graphs import StepGraphs
 from yardstick_llm.engine.runner.images import StepImages
 from yardstick_llm.engine.runner.lenvm.draws import GuidedStep, LenVMRunner
@@ -41,6 +43,8 @@ from yardstick_llm.engine.runner.readouts.scores import (
     LabelReadout,
     LengthValueReadout,
     LikelihoodReadout,
+    SparseReadout,
+    TokenVectorReadout,
 )
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.lora_layout import LoraRun, block_runs
@@ -51,6 +55,8 @@ KINDS: tuple[type[Readout], ...] = (
     LikelihoodReadout,
     ClassReadout,
     EmbeddingReadout,
+    TokenVectorReadout,
+    SparseReadout,
     DrawReadout,
     PromptLogprobsReadout,
 )
@@ -95,7 +101,7 @@ class OutputPlan:
 class StepAdapters:
     """Prepares the decoder's projections for each step. It does no work in steps without adapters."""
 
-    def __init__(self, decoder: Decoder, slots: DeviceSlots | None = None, rows: StepRows | None = None) -> None:
+    def __init__(self, decoder: Model, slots: DeviceSlots | None = None, rows: StepRows | None = None) -> None:
         """``slots``: None in an engine without adapters. ``rows``: those that the decoder's projections read."""
         self._decoder = decoder
         self._slots = slots
@@ -161,6 +167,7 @@ class StepAdapters:
 
     def token_heads(self, branches: Sequence[Branch]) -> list[tuple[TokenHead, slice]]:
         """See :class:`engine.runner.readouts.base.ReadoutContext`."""
+        assert isinstance(self._decoder, Decoder)
         own = {} if self._slots is None else self._slots.modules["lm_head"]
         if not own or not branches:
             return [(self._decoder.token_head, slice(0, len(branches)))]
@@ -249,8 +256,8 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
-        attention: AttentionBackend,
+        decoder: Model,
+        attention: AttentionBackend | WholeAttention,
         eos_token_ids: Sequence[int],
         graphs: Sequence[StepGraphs] = (),
         lenvm: LenVMRunner | None = None,
@@ -268,7 +275,7 @@ class Runner:
         self.images = images or StepImages()
         self._threads = threads
         self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads)
-        self._device = attention.kv.keys.device
+        self._device = decoder.embed.weight.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
         """For a step of which no row is read."""
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)

@@ -78,6 +78,8 @@ class Flow:
     """Rest of its share of this step's other tokens."""
     spent: int = 0
     """Tokens that this step computes for it."""
+    waiting_first: bool = False
+    """Whether its next turn is that of a waiting request, where whole sequences are computed (:mod:`engine.scheduling.whole`)."""
     ready: bool = False
     """Whether the queue has it among the flows that only wait."""
 
@@ -394,8 +396,8 @@ class WaitEstimator:
         """Queues by tenant. A tenant with nothing queued has no entry."""
         self._turned: float | None = None
         """Time of the last scheduled step, if requests were waiting after it."""
-        self._begun = 0
-        """Tokens begun since that step."""
+        self._begun, self._computing = 0, 0
+        """Tokens begun since that step, and in it."""
         self._moved, self._seconds = 0.0, 0.0
 
     def add(self, request: Request) -> None:
@@ -442,10 +444,10 @@ class WaitEstimator:
         now = self._clock()
         if self._turned is not None:
             kept = 0.5 ** ((now - self._turned) / HALF_LIFE)
-            self._moved = kept * self._moved + self._begun
+            self._moved = kept * self._moved + self._computing
             self._seconds = kept * self._seconds + now - self._turned
         self._turned = now if self._sizes else None
-        self._begun = 0
+        self._computing, self._begun = self._begun, 0
 
     def seconds(self, priority: int, tenant: str = "") -> float:
         """Expected queue time of a request of this tenant and priority. Before anything has moved: the time that others have

@@ -110,7 +110,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: SlotPool,
+        pool: SlotPool | None,
         budget: Budget,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -118,7 +118,8 @@ class Scheduler:
         lenvm_pool: SlotPool | None = None,
         lookup: LookupSettings | None = None,
     ) -> None:
-        """``lenvm_pool``: slots of the length model, if there is one. ``lookup``: None for no drafts."""
+        """``pool``: None where tokens have no slots. ``lenvm_pool``: slots of the length model, if there is one. ``lookup``: None
+        for no drafts."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self.queue = FairQueue(len(pools), clock)
         self.allocator = Allocator(pools, self.queue, budget.reserved_share, budget.max_adapters)
@@ -174,6 +175,18 @@ class Scheduler:
     def running(self) -> list[Request]:
         """All admitted requests, in order of admission."""
         return list(self._running.values())
+
+    @property
+    def slot_counts(self) -> dict[str, int]:
+        """Fields of :class:`engine.wire.Stats` about slots, and items in them."""
+        return {
+            "slots_total": self.pool.size,
+            "slots_free": self.pool.available,
+            "slots_cached": self.cache.evictable,
+            "slots_items": self.cache.item_tokens,
+            "slots_reserved": self.allocator.reserved(self.pool),
+            "evicted_item_tokens": self.cache.evicted_item_tokens,
+        }
 
     @property
     def waiting(self) -> int:

@@ -80,28 +80,32 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"engine: {message}; see `yardstick engine --help`\n")
 
 
+def add_options(parser: argparse._ActionsContainer, settings: type[msgspec.Struct]) -> None:
+    """Add the options of a struct of settings."""
+    for option in options_of(settings):
+        parser.add_argument(
+            option.flag,
+            action="append" if option.repeated else "store",
+            type=_reader(option),
+            choices=option.choices or None,
+            required=option.required and option.unset is None,
+            help=f"{option.summary} ({option.default_text})".replace("``", "").replace("%", "%%"),
+        )
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m yardstick_llm.engine``."""
-    made = _Parser("python -m yardstick_llm.engine", description="Serve one model to Yardstick gateways.")
+    parser = _Parser("python -m yardstick_llm.engine", description="Serve one model to Yardstick gateways.")
     for settings in (EngineSettings, ServerSettings):
-        group = made.add_argument_group((settings.__doc__ or "").removesuffix("."))
-        for option in options_of(settings):
-            group.add_argument(
-                option.flag,
-                action="append" if option.repeated else "store",
-                type=_reader(option),
-                choices=option.choices or None,
-                required=option.required and option.unset is None,
-                help=f"{option.summary} ({option.default_text})".replace("``", "").replace("%", "%%"),
-            )
-    return made
+        add_options(parser.add_argument_group((settings.__doc__ or "").removesuffix(".")), settings)
+    return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[EngineSettings, ServerSettings]:
     """Settings from the command line. Exits with status 2 and a line that names the option where it is wrong."""
     given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
     given.setdefault("name", wire.served_name(given["model"]))
-    return _make(EngineSettings, given), _make(ServerSettings, given)
+    return made(EngineSettings, given), made(ServerSettings, given)
 
 
 @cache
@@ -116,7 +120,8 @@ def attribute_docstrings(settings: type[msgspec.Struct]) -> dict[str, str]:
     return found
 
 
-def _make(settings: type[T], given: dict[str, Any]) -> T:
+def made(settings: type[T], given: dict[str, Any]) -> T:
+    """Return settings from the values of their options."""
     return settings(**{name: given[name] for name in settings.__struct_fields__ if name in given})
 
 

@@ -21,6 +21,8 @@ from yardstick_llm.engine.settings import ServerSettings
 from yardstick_llm.tracing.export import Exporter, TracingError
 from yardstick_llm.tracing.setup import check_endpoint, open_exporter
 
+INTERRUPTED = 130
+"""Exit status if Ctrl-C comes before the engine serves."""
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""
 
@@ -49,6 +51,7 @@ async def _serve(app: Litestar, listener: socket.socket, health: socket.socket |
     stopping, ended = asyncio.create_task(_stop_signal()), asyncio.create_task(client.ended.wait())
     await asyncio.wait({serving, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
     failure = client.failure if ended.done() else None
+    interrupted = stopping.done() and stopping.result() == signal.SIGINT and client.ready is None
     if stopping.done():
         await client.drain(grace_seconds)
     for server, _ in servers:
@@ -56,6 +59,8 @@ async def _serve(app: Litestar, listener: socket.socket, health: socket.socket |
     for task in (stopping, ended):
         task.cancel()
     await serving
+    if interrupted:
+        return INTERRUPTED
     return 0 if failure is None else _fail(failure)
 
 
@@ -75,14 +80,20 @@ def _config(app: Litestar) -> uvicorn.Config:
     return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS)
 
 
-async def _stop_signal() -> None:
-    """Return at SIGTERM or SIGINT; from then on another one ends the process at once."""
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _stop_signal() -> int:
+    """Return SIGTERM or SIGINT when it comes; from then on another one ends the process at once."""
+    stopping, came, loop = asyncio.Event(), list[int](), asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        came.append(number)
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     await stopping.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
+    return came[0]
 
 
 def _exporter(server: ServerSettings) -> Exporter | None:

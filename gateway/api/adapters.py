@@ -11,13 +11,13 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from yardstick_llm.gateway.adapters.manager import AdapterManager, Outcome
 from yardstick_llm.gateway.api.access import Quotas
 from yardstick_llm.gateway.api.answers import JsonResponse
 from yardstick_llm.gateway.api.reader import Body, post_json
 from yardstick_llm.gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
 from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.pool.adapters import Reference
+from yardstick_llm.gateway.pool.loading import AdapterManager, Outcome
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.schemas.parameters import BodyDecoder, EndpointName, Parameters
 

@@ -49,7 +49,7 @@ from yardstick_llm.gateway.schemas.common import MAX_ITEMS, PromptTokensDetails,
 from yardstick_llm.gateway.scoring.scorer import Scores
 from yardstick_llm.gateway.store.results import CachePolicy, Row
 from yardstick_llm.gateway.text.catalogue import row_of, tail_bytes, tokens_of
-from yardstick_llm.gateway.text.prepared import Bounds, PlacedIds, Prepared
+from yardstick_llm.gateway.text.prepared import Bounds, Prepared
 
 MOST_ITEMS = 200_000
 """Most items of a request for a whole catalogue."""
@@ -292,13 +292,8 @@ class _Query:
     async def prompts(self, records: Sequence[bytes], param: str) -> Prepared:
         """Return the prompts of the items in ``records``, at least one. Raises :class:`GatewayError`."""
         model, bounds = self._model, self._bounds
-        rows, behind, time_slice = list[PlacedIds](), list[bytes](), TimeSlice()
-        for record in records:
-            row, tail = row_of(record)
-            rows.append(row)
-            behind.append(tail)
-            if time_slice.over:
-                await time_slice.yield_to_loop()
+        placed = [row_of(record) for record in records]
+        rows, behind = [row for row, _ in placed], [tail for _, tail in placed]
         tails = {tail: place for place, tail in enumerate(dict.fromkeys(behind))}
         bounds.check("max_request_characters", sum(map(len, tails)), "characters that must be tokenised", "ids")
         prepared = await self._behind(list(tails))

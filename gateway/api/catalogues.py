@@ -218,11 +218,11 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         if not NAME.fullmatch(name):
             message = "A catalogue's name has 1 to 64 letters, digits, and `._-`; the first is a letter or digit."
             raise InvalidRequest(message, param="name")
-        async with reader.open(request, CatalogueRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            preset = fitted_of(request, model, "rerank").preset if fields.preset else None
-            prepared = await body.read(model)
+        body = await reader.body(request, CatalogueRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        preset = fitted_of(request, model, "rerank").preset if fields.preset else None
+        prepared = await body.read(model)
         key = RequestContext.of(request).key
         only = key.models[0] if key is not None and key.models else None  # the only model of the key; it may be an alias
         spec = Spec(
@@ -260,8 +260,8 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
         known = await catalogues.describe(owner, name)
         model = requested_model(request, pool, known.spec.model)
         check_text(name, known.spec, model)
-        async with reader.open(request, ItemsRequest, data) as body:
-            prepared = await body.read(model, msgspec.msgpack.encode(Opened(known.spec.template)))
+        body = await reader.body(request, ItemsRequest, data)
+        prepared = await body.read(model, msgspec.msgpack.encode(Opened(known.spec.template)))
         records = _records.decode(prepared.response)
         account = RequestContext.of(request).account
         account.prompt_tokens, account.items = records.tokens, len(records.items)

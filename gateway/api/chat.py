@@ -243,14 +243,14 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
 
         With `stream` the answer is a stream of server-sent events, each with the `delta` of an answer, and `[DONE]` at the end.
         """
-        async with reader.open(request, ChatRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model, falls_back=True)
-            logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-            _check(model, fields, logprobs)
-            guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, ChatRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model, falls_back=True)
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        _check(model, fields, logprobs)
+        guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         guidance = with_section(guidance, prepared.format)
         generation = plan(
             model,

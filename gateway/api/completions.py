@@ -21,7 +21,6 @@ from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece, Token
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
-from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from yardstick_llm.gateway.schemas.common import Usage, new_id
 from yardstick_llm.gateway.text.prepared import as_list
@@ -38,19 +37,18 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
 
         With `stream` the answer is a stream of server-sent events, each a completion with what is new, and `[DONE]` at the end.
         """
-        async with reader.open(request, CompletionRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model, falls_back=True)
-            _check(model, fields)
-            guidance = guidance_of(model, fields, logprobs=fields.logprobs)
-            refuse_sections(guidance)
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, CompletionRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model, falls_back=True)
+        _check(model, fields)
+        guidance = guidance_of(model, fields, logprobs=fields.logprobs)
+        refuse_sections(guidance)
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         caller = caller_of(request, cache_salt=fields.cache_salt)
         logprobs = 0 if fields.logprobs is None and fields.is_choosy else fields.logprobs
-        generations, time_slice = [], TimeSlice()
-        for index, prompt in enumerate(prepared.rows):
-            generation = plan(
+        generations = [
+            plan(
                 model,
                 fields,
                 as_list(prompt),
@@ -65,9 +63,8 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
                 priority=priority,
                 caller=caller,
             )
-            generations.append(generation)
-            if time_slice.over:
-                await time_slice.yield_to_loop()
+            for index, prompt in enumerate(prepared.rows)
+        ]
         answer = CompletionAnswer(model, fields, generations, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, generations, answer, fields)
 

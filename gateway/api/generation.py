@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
@@ -101,8 +100,6 @@ class Answer(ABC):
 
 _encoder = msgspec.json.Encoder()
 
-FEW_PIECES = 64
-"""Pieces of a whole answer up to which the event loop gets no pause between the steps of building it."""
 TOKENS_AT_ONCE = 32
 """Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
 
@@ -133,32 +130,11 @@ class Generator:
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
-                many = len(pieces) > FEW_PIECES
-                if many:  # here and below: each of these steps takes milliseconds for a thousand prompts
-                    await asyncio.sleep(0)
-            if many:
-                await asyncio.sleep(0)
-            choices = joined(pieces)
-            choices.sort(key=lambda piece: piece.index)
-            choices = answer.chosen(choices, generations)
-            if many:
-                await asyncio.sleep(0)
-            logprobs, time_slice = [], TimeSlice()
-            for choice in choices:
-                logprobs.append(await _encoded(answer, choice.tokens))
-                if time_slice.over:
-                    await time_slice.yield_to_loop()
-            prompts = []
-            for generation in generations:
-                prompts.append(await prompt_output(generation, fields))
-                if time_slice.over:
-                    await time_slice.yield_to_loop()
-            if many:
-                await asyncio.sleep(0)
-            usage = usage_of(generations)
-            if many:
-                await asyncio.sleep(0)
-        return JsonResponse(answer.whole(choices, logprobs, usage, prompts))
+            time_slice = TimeSlice()
+            choices = answer.chosen(sorted(joined(pieces), key=lambda piece: piece.index), generations)
+            logprobs = [await _encoded(answer, choice.tokens, time_slice) for choice in choices]
+            prompts = [await prompt_output(generation, fields, time_slice) for generation in generations]
+        return JsonResponse(answer.whole(choices, logprobs, usage_of(generations), prompts))
 
     async def _events(
         self,
@@ -317,12 +293,13 @@ def small(pieces: list[Piece]) -> Iterator[Piece]:
             yield Piece(piece.index, text, some, finish, piece.completion_tokens, parts, piece.calls, ids)
 
 
-async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
+async def _encoded(answer: Answer, tokens: list[Token], time_slice: TimeSlice) -> msgspec.Struct | None:
     """Return ``answer.logprobs(tokens)``. For many tokens its lists are JSON-encoded in parts, so that neither building nor
     encoding them blocks the event loop."""
+    if time_slice.over:
+        await time_slice.yield_to_loop()
     if len(tokens) <= TOKENS_AT_ONCE:
         return answer.logprobs(tokens)
-    time_slice = TimeSlice()
     kind: type[msgspec.Struct] | None = None
     parts: dict[str, list[bytes]] = {}
     for begin in range(0, len(tokens), TOKENS_AT_ONCE):

@@ -9,6 +9,7 @@ from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
+from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import Quotas, requested_model, visible_models
 from yardstick_llm.gateway.api.answers import encoded
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
@@ -65,11 +66,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Largest number of prompt and completion tokens together."""
     capabilities: list[str]
-    """Supported operations: `score`, `generate`, `classify`, `embed`, `length_guidance` (the request field and `/v1/length`)."""
+    """Supported operations: `score`, `generate`, `classify`, `embed`, `token_vectors`, `sparse`, `length_guidance` (the request
+    field and `/v1/length`)."""
     preset: PresetInfo | None = None
     """How the model is prompted and read by `/v1/rerank`, `/v1/classify` or `/v1/embeddings`; null if it serves none of these."""
     lenvm_gamma: float | None = None
     """Discount factor of its length model; null if it has none."""
+    lenvm_calibration: wire.Calibration | None = None
+    """How real lengths differ from those that the length model predicts; null if it names none."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +114,7 @@ def _described(name: str, model: ServedModel) -> Model:
         capabilities=list(model.info.capabilities),
         preset=_preset(model.tokenizer.table.fitted, fallback=model.preset_is_fallback),
         lenvm_gamma=model.info.lenvm_gamma,
+        lenvm_calibration=model.info.lenvm_calibration,
     )
 
 
@@ -137,15 +142,15 @@ def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers
         The ids are those that `/v1/completions` and `/v1/chat/completions` use for the same `prompt` or `messages`. A text may be
         longer than the model's context.
         """
-        async with reader.open(request, TokenizeRequest, data) as body:
-            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        body = await reader.body(request, TokenizeRequest, data)
+        prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
     @post_json(["/detokenize", "/v1/detokenize"], DetokenizeRequest, "tokens")
     async def detokenize(request: Request[Any, Any, Any], data: JSONBody[Body[DetokenizeRequest]]) -> Response[DetokenizeResponse]:
         """Convert token ids to text, with special tokens."""
-        async with reader.open(request, DetokenizeRequest, data) as body:
-            prepared = await body.read(requested_model(request, pool, body.fields.model))
+        body = await reader.body(request, DetokenizeRequest, data)
+        prepared = await body.read(requested_model(request, pool, body.fields.model))
         return await _charged(request, prepared)
 
     async def _charged(request: Request[Any, Any, Any], prepared: Prepared) -> Response[Any]:

@@ -10,10 +10,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from litestar import Request, post, put
@@ -167,9 +167,28 @@ class Reader:
     quick: QuickFields = field(default_factory=lambda: QuickFields())
     """Fields whose jobs are not bulk, although their cost is not bounded by their size."""
 
-    def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> Reading[T]:
-        """Return the reading of ``body``, which is decoded where the block of the reading begins."""
-        return Reading(self, request, NAMES[kind], body.content)
+    async def body(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> Reading[T]:
+        """Decode ``body``, and let its ``timeout`` begin. Raises :class:`GatewayError`, such as :class:`InvalidRequest`."""
+        name, content, context, decoded = NAMES[kind], body.content, RequestContext.of(request), None
+        endpoint: Endpoint[T] = ENDPOINTS[name]
+        if len(content) <= INLINE_BYTES:
+            fields, ignored = endpoint.decode(content)
+        else:
+            async with while_connected(request.scope):
+                with stage("gateway.decode"):
+                    await self.quotas.reserve(request)
+                    decoded = await self.decode(request, name, content)
+            fields, ignored = endpoint.unpack_fields(decoded.fields), decoded.ignored
+        if ignored:
+            context.name_ignored(ignored)
+        if fields.timeout is not None:
+            context.limits.end_within(fields.timeout)
+        return Reading(fields, endpoint, name, content, decoded, self, request)
+
+    @asynccontextmanager
+    async def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AsyncIterator[Reading[T]]:
+        """:meth:`body` as a block."""
+        yield await self.body(request, kind, body)
 
     async def decode(self, request: Request[Any, Any, Any], name: str, body: bytes) -> Decoded:
         """Decode a body in a worker. If that ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
@@ -293,59 +312,39 @@ class Reader:
         return NotReady("The process that read the request has ended; try again.", retry_after=1)
 
 
+@dataclass
 class Reading(Generic[T]):
-    """A request. Its :attr:`fields` are decoded where its block begins, and it holds no worker between its steps."""
+    """A decoded request, which can be read for a model. It holds no worker."""
 
     fields: T
     """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
-
-    def __init__(self, reader: Reader, request: Request[Any, Any, Any], name: str, body: bytes) -> None:
-        self._reader = reader
-        self._request = request
-        self._name = name
-        self._endpoint: Endpoint[T] = ENDPOINTS[name]
-        self._body = body
-        self._decoded: Decoded | None = None
-        """The fields of a long body, as a worker decoded them."""
-
-    async def __aenter__(self) -> Self:
-        """Decode the body. Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`."""
-        if len(self._body) <= INLINE_BYTES:
-            self.fields, ignored = self._endpoint.decode(self._body)
-        else:
-            async with while_connected(self._request.scope):
-                with stage("gateway.decode"):
-                    await self._reader.quotas.reserve(self._request)
-                    self._decoded = await self._reader.decode(self._request, self._name, self._body)
-            self.fields, ignored = self._endpoint.unpack_fields(self._decoded.fields), self._decoded.ignored
-        context = RequestContext.of(self._request)
-        if ignored:
-            context.name_ignored(ignored)
-        if self.fields.timeout is not None:
-            context.limits.end_within(self.fields.timeout)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
+    endpoint: Endpoint[T]
+    name: str
+    """The endpoint's, for workers."""
+    body: bytes
+    decoded: Decoded | None
+    """The fields of a long body, as a worker decoded them."""
+    reader: Reader
+    request: Request[Any, Any, Any]
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises
         :class:`GatewayError`."""
-        reader, cuttable = self._reader, served.tokenizer.table.cuttable
+        reader, cuttable = self.reader, served.tokenizer.table.cuttable
         with stage("gateway.read"):
-            if (decoded := self._decoded) is not None:
+            if (decoded := self.decoded) is not None:
                 characters, unbounded = decoded.characters_cut if cuttable else decoded.characters, decoded.unbounded
-            elif self._endpoint.is_light(self.fields):
-                return self._endpoint.read(self.fields, Model(served.facts, served.tokenizer, reader.bounds))
+            elif self.endpoint.is_light(self.fields):
+                return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, reader.bounds))
             else:
-                characters, unbounded = self._endpoint.characters(self.fields, cuttable), self._endpoint.unbounded(self.fields)
+                characters, unbounded = self.endpoint.characters(self.fields, cuttable), self.endpoint.unbounded(self.fields)
             formats = reader.formats.get(served.base.name, Formats())
-            job = Read(self._name, served.text, served.facts, reader.bounds, formats, len(earlier))
-            size = max(len(self._body), characters) + len(earlier)
-            async with while_connected(self._request.scope):
+            job = Read(self.name, served.text, served.facts, reader.bounds, formats, len(earlier))
+            size = max(len(self.body), characters) + len(earlier)
+            async with while_connected(self.request.scope):
                 if decoded is None:
-                    await reader.quotas.reserve(self._request)
-                return await reader.read(self._request, job, [self._body, *_sliced(earlier)], size, unbounded)
+                    await reader.quotas.reserve(self.request)
+                return await reader.read(self.request, job, [self.body, *_sliced(earlier)], size, unbounded)
 
 
 class _TooSlow(Exception):

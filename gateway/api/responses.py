@@ -420,25 +420,25 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
         With `stream` the answer is a stream of typed server-sent events. The last one is `response.completed`,
         `response.incomplete` or `response.failed`, with the whole response.
         """
-        async with reader.open(request, ResponseRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model, falls_back=True)
-            chat = as_chat(fields, _STAND_IN)
-            logprobs = (fields.top_logprobs or 0) if fields.includes_logprobs else None
-            with _renamed():
-                _check(fields)
-                check(model, chat, logprobs=logprobs)
-                guidance = guidance_of(model, chat, logprobs=logprobs)
-            priority = priority_of(request, fields.priority)
-            if fields.store:
-                if not CachePolicy.of(request).write:
-                    raise InvalidRequest("`store` contradicts `Cache-Control: no-store`; send one of them.", param="store")
-                await responder.kept.check()
-            earlier = b""
-            if fields.previous_response_id is not None:
-                stored = await responder.kept.find(request, fields.previous_response_id, param="previous_response_id")
-                earlier = stored.context
-            prepared = await body.read(model, earlier)
+        body = await reader.body(request, ResponseRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model, falls_back=True)
+        chat = as_chat(fields, _STAND_IN)
+        logprobs = (fields.top_logprobs or 0) if fields.includes_logprobs else None
+        with _renamed():
+            _check(fields)
+            check(model, chat, logprobs=logprobs)
+            guidance = guidance_of(model, chat, logprobs=logprobs)
+        priority = priority_of(request, fields.priority)
+        if fields.store:
+            if not CachePolicy.of(request).write:
+                raise InvalidRequest("`store` contradicts `Cache-Control: no-store`; send one of them.", param="store")
+            await responder.kept.check()
+        earlier = b""
+        if fields.previous_response_id is not None:
+            stored = await responder.kept.find(request, fields.previous_response_id, param="previous_response_id")
+            earlier = stored.context
+        prepared = await body.read(model, earlier)
         guidance = with_section(guidance, prepared.format)
         instructions = bytes(prepared.response)
         if fields.store:

@@ -45,21 +45,21 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
         and the answer is a list of `data` with a `score` for each. `Cache-Control: no-cache` computes all scores again, and
         `no-store` also stores none; the response header `x-yardstick-cache` gives the number of items whose scores were reused.
         """
-        async with reader.open(request, ScoreRequest, data) as body:
-            fields = body.fields
-            priority = priority_of(request, fields.priority)
-            if fields.catalogue is not None and fields.ids is None:
-                return await score_catalogue(scanner, request, data, body)
-            if fields.catalogue is not None:
-                items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
-                model, fitted = items.model, None
-                check_score(model, fields)
-                prepared = await scanner.read(body, items)
-            else:
-                model = requested_model(request, pool, fields.model)
-                fitted = fitted_of(request, model, "rerank") if fields.paired else None
-                check_score(model, fields)
-                prepared = await body.read(model)
+        body = await reader.body(request, ScoreRequest, data)
+        fields = body.fields
+        priority = priority_of(request, fields.priority)
+        if fields.catalogue is not None and fields.ids is None:
+            return await score_catalogue(scanner, request, data, body)
+        if fields.catalogue is not None:
+            items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
+            model, fitted = items.model, None
+            check_score(model, fields)
+            prepared = await scanner.read(body, items)
+        else:
+            model = requested_model(request, pool, fields.model)
+            fitted = fitted_of(request, model, "rerank") if fields.paired else None
+            check_score(model, fields)
+            prepared = await body.read(model)
         form = form_of(fields, prepared, fitted)
         id = f"score-{new_id()}"
 

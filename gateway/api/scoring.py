@@ -39,12 +39,15 @@ from yardstick_llm.gateway.requests.score import (
 )
 from yardstick_llm.gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, PromptTokensDetails, Usage
 from yardstick_llm.gateway.scoring.scorer import Arrived, Scorer, Scores
+from yardstick_llm.gateway.scoring.similarity import max_similarity, similarity, vectors_of
 from yardstick_llm.gateway.store.results import CachePolicy, Row
 from yardstick_llm.gateway.text.prepared import Prepared
 
 RESULTS_PER_EVENT = 200
 NUMBERS_PER_EVENT = 1 << 12
 """Most results of one event, and most numbers of several; building it takes about a millisecond."""
+COMPARED_NUMBERS = 1 << 22
+"""Most numbers of the embeddings that one request compares; they take about 130 MiB."""
 NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
 
 
@@ -112,14 +115,32 @@ class Scoring:
     async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
         prepared = job.prepared
         caller = caller_of(job.request, cache_salt=job.cache_salt)
+        readout = job.readout
+        if prepared.prompt_tokens and isinstance(readout, wire.Embedding):
+            readout = msgspec.structs.replace(readout, prompt_tokens=prepared.prompt_tokens)
+        fitted = job.model.tokenizer.table.fitted
+        expansion = fitted.expansion if fitted is not None and isinstance(readout, wire.TokenVectors) else None
         prompts = Prompts(
-            prepared.prefix, prepared.rows, job.readout, job.priority, caller, prepared.suffix, images=prepared.images
+            prepared.prefix, prepared.rows, readout, job.priority, caller, prepared.suffix, prepared.images, expansion
         )
         account = RequestContext.of(job.request).account
         account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
         lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)
         policy = CachePolicy.of(job.request)
-        scores = await self.scorer.score(job.model, prompts, policy, lease, arrived=arrived, partial=job.partial)
+        compares = prepared.queries > 0
+        numbers = sum(wire.row_length(job.readout, row, job.model.info) for row in prepared.rows) if compares else 0
+        if numbers > COMPARED_NUMBERS:
+            message = (
+                f"The embeddings have {numbers} numbers; at most {COMPARED_NUMBERS} are compared at once. Send several requests."
+            )
+            raise InvalidRequest(message, param=prepared.param.removesuffix("[]"))
+        scores = await self.scorer.score(
+            job.model, prompts, policy, lease, arrived=None if compares else arrived, partial=job.partial
+        )
+        if compares:
+            scores = await compared(job.model, prepared, scores, job.readout)
+            if arrived is not None:
+                arrived([*enumerate(scores.rows)])
         account.cache_hits, account.cached_tokens, account.queue_seconds = scores.hits, scores.cached_tokens, scores.queue_seconds
         if prepared.suffix:
             self.telemetry.catalogues.scored(account.model, prepared.tokens, scores.cached_tokens)
@@ -128,6 +149,26 @@ class Scoring:
         else:
             self.telemetry.scored(account)
         return scores
+
+
+async def compared(model: ServedModel, prepared: Prepared, scores: Scores, readout: wire.ScoreReadout) -> Scores:
+    """Return the similarity of each document to its query, from the embeddings of the queries and then the documents."""
+    fitted = model.tokenizer.table.fitted
+    assert fitted is not None, "a model without a preset embeds nothing"
+    count, rows, time_slice = prepared.queries, list[Row](), TimeSlice()
+    if isinstance(readout, wire.TokenVectors):
+        size, skipped = model.info.token_vector_size, set(fitted.skipped)
+        queries = [vectors_of(row, size) for row in scores.rows[:count]]
+        texts = zip(scores.rows[count:], prepared.rows[count:], strict=True)
+        documents = [vectors_of(row, size, ids, skipped) for row, ids in texts]
+        rows = [(score,) for score in await asyncio.to_thread(max_similarity, queries, documents)]
+    else:
+        for place, row in enumerate(scores.rows[count:]):
+            rows.append((similarity(scores.rows[0 if count == 1 else place], row, fitted.preset.similarity),))
+            if time_slice.over:
+                await time_slice.yield_to_loop()
+    repeated = {place - count for place in scores.repeated if place >= count}
+    return msgspec.structs.replace(scores, rows=rows, reused=scores.reused[count:], repeated=repeated)
 
 
 def per_event(rows: Iterable[Row]) -> int:
@@ -149,7 +190,7 @@ def item_usage_of(prepared: Prepared, scores: Scores, *, asked: bool | None) -> 
     if not asked:
         return msgspec.UNSET
     known = [place for place, row in enumerate(scores.rows) if row]
-    items, lengths, free = prepared.places, [*map(len, prepared.rows)], scores.repeated
+    items, lengths, free = prepared.places, [*map(len, prepared.rows[prepared.queries :])], scores.repeated
     shared = len(prepared.prefix)
     return ItemUsage(
         index=[items[place] for place in known],

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from litestar import Request, Response, get, post
+from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
@@ -22,8 +22,16 @@ from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
-from yardstick_llm.gateway.api.texts import LARGE_EMBEDDINGS, LARGE_NUMBERS, check_numbers, class_names, probabilities, readout_of
-from yardstick_llm.gateway.errors import InvalidRequest, NotFound
+from yardstick_llm.gateway.api.texts import (
+    LARGE_EMBEDDINGS,
+    LARGE_NUMBERS,
+    check_numbers,
+    class_names,
+    probabilities,
+    readout_of,
+    require,
+)
+from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
 from yardstick_llm.gateway.presets.preset import Fitted, Task, sigmoid, softmax
@@ -33,6 +41,7 @@ from yardstick_llm.gateway.requests.score import ScoreRequest
 from yardstick_llm.gateway.requests.tei import (
     Prediction,
     Sentences,
+    SparseValue,
     TaskRequest,
     TeiInfo,
     TeiParameters,
@@ -41,17 +50,13 @@ from yardstick_llm.gateway.requests.tei import (
 )
 from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
 from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.store.results import Row
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.tracing.version import project_version
 
 SIMILARITY = {"inputs": {"source_sentence": "red running shoes", "sentences": ["blue running shoes", "oak table"]}}
 """Example of a body of ``/similarity``."""
-NOT_SERVED = {
-    "/embed_all": "This server returns one embedding for each text, not one for each token; use /embed.",
-    "/embed_sparse": "No model of this server has sparse embeddings; use /embed.",
-}
-"""Endpoints of TEI that no model can serve, with the error."""
 
 
 def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
@@ -76,16 +81,26 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         """Return the cosine similarity of a sentence to each of several others, in the form of Text Embeddings Inference."""
         return await answer(request, data, Sentences)
 
-    @post(list(NOT_SERVED), include_in_schema=False)
-    async def not_served(request: Request[Any, Any, Any]) -> None:
-        """Refuse what no model can do."""
-        raise NotFound(NOT_SERVED[request.scope["path"].rstrip("/")])
+    @post_json("/embed_all", TeiRequest, "scoring")
+    async def embed_all(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+        """Return a vector for each token of each text, in the form of Text Embeddings Inference. The vectors are not scaled."""
+        return await answer(request, data, EmbeddingsRequest, wire.TokenVectors(normalize=False))
 
-    async def answer(request: Request[Any, Any, Any], data: Body[TeiRequest], accepts: Any) -> Response[Any]:
-        """Answer a request whose form, or whose form of ``inputs``, is one of ``accepts``."""
+    @post_json("/embed_sparse", TeiRequest, "scoring")
+    async def embed_sparse(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
+        """Return a weight for some tokens of the vocabulary, for each text, in the form of Text Embeddings Inference."""
+        return await answer(request, data, EmbeddingsRequest, wire.Sparse())
+
+    async def answer(
+        request: Request[Any, Any, Any], data: Body[TeiRequest], accepts: Any, asks: wire.TokenVectors | wire.Sparse | None = None
+    ) -> Response[Any]:
+        """Answer a request whose form, or whose form of ``inputs``, is one of ``accepts``. ``asks``: the readout, if the path says
+        it."""
         async with reader.open(request, TeiRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
+            if asks is not None:
+                require(model, "sparse" if isinstance(asks, wire.Sparse) else "token_vectors", "model")
             asked, fitted = _of_task(request, model, fields)
             if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
                 message = (
@@ -93,15 +108,21 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
                 )
                 raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
             embeds = isinstance(asked, EmbeddingsRequest)
-            readout = readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout
+            readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         if embeds:
-            check_numbers(len(prepared.rows), readout, model, "inputs")
+            check_numbers(prepared, readout, model, "inputs")
         job = ScoringJob(
             request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=fields.cache_salt
         )
-        return await _answered(fields, asked, fitted, model, prepared, await scoring.score(job))
+        scores = await scoring.score(job)
+        if asks is not None:
+            size = model.info.token_vector_size
+            rows = (_weights(row) if isinstance(asks, wire.Sparse) else vectors_of(row, size) for row in scores.rows)
+            large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
+            return await listed(rows, large=large, headers=headers_of(prepared, scores))
+        return await _answered(fields, asked, fitted, model, prepared, scores)
 
     @get("/info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TeiInfo:
@@ -115,7 +136,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
             version=project_version(),
         )
 
-    return [infer, predict, similarity, not_served, info]
+    return [infer, predict, similarity, embed_all, embed_sparse, info]
 
 
 def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
@@ -154,6 +175,10 @@ async def _answered(
     return await listed(next(predictions) if single else predictions, large=not single and numbers > LARGE_NUMBERS, headers=headers)
 
 
+def _weights(row: Row) -> list[SparseValue]:
+    return [SparseValue(index=int(id), value=weight) for id, weight in zip(row[::2], row[1::2], strict=True)]
+
+
 async def _similarities(rows: Sequence[Row]) -> list[float]:
     """Return the similarity of each embedding but the last to the last. All have length 1."""
     found, time_slice = [], TimeSlice()
@@ -183,7 +208,7 @@ def _model_type(model: ServedModel) -> dict[str, dict[str, Any]]:
     fitted = model.tokenizer.table.fitted
     if fitted is None:
         return {}
-    if isinstance(fitted.readout, wire.Embedding):
+    if fitted.preset.task == "embed":
         return {"embedding": {}}
     names = class_names(fitted, model)[: 1 if fitted.preset.task == "rerank" else None]
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}

@@ -8,6 +8,7 @@ import time
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from litestar import Request, Response
@@ -21,12 +22,14 @@ from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import require_lenvm, value_and_remaining
+from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.presets.preset import Fitted, sigmoid, softmax
 from yardstick_llm.gateway.requests.length import LengthRequest, LengthResponse, Remaining
 from yardstick_llm.gateway.requests.rerank import ApiVersion
 from yardstick_llm.gateway.requests.texts import (
+    QUERIES,
     Category,
     Classification,
     ClassifyRequest,
@@ -41,7 +44,9 @@ from yardstick_llm.gateway.requests.texts import (
     EmbedUnits,
 )
 from yardstick_llm.gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.store.results import Row
+from yardstick_llm.gateway.text.prepared import Prepared
 
 LARGE_NUMBERS = 1000
 """Number of probabilities above which the response is built in slices; this many take about a millisecond."""
@@ -152,11 +157,11 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         async with reader.open(request, EmbeddingsRequest, data) as body:
             fields = body.fields
             model = requested_model(request, pool, fields.model)
-            fitted_of(request, model, "embed")
+            fitted = fitted_of(request, model, "embed")
             readout = readout_of(model, fields)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
-        check_numbers(len(prepared.rows), readout, model, "input" if fields.inputs is None else "inputs")
+        check_numbers(prepared, readout, model, "input" if fields.inputs is None else "inputs")
         job = ScoringJob(
             request=request,
             model=model,
@@ -168,12 +173,17 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         scores = await scoring.score(job)
         headers = headers_of(prepared, scores)
         large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
+        rows: Sequence[Row | list[Row]] = scores.rows
+        if fields.embedding_type == "multi":
+            skipped = set() if is_query(fields) else set(fitted.skipped)
+            texts = zip(scores.rows, prepared.rows, strict=True)
+            rows = [vectors_of(row, model.info.token_vector_size, ids, skipped) for row, ids in texts]
         if fields.inputs is not None:
-            return await listed(scores.rows, large=large, headers=headers)
+            return await listed(rows, large=large, headers=headers)
         tokens = prepared.tokens
         usage = Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
         answer = EmbeddingsResponse(data=[], model=model.name, usage=usage)
-        return await with_rows(answer, "data", _entries(scores.rows, fields.encoding_format), large=large, headers=headers)
+        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), large=large, headers=headers)
 
     @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
     async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
@@ -189,7 +199,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
-        check_numbers(len(prepared.rows) * len(kinds), readout, model, "texts")
+        check_numbers(prepared, readout, model, "texts", forms=len(kinds))
         job = ScoringJob(request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=None)
         scores = await scoring.score(job)
         plain = fields.embedding_types is None and request.scope["path"].startswith("/v1/")
@@ -206,26 +216,47 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
     return [embed, embed_cohere]
 
 
-def readout_of(model: ServedModel, fields: EmbeddingsRequest, param: str = "dimensions") -> wire.Embedding:
+def readout_of(model: ServedModel, fields: EmbeddingsRequest, param: str = "dimensions") -> wire.Embedding | wire.TokenVectors:
     """Return the readout. ``param``: the client's name of ``dimensions``. Raises :class:`InvalidRequest`."""
     most = model.info.embedding_size
+    if fields.embedding_type == "multi":
+        if fields.dimensions is not None:
+            raise InvalidRequest(f"`{param}` does not go with `embedding_type` multi.", param=param)
+        require(model, "token_vectors", "embedding_type")
+        return wire.TokenVectors(normalize=fields.normalize is not False)
+    require(model, "embed", "model")
     if fields.dimensions is not None and fields.dimensions > most:
         message = f"`{param}` is {fields.dimensions}; embeddings of {model.name!r} have {most} numbers."
         raise InvalidRequest(message, param=param)
     return wire.Embedding(fields.dimensions, normalize=fields.normalize is not False)
 
 
-def check_numbers(texts: int, readout: wire.ScoreReadout, model: ServedModel, param: str) -> None:
+def require(model: ServedModel, capability: str, param: str) -> None:
+    """Raise :class:`InvalidRequest` for a model without a kind of embedding."""
+    if capability not in model.info.capabilities:
+        kinds = {"embed": "embeddings of whole texts", "token_vectors": "token vectors", "sparse": "sparse embeddings"}
+        has = " and ".join(name for each, name in kinds.items() if each in model.info.capabilities)
+        raise InvalidRequest(f"The model {model.name!r} has no {kinds[capability]}; it has {has or 'none at all'}.", param=param)
+
+
+def is_query(fields: EmbeddingsRequest) -> bool:
+    """Whether the texts are queries."""
+    return bool({fields.input_type, fields.prompt_name} & set(QUERIES)) or fields.instruction is not None
+
+
+def check_numbers(prepared: Prepared, readout: wire.ScoreReadout, model: ServedModel, param: str, *, forms: int = 1) -> None:
     """Raise :class:`InvalidRequest` if the embeddings have too many numbers. ``param``: the field with the texts."""
-    numbers = texts * wire.row_length(readout, (), model.info)
+    texts = len(prepared.rows) * forms
+    numbers = forms * sum(usual_row(readout, row, model.info) for row in prepared.rows)
     if numbers > MAX_NUMBERS:
         message = f"{texts} embeddings have {numbers} numbers; at most {MAX_NUMBERS} are answered at once. Send several requests."
         raise InvalidRequest(message, param=param)
 
 
-def _entries(rows: Sequence[Row], form: str | None) -> Iterator[EmbeddingEntry]:
+def _entries(rows: Sequence[Row | list[Row]], form: str | None) -> Iterator[EmbeddingEntry]:
     for index, row in enumerate(rows):
-        yield EmbeddingEntry(index=index, embedding=_base64(row) if form == "base64" else row)
+        numbers = row if not isinstance(row, list) else tuple(chain.from_iterable(row))
+        yield EmbeddingEntry(index=index, embedding=_base64(numbers) if form == "base64" else tuple(row))
 
 
 def _base64(row: Row) -> str:

@@ -50,6 +50,9 @@ def _read(file: Path) -> list[ApiKey]:
     if not file.exists():
         return []
     try:
-        return parse_keys(file.read_bytes())
+        keys, problems = parse_keys(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CommandError(f"{file} is not a file of API keys ({error}); name another one") from None
+    if problems:
+        raise CommandError(f"{file} has entries that do not count ({problems[0]}); correct or remove them first")
+    return keys

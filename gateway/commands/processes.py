@@ -22,6 +22,7 @@ from rich.status import Status
 
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
 from yardstick_llm.gateway.errors import UnusableModel
+from yardstick_llm.gateway.pool.discovery import http_url
 from yardstick_llm.gateway.process.signals import ending_with
 from yardstick_llm.gateway.settings import Settings
 
@@ -42,7 +43,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S1
 
 def become(module: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> NoReturn:
     """Replace this process with ``python -m module``. Raises :class:`CommandError` if the engine is needed and not installed."""
-    if module == "engine":
+    if module.startswith("engine"):
         require_engine()
     environment = dict(os.environ) if module in _CLIENTS else program_environment()
     os.execve(  # noqa: S606 - no shell is wanted
@@ -140,7 +141,7 @@ class Supervisor:
 
     def __init__(self, engines: Sequence[Child], gateway: Child, settings: Settings) -> None:
         self._settings = settings
-        self.url = url_of(_WILDCARDS.get(settings.host, settings.host), settings.port)
+        self.url = http_url(_WILDCARDS.get(settings.host, settings.host), settings.port)
         self._children = (*engines, gateway)
         self.console = Console(stderr=True, highlight=False, markup=False)
         self._latest = {child.name: "" for child in self._children}
@@ -263,8 +264,3 @@ def _is_ready(client: httpx.Client, url: str) -> bool:
     if UnusableModel.code in response.text and not response.is_success:
         raise CommandError(response.json()["error"]["message"])
     return response.is_success
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the URL of a server."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

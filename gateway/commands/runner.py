@@ -67,6 +67,8 @@ class Task(ABC):
     """Most rows that share a request."""
     one_query: ClassVar[bool] = False
     """Whether only rows with the same query share a request."""
+    ordered: ClassVar[bool] = True
+    """Whether lines are written in the order of the rows; otherwise each as soon as it is there."""
 
     def bind(self, source: Source) -> None:  # noqa: B027 - a batch file has fixed columns
         """Choose columns of the input. Raises :class:`WrongUsage`."""
@@ -79,6 +81,10 @@ class Task(ABC):
     def call(self, items: Sequence[Item]) -> Call:
         """Return the request for ``items``."""
 
+    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
+        """Send what ``items`` need; by default their request. Raises :class:`CommandError`."""
+        return await sender.send(self.call(items))
+
     @abstractmethod
     def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
         """Return the output line of each item. Raises :class:`RowError`, or ValueError if the answer cannot be used."""
@@ -90,6 +96,14 @@ class Task(ABC):
     def stops(self, answer: Answer) -> bool:
         """Whether every other row would be refused too."""
         return answer.status in (401, 403)
+
+    def keeps(self, line: bytes, number: int, path: Path) -> bool:
+        """Whether ``line`` of an earlier run is complete, the ``number``-th. Raises :class:`WrongUsage` for another command's."""
+        head = self.head % number
+        complete = line.startswith(head) and line.endswith(b"}\n")
+        if number == 1 and (_names(line) != [*self.types] if complete else not head.startswith(line[: len(head)])):
+            raise WrongUsage(_NOT_OURS.format(path))
+        return complete
 
 
 @dataclass
@@ -341,7 +355,7 @@ def _encoded(fields: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(fields, enc_hook=str) + b"\n"
 
 
-class _Output:
+class Output:
     """The lines of an output, one for each row. Those of an earlier run are kept, except a part of a line at the end."""
 
     def __init__(self, path: Path, task: Task) -> None:
@@ -364,14 +378,10 @@ class _Output:
             raise
 
     def _keep_complete(self, task: Task) -> None:
-        """Count the complete lines of the rows 1, 2, ..., and cut off everything behind them."""
+        """Count the complete lines, and cut off everything behind them."""
         with self._path.open("rb") as stream:
             for line in stream:
-                head = task.head % (self.rows + 1)
-                complete = line.startswith(head) and line.endswith(b"}\n")
-                if self.rows == 0 and (_names(line) != [*task.types] if complete else not head.startswith(line[: len(head)])):
-                    raise WrongUsage(_NOT_OURS.format(self._path))
-                if not complete:
+                if not task.keeps(line, self.rows + 1, self._path):
                     break
                 self.rows += 1
                 self.failed += not line.endswith(_SUCCEEDED)
@@ -463,10 +473,14 @@ def _readable(rows: Iterator[Row], errors: list[UnreadableInput]) -> Iterator[Ro
         errors.append(error)
 
 
-class _Run:
+def _has_lines(task: asyncio.Task[list[bytes]]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+class Run:
     """Sends the rows that an output lacks, and writes their lines in order."""
 
-    def __init__(self, task: Task, sender: Sender, output: _Output, total: int, report: Report) -> None:
+    def __init__(self, task: Task, sender: Sender, output: Output, total: int, report: Report) -> None:
         """``total``: position of the input's last row."""
         self._task = task
         self._sender = sender
@@ -500,29 +514,38 @@ class _Run:
         unreadable: list[UnreadableInput] = []
         for unit in units(_readable(rows, unreadable), self._task):
             while self._pending and (len(self._pending) >= window or self._held >= MAX_HELD_BYTES):
-                await self._pending[0][1]
+                await self._next_end()
                 self._write_complete()
             self._held += unit.size
             self._pending.append((unit, group.create_task(self._answered(unit))))
             await asyncio.sleep(0)
             self._write_complete()
         while self._pending:
-            await self._pending[0][1]
+            await self._next_end()
             self._write_complete()
         if unreadable:
             raise unreadable[0]
 
+    async def _next_end(self) -> None:
+        """Wait until there are lines to write."""
+        if self._task.ordered:
+            await self._pending[0][1]
+        else:
+            await asyncio.wait([task for _, task in self._pending], return_when=asyncio.FIRST_COMPLETED)
+
     def _write_complete(self) -> None:
-        """Write the lines up to the first that is missing."""
+        """Write the lines up to the first that is missing; those of a task without order all."""
         before = self._output.rows
-        while self._pending and (task := self._pending[0][1]).done() and not task.cancelled() and task.exception() is None:
+        if not self._task.ordered:
+            self._pending = deque(sorted(self._pending, key=lambda entry: not _has_lines(entry[1])))
+        while self._pending and _has_lines(task := self._pending[0][1]):
             unit, lines = self._pending[0][0], task.result()
             self._output.write(lines)
             self._pending.popleft()
             self._held -= unit.size + sum(map(len, lines))
         if self._output.rows != before:
             counts = f"{self._output.rows} rows, {self._output.failed} failed"
-            self._report.update(unit.row.position, self._total, counts)
+            self._report.update(unit.row.position if self._task.ordered else self._output.rows, self._total, counts)
 
     async def _answered(self, unit: Unit) -> list[bytes]:
         lines = await self._lines(unit)
@@ -533,7 +556,7 @@ class _Run:
         """Return a line for each row. If the server refuses several rows together, each is sent alone."""
         if unit.problem is not None:
             return [self._task.failure(unit.row, Answer(problem=unit.problem))]
-        answer = await self._sender.send(self._task.call(unit.items))
+        answer = await self._task.answer(unit.items, self._sender)
         if answer.problem is None:
             try:
                 return self._task.lines(unit.items, answer)
@@ -572,7 +595,7 @@ def execute(
     part = output if ending == ".jsonl" else output.with_name(output.name + ".part.jsonl")
     if part != output and output.exists() and not part.exists():
         return _said(output, *_counted(output, task))
-    lines = _Output(part, task)
+    lines = Output(part, task)
     try:
         _send_missing(task, source, lines, server, concurrency, retry_seconds)
     finally:
@@ -589,7 +612,7 @@ def execute(
 def _send_missing(
     task: Task,
     source: Source,
-    lines: _Output,
+    lines: Output,
     server: Callable[[], AbstractContextManager[Server]],
     concurrency: int,
     retry_seconds: float,
@@ -606,7 +629,7 @@ def _send_missing(
         if done:
             report.say(f"continuing after row {done}")
         sender = Sender(running, concurrency, retry_seconds)
-        asyncio.run(_Run(task, sender, lines, source.total, report).run(chain([first], rows), _WINDOW * concurrency))
+        asyncio.run(Run(task, sender, lines, source.total, report).run(chain([first], rows), _WINDOW * concurrency))
 
 
 def _counted(output: Path, task: Task) -> tuple[int, int]:

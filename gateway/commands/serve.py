@@ -35,10 +35,10 @@ from yardstick_llm.gateway.commands.processes import (
     require_engine,
     signals_raise_stop,
     supervised,
-    url_of,
 )
 from yardstick_llm.gateway.commands.runner import Score
-from yardstick_llm.gateway.presets.preset import PresetError, choose, parse_preset
+from yardstick_llm.gateway.pool.discovery import http_url
+from yardstick_llm.gateway.presets.preset import PresetError, choose, is_fallback, names_a_task, parse_preset
 from yardstick_llm.gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
@@ -178,7 +178,7 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
         )
     try:
         *engines, port = _free_ports(options.engines + 1)
-        settings = load_settings(environment, flags | {"engines": [url_of("127.0.0.1", engine) for engine in engines]})
+        settings = load_settings(environment, flags | {"engines": [http_url("127.0.0.1", engine) for engine in engines]})
     except SettingsError as error:
         raise CommandError(str(error)) from None
     return settings if settings.port else msgspec.structs.replace(settings, port=port)
@@ -368,17 +368,30 @@ def show_example(console: Console, url: str, model: str) -> None:
 
 def abilities_of(engine: str, presets: Mapping[str, str]) -> set[str]:
     """Return what the model of the engine at this URL can do: its capabilities, the task of its preset, and ``chat`` if it has a
-    chat template. ``presets``: the setting. Raises :class:`CommandError`."""
+    chat template; not what the gateway refuses while the model has a fallback preset. ``presets``: the setting. Raises
+    :class:`CommandError`."""
     try:
         with httpx.Client(base_url=engine, trust_env=False, timeout=60) as client:
             info = msgspec.msgpack.decode(client.get("/info").raise_for_status().content, type=wire.Info)
             files = msgspec.msgpack.decode(client.get("/tokenizer").raise_for_status().content, type=wire.TokenizerFiles)
         preset = choose(
-            info.model, files.architecture, info.capabilities, classes=len(info.classes), beside=files.preset, chosen=presets
+            info.model,
+            files.architecture,
+            info.capabilities,
+            classes=len(info.classes),
+            encoder=info.encoder,
+            beside=files.preset,
+            chosen=presets,
+            model_files=files.model_files,
         )
     except (httpx.HTTPError, msgspec.MsgspecError, PresetError) as error:
         raise CommandError(f"the engine does not say what its model can do: {error}") from None
-    abilities = set(info.capabilities) | ({parse_preset(preset.encode()).task} if preset else set())
+    abilities = set(info.capabilities)
+    if preset is not None:
+        read = parse_preset(preset.encode())
+        fallback = is_fallback(read.name, info.model, beside=files.preset, chosen=presets)
+        unprompted = fallback and read.task != "embed" and names_a_task(info.model)
+        abilities = abilities - {"classify"} if unprompted else abilities | {read.task}
     return abilities | ({"chat"} if "generate" in abilities and files.chat_template else set())
 
 
@@ -387,6 +400,10 @@ def show_calls(console: Console, url: str, model: str, abilities: set[str], *, w
 
     ``abilities``: see :func:`abilities_of`.
     """
+    if not abilities:
+        message = "No preset is for this model, which may need the prompt of its training; choose one with --preset."
+        console.print(f"\n{message}", soft_wrap=True)
+        return
     key = f'os.environ["{KEY_VARIABLE}"]' if with_key else '"none"'
     sdk = ("import os\n" if with_key else "") + SDK.format(url=url, key=key)
     path, body = _first_call(model, abilities)

@@ -141,7 +141,7 @@ class Generation:
                     self.queue_seconds += delta.queue_seconds
                 if prompt is not None:
                     early += [delta for delta in batch if delta.tokens or delta.finish]
-                    if self.request.prompt_logprobs is not None and not await prompt.push_all(batch):
+                    if self.request.prompt_logprobs is not None and not prompt.push_all(batch):
                         continue
                     if self._echoes:
                         tokens = prompt.tokens if self._logprobs else []
@@ -149,8 +149,6 @@ class Generation:
                     prompt, batch = None, early
                 time_slice = TimeSlice() if len(batch) > 1 else None
                 for delta in batch:
-                    if delta.index >= len(self.sequences):
-                        raise EngineLost("The engine sent a sequence that was not asked for.")
                     piece = self.sequences[delta.index].push(delta)
                     if piece.finish:
                         unfinished -= 1
@@ -234,14 +232,14 @@ def check_size(fields: GenerationRequest, tokens: int) -> None:
         raise InvalidRequest(message, param="prompt_logprobs")
 
 
-async def prompt_output(generation: Generation, fields: GenerationRequest) -> PromptOutput:
-    """Return what ``fields`` request of the prompt. Log-probabilities are encoded in parts, to not block the event loop."""
+async def prompt_output(generation: Generation, fields: GenerationRequest, time_slice: TimeSlice) -> PromptOutput:
+    """Return what ``fields`` request of the prompt. Log-probabilities are encoded in slices."""
     ids = prompt_ids(generation, fields)
     shown = msgspec.UNSET if ids is None else ids
     if fields.prompt_logprobs is None:
         return PromptOutput(shown, msgspec.UNSET)
     texts, top = generation.model.tokenizer.texts, fields.prompt_logprobs
-    time_slice, parts, tokens = TimeSlice(), [], generation.prompt_tokens
+    parts, tokens = [], generation.prompt_tokens
     for begin in range(0, len(tokens), TOKENS_AT_ONCE):
         parts.append(msgspec.json.encode([_entry(texts, token, top) for token in tokens[begin : begin + TOKENS_AT_ONCE]])[1:-1])
         if time_slice.over:

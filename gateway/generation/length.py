@@ -127,6 +127,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
         value_min=asked.value_min or 0.0,
         return_values=bool(asked.return_values),
         applies_to=asked.applies_to or "both",
+        end_min_p=asked.end_min_p,
     )
 
 

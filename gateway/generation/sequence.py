@@ -14,7 +14,6 @@ from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import EngineLost
 from yardstick_llm.gateway.output.answer import AnswerFormat, AnswerReader
 from yardstick_llm.gateway.output.parser import Part
-from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.text.vocabulary import Detokenizer, StopStrings, Vocabulary
 
 Finish = Literal["stop", "length"]
@@ -115,9 +114,7 @@ class Sequence:
         return bool(self._options.stops) or (self._options.format is not None and self._options.format.tools is not None)
 
     def push(self, delta: wire.Delta) -> Piece:
-        """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
-        if delta.offset != self._received:
-            raise EngineLost(f"The engine skipped or repeated output: at {delta.offset} instead of {self._received}.")
+        """Process one delta, which follows the last one (:mod:`gateway.generation.relay` sees to it), and return the new output."""
         if delta.draft_tokens:
             self.draft_tokens += delta.draft_tokens
             self.accepted_draft_tokens += delta.accepted_draft_tokens
@@ -127,8 +124,7 @@ class Sequence:
                 return Piece(self.index, self._detokenizer.push(delta.tokens), completion_tokens=self._received)
             if len(delta.tokens) == 1:
                 return self._push_one(delta)
-        if delta.finish == "abort":
-            raise EngineLost("The engine aborted the request; try again.")
+        assert delta.finish != "abort", "another engine goes on with the sequence"
         self._received += len(delta.tokens)
         if self.finish is not None:  # a stop string ended this sequence, and the engine still generates the others
             return Piece(self.index, "", completion_tokens=self.completion_tokens)
@@ -156,7 +152,7 @@ class Sequence:
         Return None, and change nothing, if it takes :meth:`push`. Nearly every token of a stream comes here, and finds the
         processor's caches cold: a function that it calls costs as much as its work."""
         received, tokens = self._received, delta.tokens
-        if not self._plain or delta.offset != received or len(tokens) != 1 or delta.finish or self.finish or delta.draft_tokens:
+        if not self._plain or len(tokens) != 1 or delta.finish or self.finish or delta.draft_tokens:
             return None
         if (text := self._quoted[tokens[0]]) is not None and self._detokenizer.clean:
             self.completion_tokens = self._received = received + 1
@@ -274,24 +270,21 @@ class PromptTokens:
         self._detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         self._read = 0  # end of the text of the tokens so far, in characters
 
-    async def push_all(self, deltas: list[wire.Delta]) -> bool:
+    def push_all(self, deltas: list[wire.Delta]) -> bool:
         """Add the parts that ``deltas`` carry, and return whether all have arrived."""
         for delta in deltas:
             if delta.prompt_logprobs is not None:
-                await self._push(delta.prompt_logprobs, delta.prompt_offset)
+                self._push(delta.prompt_logprobs, delta.prompt_offset)
         return len(self.tokens) == len(self._ids)
 
-    async def _push(self, logprobs: wire.Logprobs, offset: int) -> None:
+    def _push(self, logprobs: wire.Logprobs, offset: int) -> None:
         """Add the part that begins at token ``offset`` of the prompt. Another engine that takes over begins again. Raises
         :class:`EngineLost` if the part does not follow the last one."""
         if offset == 0:
             self._begin()
         if offset != len(self.tokens):
             raise EngineLost("The engine skipped or repeated log-probabilities of the prompt.")
-        time_slice = TimeSlice()
         for place, id in enumerate(self._ids[offset : offset + len(logprobs.chosen)]):
-            if time_slice.over:
-                await time_slice.yield_to_loop()
             self._add(id, _token(id, place, logprobs, min(self._read, len(self.text))))
 
     def _add(self, id: int, token: Token) -> None:

@@ -4,8 +4,9 @@
 state of the file at a check            valid keys
 ======================================  ==================================================================================
 valid                                   those of the file, possibly none
+some entries are not valid              those of the other entries; the log and a metric report the problems
 missing or empty at two checks in turn  none: deleting the file revokes every key
-unreadable or invalid                   those of the last valid version for ``stale_seconds``; then requests get status 503
+unreadable or no valid entry            those of the last valid version for ``stale_seconds``; then requests get status 503
 ======================================  ==================================================================================
 
 A single check without a file is no proof of deletion, because a mounted volume may be replaced in several steps. An unreadable file
@@ -48,6 +49,8 @@ HANG_SECONDS = 10.0
 MAX_FILE_BYTES = 2 << 20
 """Largest key file, about 20,000 keys. Kubernetes Secrets have at most 1 MiB. Splitting a file of this size into entries holds the
 interpreter's lock for 4 ms."""
+SHOWN_PROBLEMS = 5
+"""Problems of entries that one message quotes."""
 RETRY_SECONDS = 5.0
 """Retry-After of requests that are refused because the file cannot be read."""
 
@@ -100,11 +103,12 @@ class KeyRing:
             self._version, content = _read(path)
             if isinstance(content, _Missing):
                 raise ValueError("the file is empty" if content is _Missing.CONTENT else "No such file or directory")
-            self._keys = self._parsed(content)
+            self._keys, self._problems = self._parsed(content)
         except (OSError, ValueError) as error:
             raise SettingsError(_complaint(path, error)) from None
         self._confirm()
         self._warn_of_writers()
+        self._warn_of_problems()
         if not self._keys:
             logger.warning("%s lists no API key: every request to /v1 is refused", path)
 
@@ -122,7 +126,8 @@ class KeyRing:
     def sample(self) -> KeySample:
         """Return the state of the key file for the metrics."""
         age = self._clock() - self._confirmed
-        return KeySample(len(self._keys), age, stale=self._problem is not None or age > HANG_SECONDS)
+        stale = self._problem is not None or age > HANG_SECONDS
+        return KeySample(len(self._keys), age, stale=stale, problems=len(self._problems))
 
     def start(self, telemetry: Telemetry) -> None:
         """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
@@ -143,13 +148,13 @@ class KeyRing:
             if isinstance(content, _Missing):
                 self._miss(content, telemetry)
                 return
-            keys = self._parsed(content)
+            keys, problems = self._parsed(content)
         except FileNotFoundError:
             self._miss(_Missing.FILE, telemetry)
         except (OSError, ValueError) as error:
             self._fail(_complaint(self._path, error), telemetry)
         else:
-            self._take(version, keys, telemetry)
+            self._take(version, keys, problems, telemetry)
 
     def _follow(self, telemetry: Telemetry) -> None:
         while not self._stop.wait(LOOK_SECONDS):
@@ -158,12 +163,14 @@ class KeyRing:
             except Exception as error:  # any error must not prevent the next check
                 self._fail(f"{self._path}: {type(error).__name__}", telemetry)
 
-    def _parsed(self, content: bytes) -> dict[bytes, ApiKey]:
-        """Parse the file into keys by digest. Raises :class:`ValueError`."""
-        keys = parse_keys(content)
+    def _parsed(self, content: bytes) -> tuple[dict[bytes, ApiKey], list[str]]:
+        """Parse the file into keys by digest, and problems. Raises :class:`ValueError`, also if all entries have problems."""
+        keys, problems = parse_keys(content)
+        if problems and not keys:
+            raise ValueError(_listed(problems))
         if self._isolation == "none":
             keys = [msgspec.structs.replace(key, group=SHARED_GROUP) for key in keys]
-        return {bytes.fromhex(key.sha256): key for key in keys}
+        return {bytes.fromhex(key.sha256): key for key in keys}, problems
 
     def _confirm(self) -> None:
         """Record that the keys are those of the file."""
@@ -171,15 +178,27 @@ class KeyRing:
         self._good_until = self._confirmed + self._stale_seconds + HANG_SECONDS
         self._problem, self._missed, self._refusing = None, 0, False
 
-    def _take(self, version: Version | None, keys: dict[bytes, ApiKey], telemetry: Telemetry) -> None:
-        if not keys and self._keys:
+    def _take(self, version: Version | None, keys: dict[bytes, ApiKey], problems: list[str], telemetry: Telemetry) -> None:
+        """Use the content of the file. Kubernetes sets a file's permissions once a minute, so an equal content is no news."""
+        mode = self._version and self._version.mode
+        news = self._problem is not None or (keys, problems) != (self._keys, self._problems)
+        emptied = not keys and bool(self._keys)
+        self._keys, self._problems, self._version = keys, problems, version
+        self._confirm()
+        if news or (version and version.mode) != mode:
+            self._warn_of_writers()
+        if not news:
+            return
+        if emptied:
             logger.error("%s lists no API key: all keys are revoked", self._path)
         else:
             logger.info("%s: %d API keys", self._path, len(keys))
-        self._keys, self._version = keys, version
-        self._confirm()
-        self._warn_of_writers()
-        telemetry.key_reloads.labels("loaded" if keys else "revoked").inc()
+        self._warn_of_problems()
+        telemetry.key_reloads.labels("partial" if problems else "loaded" if keys else "revoked").inc()
+
+    def _warn_of_problems(self) -> None:
+        if self._problems:
+            logger.error("%s: some entries do not count, all others do: %s", self._path, _listed(self._problems))
 
     def _warn_of_writers(self) -> None:
         if self._version is not None and self._version.mode & stat.S_IWOTH:
@@ -193,7 +212,7 @@ class KeyRing:
             reason = "does not exist any more" if what is _Missing.FILE else "is empty"
             logger.error("%s %s: all API keys are revoked", self._path, reason)
             telemetry.key_reloads.labels("revoked").inc()
-        missed, self._keys, self._version = self._missed, {}, None
+        missed, self._keys, self._problems, self._version = self._missed, {}, [], None
         self._confirm()
         self._missed = missed
 
@@ -221,6 +240,11 @@ def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
     return before if before == after else None, content if content.strip() else _Missing.CONTENT
+
+
+def _listed(problems: list[str]) -> str:
+    more = len(problems) - SHOWN_PROBLEMS
+    return "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _complaint(path: Path, error: Exception) -> str:

@@ -42,6 +42,8 @@ class KeySample(NamedTuple):
     """Seconds since a check confirmed that the keys are those of the file."""
     stale: bool
     """Whether the file cannot be read or is not valid."""
+    problems: int
+    """Number of problems of entries that do not count."""
 
 
 class ItemCacheSample(NamedTuple):
@@ -74,6 +76,8 @@ def key_file(sample: KeySample) -> Iterator[Metric]:
     yield GaugeMetricFamily("yardstick_key_file_age_seconds", age_help, value=sample.age)
     stale_help = "Whether the key file cannot be read or is not valid, and keys of an earlier version are used."
     yield GaugeMetricFamily("yardstick_key_file_stale", stale_help, value=float(sample.stale))
+    problems_help = "Problems of entries of the key file, which do not count; its other entries do."
+    yield GaugeMetricFamily("yardstick_key_file_problems", problems_help, value=sample.problems)
 
 
 def fleet(replicas: Iterable[ReplicaSample], models: Iterable[ModelSample], found: Callable[[str], None]) -> Iterator[Metric]:

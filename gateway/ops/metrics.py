@@ -274,7 +274,9 @@ class Telemetry(Metrics):
         self.settlements_lost = self._counter(
             "settlements_lost", "Ended requests whose lease and tokens were not settled in Redis."
         )
-        self.key_reloads = self._counter("key_reloads", "Changes of the key file, by result: loaded, revoked or broken.", "result")
+        self.key_reloads = self._counter(
+            "key_reloads", "Changes of the key file, by result: loaded, partial, revoked or broken.", "result"
+        )
         self._usage_keys = usage_keys
         self._used_keys: set[str] = set()
         self._key_requests = self._counter("key_requests", "Requests of an API key that were answered.", "key")

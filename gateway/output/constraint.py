@@ -167,14 +167,19 @@ class GrammarTextError(ValueError):
     """The text of a grammar cannot be read. The message is a clause for the client."""
 
 
-def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers that cannot be enforced exactly."""
+def _with_whitespace(schema: Any) -> Any:
+    """Return ``schema`` for llguidance, with :data:`WHITESPACE`. Raises :class:`InexactNumber`."""
     whole: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     options = whole.get("x-guidance", {})
     if isinstance(options, dict) and options.get("whitespace_flexible", True):
         whole["x-guidance"] = {"whitespace_pattern": WHITESPACE, **options}
+    return for_llguidance(whole)
+
+
+def of_json_schema(schema: dict[str, Any] | bool) -> str:
+    """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers that cannot be enforced exactly."""
     try:
-        return msgspec.json.encode({"grammars": [{"json_schema": for_llguidance(whole)}]}).decode()
+        return msgspec.json.encode({"grammars": [{"json_schema": _with_whitespace(schema)}]}).decode()
     except InexactNumber as error:
         raise GrammarTextError(str(error)) from None
     except (OverflowError, msgspec.MsgspecError, RecursionError) as error:
@@ -201,11 +206,27 @@ def of_ebnf(text: str) -> str:
     """A grammar in llguidance's Lark dialect, or in GBNF (llama.cpp's and xgrammar's EBNF, with ``::=``). ``<|im_end|>`` and
     ``<[1234]>`` name control tokens, ``%json {...}`` embeds a schema. Raises :class:`GrammarTextError`."""
     try:
-        return any_to_lark(text)
+        return _with_schemas(any_to_lark(text))
     except RecursionError:
         raise GrammarTextError("it is nested too deeply") from None
     except Exception as error:  # the library raises bare Exception
         raise GrammarTextError(str(error)) from None
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|(%json)\s*')
+"""Strings, regular expressions and comments of Lark, in which ``%json`` is text, and ``%json`` before a schema."""
+
+
+def _with_schemas(grammar: str) -> str:
+    """Return a grammar in Lark with its schemas as :func:`of_json_schema` reads them. Raises ValueError."""
+    pieces, at = [], 0
+    while found := _LARK.search(grammar, at):
+        pieces.append(grammar[at : found.end()])
+        at = found.end()
+        if found[1]:
+            schema, at = json.JSONDecoder().raw_decode(grammar, at)
+            pieces.append(json.dumps(_with_whitespace(schema)))
+    return "".join([*pieces, grammar[at:]])
 
 
 Kind = Literal["json_object", "json", "regex", "choice", "grammar"]

@@ -95,8 +95,6 @@ class EngineClient:
 
     def __init__(self, url: str, *, connect_seconds: float, engine_seconds: float, token: EngineToken | None = None) -> None:
         self.url = url
-        self.spoilt_answers = 0
-        """Answers in succession that had no number in any row."""
         parsed = URL(url)
         self._base, self._host = parsed.raw_path.rstrip("/"), parsed.host_port_subcomponent
         self._connections = Connections(parsed, connect_seconds=connect_seconds)

@@ -65,5 +65,5 @@ async def resolved(host: str, port: int, *, resolve_seconds: float) -> Source:
 
 
 def http_url(host: str, port: int) -> str:
-    """Return the base URL of an engine; ``host`` may be an IPv6 address."""
+    """Return the base URL of a server; ``host`` may be an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

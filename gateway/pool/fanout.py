@@ -6,6 +6,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import msgspec
@@ -20,7 +21,7 @@ from yardstick_llm.gateway.pool.hedging import Hedge, size_class
 from yardstick_llm.gateway.pool.placement import affinity_of, assign, item_digests, parts_of, split
 from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 from yardstick_llm.gateway.schemas.common import new_id
-from yardstick_llm.gateway.text.prepared import Ids, ImageIds
+from yardstick_llm.gateway.text.prepared import Ids, ImageIds, PairIds
 
 SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
@@ -30,6 +31,10 @@ LARGE_TOKENS, LARGE_BRANCHES = 1 << 15, 1 << 11
 between."""
 MESSAGE_IMAGE_TOKENS = 1 << 12
 """Most image tokens of a message with several branches: with 2352 bytes each, encoding them takes the event loop some 4 ms."""
+BRANCHES_IN_FLIGHT = 32
+"""Branches of one request in flight at least for each ready replica, where the messages are small."""
+USUAL_SPARSE = 512
+"""Numbers of a usual row of :class:`engine.wire.Sparse`, whose longest one has two for each token of the vocabulary."""
 MAX_SPOILT = 8
 """Answers in succession in which no row is a number, from which on an engine is at fault, and not the prompts."""
 
@@ -53,6 +58,8 @@ class Prompts(msgspec.Struct, frozen=True):
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
     images: Sequence[wire.Image] = ()
     """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
+    expansion: int | None = None
+    """Token to which no token attends at the end of a branch, see :attr:`engine.wire.TokenVectors.expansion_tokens`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -99,7 +106,6 @@ class FanOut:
         The messages to engines are recorded in ``lease``. A sub-batch that no engine could compute is passed to ``on_error``;
         without it the sub-batch's :class:`GatewayError` is raised, and the sub-batches that are still running are cancelled.
         """
-        in_flight, building = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready))), asyncio.Lock()
         large = len(branches) > LARGE_BRANCHES or sum(map(len, branches)) > LARGE_TOKENS
 
         async def compute(sub_batch: SubBatch) -> None:
@@ -134,6 +140,8 @@ class FanOut:
             sub_batches = self._evenly(model, prompts, branches)
         sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
         self._telemetry.engines.sub_batches.observe(len(sub_batches))
+        messages = max(SUB_BATCHES_PER_REPLICA, BRANCHES_IN_FLIGHT * len(sub_batches) // max(1, len(branches)))
+        in_flight, building = asyncio.Semaphore(messages * max(1, len(model.ready))), asyncio.Lock()
         await all_or_cancel([compute(sub_batch) for sub_batch in sub_batches])
 
     @staticmethod
@@ -151,24 +159,42 @@ class FanOut:
         ]
 
     def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[SubBatch]:
-        """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached."""
-        usable, prefix = model.usable, len(prompts.prefix)
-        lengths = [len(branch) + len(prompts.suffix) for branch in branches]
-        idle = sum(not each.tokens for each in usable)
-        divided = split(
-            prefix,
-            lengths,
-            parts_of(prefix, sum(lengths), usual=self._usual, idle=self._idle, replicas=len(usable), idle_replicas=idle),
-            max_branches=model.info.limits.max_branches,
-            row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
-        )
-        affinity = affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
-        return [SubBatch(indices, affinity=None if number else affinity) for number, indices in enumerate(divided)]
+        """Divide the branches of one prefix into sub-batches of even size. The first one goes where the prefix is cached. Branches
+        that cannot share a message are kept apart."""
+        # an encoder computes the prefix again for each branch
+        usable, repeated = model.usable, len(prompts.prefix) if model.info.encoder else 0
+        prefix, idle = len(prompts.prefix) - repeated, sum(not each.tokens for each in usable)
+        affinity = None if repeated else affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
+        groups: dict[object, Sequence[int]] = {None: range(len(branches))}
+        if isinstance(branches[0], PairIds) or prompts.expansion is not None:
+            apart: dict[object, list[int]] = {}
+            for index, branch in enumerate(branches):
+                shared = branch[: branch.seam].tobytes() if isinstance(branch, PairIds) else expansions(branch, prompts.expansion)
+                apart.setdefault(shared, []).append(index)
+            groups = dict(apart)
+        sub_batches: list[SubBatch] = []
+        for group in groups.values():
+            lengths = [repeated + len(branches[index]) + len(prompts.suffix) for index in group]
+            divided = split(
+                prefix,
+                lengths,
+                parts_of(prefix, sum(lengths), usual=self._usual, idle=self._idle, replicas=len(usable), idle_replicas=idle),
+                max_branches=model.info.limits.max_branches,
+                row_length=usual_row(prompts.readout, max((branches[index] for index in group), key=len), model.info),
+            )
+            sub_batches += [SubBatch([group[place] for place in few]) for few in divided]
+        return [sub_batches[0]._replace(affinity=affinity), *sub_batches[1:]]
 
     async def _ask(
         self, model: ServedModel, prompts: Prompts, branches: list[Ids], sub_batch: SubBatch, lease: Lease | None
     ) -> wire.Scored:
         """Send ``branches``, those of ``sub_batch``, to an engine, and return its answer."""
+        if isinstance(branches[0], PairIds):
+            seam = branches[0].seam
+            prompts = msgspec.structs.replace(prompts, prefix=branches[0][:seam])
+            branches = [branch[seam:] for branch in branches]
+        if isinstance(prompts.readout, wire.TokenVectors) and (count := expansions(branches[0], prompts.expansion)):
+            prompts = msgspec.structs.replace(prompts, readout=msgspec.structs.replace(prompts.readout, expansion_tokens=count))
         request = message_of(prompts, branches, model.adapter_digest)
         row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
@@ -177,7 +203,7 @@ class FanOut:
             if lease is not None:
                 lease.begin(sent.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await replica.client.traced(span).score(sent)
-            if list(map(len, scored.rows)) != row_lengths:
+            if not _complete(scored.rows, row_lengths, prompts.readout):
                 raise InternalError("The engine's scores are incomplete; its model may be broken.", retryable=True)
             spoilt = len(spoilt_rows(scored.rows, prompts.readout)) == len(scored.rows)
             replica.spoilt_answers = replica.spoilt_answers + 1 if spoilt else 0
@@ -265,6 +291,25 @@ def _renumbered(parts: list[Ids], images: Sequence[wire.Image]) -> tuple[list[Id
             ids = row
         renumbered.append(ids)
     return renumbered, [images[place] for place in numbers]
+
+
+def expansions(branch: Ids, token: int | None) -> int:
+    """Return how often ``token`` stands at the end of ``branch``."""
+    return 0 if token is None else sum(1 for _ in takewhile(token.__eq__, reversed(branch)))
+
+
+def usual_row(readout: wire.ScoreReadout, branch: Ids, info: wire.Info) -> int:
+    """Return the usual length of a row, from which messages are divided."""
+    return USUAL_SPARSE if isinstance(readout, wire.Sparse) else wire.row_length(readout, branch, info)
+
+
+def _complete(rows: list[list[float]], lengths: list[int], readout: wire.ScoreReadout) -> bool:
+    """Whether an answer has all its numbers. A sparse row has pairs, in any number up to its length."""
+    if not isinstance(readout, wire.Sparse):
+        return list(map(len, rows)) == lengths
+    return len(rows) == len(lengths) and all(
+        len(row) % 2 == 0 and len(row) <= most for row, most in zip(rows, lengths, strict=True)
+    )
 
 
 def spoilt_rows(rows: list[list[float]], readout: wire.ScoreReadout) -> set[int]:

@@ -330,8 +330,10 @@ class Pool:
                 files.architecture,
                 info.capabilities,
                 classes=len(info.classes),
+                encoder=info.encoder,
                 beside=files.preset,
                 chosen=self._presets,
+                model_files=files.model_files,
             )
         except PresetError as error:
             raise TokenizerError(f"the preset cannot be used: {error}") from None

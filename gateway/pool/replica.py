@@ -270,13 +270,17 @@ class ServedModel:
 
     @cached_property
     def context(self) -> int:
-        """Largest number of prompt and completion tokens together that an engine takes."""
-        return min(self.info.max_context, self.info.limits.max_slots)
+        """Largest number of prompt and completion tokens together that an engine takes, and that the preset of a model that only
+        reads allows."""
+        fitted = self.tokenizer.table.fitted
+        own = None if fitted is None or "generate" in self.info.capabilities else fitted.preset.max_length
+        return min(self.info.max_context, self.info.limits.max_slots, own or self.info.max_context)
 
     @cached_property
     def facts(self) -> Facts:
         """The model's properties that request parsing needs."""
-        return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels, self.info.vision)
+        info = self.info
+        return Facts(self.name, self.context, info.vocab_size, info.limits.max_labels, info.vision, info.encoder)
 
     @property
     def ready(self) -> list[Replica]:
@@ -387,15 +391,22 @@ class ServedModel:
 def paths_of(model: ServedModel) -> str:
     """Return the paths that ``model`` serves, separated by commas."""
     fitted = model.tokenizer.table.fitted
-    by_preset = [path for task, path in BY_PRESET.items() if fitted is not None and fitted.serves(task)]
+    by_preset = [
+        path for task, path in BY_PRESET.items() if fitted is not None and fitted.serves(task) and not refused(model, task)
+    ]
     able = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
-    return ", ".join([*by_preset, *able])
+    return ", ".join([*by_preset, *able]) or "no request until the operator chooses a preset"
+
+
+def refused(model: ServedModel, task: Task) -> bool:
+    """Whether :func:`check_fallback` refuses ``task``."""
+    return model.preset_is_fallback and task != "embed" and (names_a_task(model.name) or names_a_task(model.base.name))
 
 
 def check_fallback(fitted: Fitted, model: ServedModel, task: Task) -> None:
     """Raise :class:`InvalidRequest` if ``fitted``, the preset of ``model``, is a fallback for a reranker, guard or reward model, or
     for an adapter that is one or changes one, because the prompt of its training is unknown."""
-    if model.preset_is_fallback and task != "embed" and (names_a_task(model.name) or names_a_task(model.base.name)):
+    if refused(model, task):
         raise InvalidRequest(
             f"No preset is for the model {model.name!r}, which may need the prompt of its training. The operator can choose "
             f"one with the setting `presets`; {model.name}={fitted.preset.name} keeps the fallback.",

@@ -1,19 +1,20 @@
 """Presets: how a model is prompted and read.
 
 A preset is data and never code, read from TOML: a template with three placeholders, and the choice of what is read after it.
-:func:`choose` takes the server's setting, then ``yardstick.toml`` beside the weights, then the model's name. :class:`Fitted` is a
-preset whose labels are token ids of a model."""
+:func:`choose` takes the server's setting, then ``yardstick.toml`` beside the weights, then the model's name, then the model's
+sentence-transformers files. :class:`Fitted` is a preset whose labels are token ids of a model."""
 
 from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -45,7 +46,25 @@ class Categories(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Token that the model writes, and the category's name in the answer."""
 
 
-class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LateInteraction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model of the ColBERT kind is prompted; the names and defaults are those of PyLate's ``models.ColBERT``."""
+
+    query_prefix: Text = "[Q] "
+    """Token that is put behind the first special token of a query; empty: none."""
+    document_prefix: Text = "[D] "
+    query_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 20)] = 32
+    """Longer queries are cut to this many tokens, and shorter ones are filled up with ``expansion``."""
+    document_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 20)] = 180
+    do_query_expansion: bool = True
+    attend_to_expansion_tokens: bool = False
+    """Whether a query's tokens see those that fill it up."""
+    skiplist_words: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4096)] = tuple(string.punctuation)
+    """Tokens of documents without a vector."""
+    expansion: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=16)] = ("[MASK]", "<mask>")
+    """Token that fills up queries: the first of these that the tokeniser has."""
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a model is prompted and read."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
@@ -71,7 +90,15 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     instruction: Text = ""
     """Default instruction."""
     add_special_tokens: bool = False
-    """Add the tokens that the tokeniser puts around every text."""
+    """Add the tokens that the tokeniser puts around every text; if ``template`` has two pieces, one with the query and one with the
+    document, those that it puts around and between a pair of texts."""
+    prompts: Annotated[dict[str, Text], msgspec.Meta(max_length=256)] = {}
+    """Only with the task ``embed``: texts that go before ``{document}``, by the names with which requests choose them."""
+    default_prompt: str = ""
+    """Name of the prompt of requests that choose none; empty: none."""
+    include_prompt: bool = True
+    """False: the mean of a text's vectors leaves out those of the prompt."""
+    lowercase: bool = False
 
     labels: Annotated[tuple[Group, ...], msgspec.Meta(max_length=256)] = ()
     """Tokens that are read after the prompt; the first one is the positive answer. Empty: the model's own head is read."""
@@ -92,6 +119,13 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Longer queries are cut to this many tokens. None: never cut."""
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     """Longer documents are cut to this many tokens. None: never cut."""
+    max_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 31)] | None = None
+    """Longer prompts are cut to this many tokens, unless the request forbids it. None: the context, to which prompts of encoders
+    are cut, and no others."""
+    similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+    """Only with the task ``embed``: the score of a query and a document from their embeddings. Of distances, the negative."""
+    late_interaction: LateInteraction | None = None
+    """Only with the task ``embed``: the score is MaxSim of token vectors."""
 
     @property
     def raw(self) -> bool:
@@ -110,17 +144,48 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "instruction" in placeholders("".join(self.instructed or self.template))
 
     @property
+    def is_pair(self) -> bool:
+        """Whether the prompt is the tokeniser's pair of query and document."""
+        fields = [placeholders(piece) for piece in self.template]
+        return self.add_special_tokens and fields == [{"query"}, {"document"}] and not self.instructed
+
+    @property
+    def prompt_names(self) -> list[str]:
+        """Names with which requests choose a prompt. As in sentence-transformers, ``query`` and ``document`` are always known."""
+        return [*dict.fromkeys((*self.prompts, "query", "document"))]
+
+    def prompt_for(self, name: str | None) -> str | None:
+        """Return the text before the document that a prompt's name or a purpose (:data:`PROMPTS_OF`) chooses; None: nothing but
+        ``template``."""
+        if name in self.prompts:
+            return self.prompts[name]
+        spelled = {each.lower(): text for each, text in self.prompts.items()}
+        found = next((spelled[each] for each in PROMPTS_OF.get(name or "", ()) if each in spelled), None)
+        return self.prompts.get(self.default_prompt) if found is None else found
+
+    @property
     def flat_labels(self) -> list[str]:
         """All tokens of all labels."""
         return [token for group in self.labels for token in ((group,) if isinstance(group, str) else group)]
 
 
+PROMPTS_OF: dict[str, tuple[str, ...]] = {
+    "query": ("query", "search_query", "retrieval.query", "s2p_query"),
+    "document": ("document", "passage", "corpus", "search_document", "retrieval.passage"),
+    "classification": ("classification",),
+    "clustering": ("clustering", "separation"),
+}
+"""Names of prompts in published models, by purpose; "query" and "document" begin with those that sentence-transformers'
+``encode_query`` and ``encode_document`` look for."""
+
+
 def parse_preset(document: bytes) -> Preset:
-    """Return the preset in a TOML document. Raises :class:`PresetError`."""
+    """Return the preset in a TOML document, or in JSON. Raises :class:`PresetError`."""
     if len(document) > MAX_BYTES:
         raise PresetError(f"it has {len(document)} bytes; at most {MAX_BYTES} are read")
     try:
-        preset = msgspec.toml.decode(document, type=Preset)
+        decode = msgspec.json.decode if document.startswith(b"{") else msgspec.toml.decode
+        preset = decode(document, type=Preset)
     except RecursionError:
         raise PresetError("it is nested too deeply") from None
     except ValueError as error:  # also of a number with thousands of digits
@@ -139,6 +204,12 @@ def parse_preset(document: bytes) -> Preset:
         raise PresetError("`categories` need the task classify and `labels`")
     if preset.task == "embed" and preset.labels:
         raise PresetError("the task embed reads no `labels`")
+    if preset.task != "embed" and (preset.prompts or preset.late_interaction):
+        raise PresetError("`prompts` and `late_interaction` go with the task embed")
+    if preset.default_prompt and preset.default_prompt not in preset.prompts:
+        raise PresetError(f"`default_prompt` {preset.default_prompt!r} is not one of `prompts`")
+    if named := next((name for name, text in preset.prompts.items() if placeholders(text)), None):
+        raise PresetError(f"the prompt {named!r} contains a placeholder")
     if preset.task == "rerank" and preset.template and "query" not in placeholders("".join(preset.template)):
         raise PresetError("`template` must contain {query} for the task rerank")
     return preset
@@ -180,12 +251,18 @@ class Fitted(msgspec.Struct, frozen=True):
     """Token id of each category."""
     categories_prefix: list[int] = []
     """Tokens between a prompt and the token of a category."""
+    skipped: list[int] = []
+    """Tokens of documents without a vector."""
+    expansion: int | None = None
+    """Token that fills up queries, if no other token sees it."""
 
     @property
     def readout(self) -> wire.ScoreReadout:
-        """The output that engines compute after each prompt."""
+        """The output that engines compute after each prompt, from which scores are computed."""
+        if self.preset.late_interaction is not None:
+            return wire.TokenVectors()
         if self.preset.task == "embed":
-            return wire.Embedding()
+            return wire.Embedding(normalize=self.preset.similarity == "cosine")
         if not self.labels:
             return wire.Classes()
         tokens = [id for label in self.labels for id in label] + self.categories
@@ -193,8 +270,8 @@ class Fitted(msgspec.Struct, frozen=True):
 
     def serves(self, task: Task) -> bool:
         """Whether prompts for ``task`` can be built and read. A reranker with a head classifies texts, too, which are documents
-        without a query."""
-        if self.preset.task == task:
+        without a query, and an embedding model ranks by similarity."""
+        if self.preset.task == task or (task, self.preset.task) == ("rerank", "embed"):
             return True
         return task == "classify" and self.preset.task == "rerank" and not self.labels and bool(self.preset.template)
 
@@ -209,7 +286,10 @@ class Fitted(msgspec.Struct, frozen=True):
         return [(label if isinstance(label, str) else label[0]).strip() for label in self.preset.labels]
 
     def score(self, row: Sequence[float], *, raw: bool = False) -> float:
-        """Return the score of one prompt, or with ``raw`` the number before the activation, from a row of :attr:`readout`."""
+        """Return the score of one prompt, or with ``raw`` the number before the activation, from a row of :attr:`readout`. The row
+        of an embedding model is the similarity of a query and a document."""
+        if self.preset.task == "embed":
+            return row[0]
         logit = self._logit(row)
         if raw or self.preset.activation in ("none", "difference"):
             return logit
@@ -267,10 +347,20 @@ def log_sum(logits: Sequence[float]) -> float:
     return highest + math.log(sum(math.exp(logit - highest) for logit in logits))
 
 
-FALLBACKS = {"classify": "classifier", "embed": "embedding", "score": "judge"}
+FALLBACKS = {
+    "classify": "classifier",
+    "embed": "embedding",
+    "token_vectors": "embedding",
+    "sparse": "embedding",
+    "score": "judge",
+}
 """Presets of models that no other preset is for, by the first of these capabilities that the model has."""
+EMBEDS = {"embed", "token_vectors", "sparse"}
+"""Capabilities of models whose task is ``embed``."""
 ONE_CLASS = "cross-encoder"
 """Preset in place of "classifier" of a model whose head has one number: such a model is a reranker."""
+PUBLISHED = "sentence-transformers"
+"""Name of a preset that a model's files describe."""
 TASK_WORDS = ("rerank", "zerank", "guard", "reward", "embed")
 NO_PRESET = "none"
 """Value of the setting for a model that should have none."""
@@ -295,13 +385,16 @@ def choose(
     capabilities: Collection[str],
     *,
     classes: int = 0,
+    encoder: bool = False,
     beside: str | None,
     chosen: Mapping[str, str],
+    model_files: Mapping[str, bytes] | None = None,
 ) -> str | None:
-    """Return the TOML text of the preset of ``model``; None if it has none. Raises :class:`PresetError`.
+    """Return the text of the preset of ``model``, TOML or JSON; None if it has none. Raises :class:`PresetError`.
 
-    ``classes``: numbers of the model's head. ``beside``: the text of ``yardstick.toml`` beside the weights. ``chosen``: the setting
-    ``presets``, from model name to the name or file of a preset.
+    ``classes``: numbers of the model's head. ``encoder``: :attr:`engine.wire.Info.encoder`. ``beside``: the text of
+    ``yardstick.toml`` beside the weights. ``chosen``: the setting ``presets``, from model name to the name or file of a preset.
+    ``model_files``: :attr:`engine.wire.TokenizerFiles.model_files`; a preset that the model's name chooses is completed from them.
     """
     name = chosen.get(model) or chosen.get(_short(model))
     if name == NO_PRESET:
@@ -317,7 +410,11 @@ def choose(
         if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
     ]
     # A name that fits several presets does not say which prompt is right.
-    name = fitting[0] if len(fitting) == 1 else fallback_of(capabilities, classes)
+    own = builtin_presets()[fitting[0]] if len(fitting) == 1 else None
+    published = of_sentence_transformers(model_files or {}, capabilities, classes, encoder=encoder, base=own)
+    if published is not None and published is not own:
+        return msgspec.json.encode(published).decode()
+    name = fallback_of(capabilities, classes) if own is None else own.name
     return None if name is None else builtin()[name]
 
 
@@ -336,7 +433,8 @@ def names_a_task(model: str) -> bool:
 def unreadable(preset: Preset, capabilities: Collection[str], classes: int) -> str | None:
     """Return why ``preset`` cannot serve a model with these capabilities, whose head has ``classes`` numbers; None if it can."""
     if preset.task == "embed":
-        return None if "embed" in capabilities else f"{preset.name} is for embeddings, and the model has none"
+        able = EMBEDS.intersection(capabilities)
+        return None if able else f"{preset.name} is for embeddings, and the model has none"
     if preset.labels:
         return None if "score" in capabilities else f"{preset.name} reads probabilities of tokens, and the model has none"
     if "classify" not in capabilities:
@@ -374,3 +472,117 @@ def fits(preset: Preset, model: str, architecture: str) -> bool:
 
 def _short(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].lower()
+
+
+class _SentenceTransformers(msgspec.Struct, frozen=True):
+    """What is read of ``config_sentence_transformers.json``; the second half is PyLate's."""
+
+    prompts: dict[str, str] | None = None
+    default_prompt_name: str | None = None
+    similarity_fn_name: str | None = None
+    query_prefix: str | None = None
+    document_prefix: str | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    do_query_expansion: bool | None = None
+    attend_to_expansion_tokens: bool | None = None
+    skiplist_words: list[str] | None = None
+
+
+class _Transformer(msgspec.Struct, frozen=True):
+    """What is read of the file of the module ``Transformer``."""
+
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+
+
+class _Pooling(msgspec.Struct, frozen=True):
+    """What is read of the file of the module ``Pooling``."""
+
+    include_prompt: bool = True
+
+
+class _Activation(msgspec.Struct, frozen=True):
+    """What is read of ``sentence_transformers`` in ``config.json``."""
+
+    activation_fn: str | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What is read of ``config.json`` for a cross-encoder."""
+
+    sentence_transformers: _Activation | None = None
+    sbert_ce_default_activation_function: str | None = None
+    """Name of ``activation_fn`` before release 4."""
+
+
+_CONFIG = "config_sentence_transformers.json"
+_ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
+"""Classes of torch that cross-encoders name, by their last part."""
+_File = TypeVar("_File", bound=msgspec.Struct)
+
+
+def of_sentence_transformers(
+    files: Mapping[str, bytes], capabilities: Collection[str], classes: int, *, encoder: bool, base: Preset | None
+) -> Preset | None:
+    """Return the preset that the files of a sentence-transformers folder describe; None if they say nothing. Raises
+    :class:`PresetError`.
+
+    ``base``: the preset that the model's name chooses. An embedding model's is completed: a prompt that both name is that of
+    ``base``. Other models keep theirs.
+    """
+    if not EMBEDS.isdisjoint(capabilities):
+        return base if files.keys().isdisjoint(("modules.json", _CONFIG)) else _embedding(files, base)
+    if base is not None or "classify" not in capabilities or not (files or encoder):
+        return base
+    config = _read(files, "config.json", _Config)
+    named = (config.sentence_transformers or _Activation()).activation_fn or config.sbert_ce_default_activation_function
+    if named is None and not encoder:
+        return None
+    kind = "Sigmoid" if named is None else named.rpartition(".")[2]
+    if named is not None and kind not in _ACTIVATIONS:
+        raise PresetError(f"config.json names the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
+    activation = "softmax" if named is None and classes != 1 else _ACTIVATIONS[kind]
+    fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
+    return msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation)
+
+
+def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
+    config = _read(files, _CONFIG, _SentenceTransformers)
+    path = next((path for path in files if path.rpartition("/")[2].startswith("sentence_") and path.endswith("_config.json")), "")
+    transformer = _read(files, path, _Transformer)
+    similarity = config.similarity_fn_name
+    late = None
+    if similarity == "MaxSim" or config.query_length is not None:
+        given = {
+            name: getattr(config, name) for name in LateInteraction.__struct_fields__ if getattr(config, name, None) is not None
+        }
+        late = LateInteraction(**given)
+    elif similarity not in (None, "cosine", "dot", "euclidean", "manhattan"):
+        raise PresetError(f"{_CONFIG} names the similarity {similarity!r}, which is unknown")
+    if base is None:
+        base = Preset(name=PUBLISHED, task="embed", template=("{document}",), add_special_tokens=True)
+    prompts = (config.prompts or {}) | base.prompts
+    if base.instructed:
+        prompts.pop("query", None)  # the template has it, with a place for another instruction
+    chosen = base.default_prompt or config.default_prompt_name or ""
+    pooling = next((path for path in files if path.endswith("_Pooling/config.json")), "")
+    made = msgspec.structs.replace(
+        base,
+        include_prompt=base.include_prompt and _read(files, pooling, _Pooling).include_prompt,
+        prompts=prompts,
+        default_prompt=chosen if chosen in prompts else "",
+        lowercase=base.lowercase or transformer.do_lower_case,
+        max_length=base.max_length or transformer.max_seq_length,
+        similarity=base.similarity if late or similarity is None else similarity,
+        late_interaction=base.late_interaction or late,
+    )
+    return parse_preset(msgspec.json.encode(made))  # checks it
+
+
+def _read(files: Mapping[str, bytes], name: str, kind: type[_File]) -> _File:
+    """Return what ``kind`` describes of a JSON file, or its defaults. Raises :class:`PresetError`."""
+    try:
+        return msgspec.json.decode(files[name], type=kind) if name in files else kind()
+    except (ValueError, RecursionError) as error:
+        raise PresetError(f"{name}: {error}") from None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import msgspec
+
 from yardstick_llm.gateway.errors import ContextExceeded, InvalidRequest
 from yardstick_llm.gateway.presets.preset import Task
 from yardstick_llm.gateway.requests import chat
@@ -13,9 +15,10 @@ from yardstick_llm.gateway.requests.endpoint import Model
 from yardstick_llm.gateway.schemas.chat import ChatMessage
 from yardstick_llm.gateway.schemas.common import Truncation
 from yardstick_llm.gateway.text.prepared import Prepared, Refusal, TooManyTokens
-from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.preset_template import Limits, PresetTemplate
 from yardstick_llm.gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, share_prefix
 
+CUTS_OF_EACH = ("max_tokens_per_query", "max_tokens_per_doc")
 SEAM_TOKENS = 4
 """Tokens by which a document is cut shorter than the room it has, because its tokens next to a template's text may differ."""
 
@@ -33,6 +36,8 @@ class Pairs:
     instruction: str | None = None
     as_query: bool = False
     """With the task ``embed``: the texts are queries."""
+    prompt: str | None = None
+    """With the task ``embed``: text before each document."""
     query_param: str = "query"
     """Field of the request that holds the query."""
     first: int = 0
@@ -49,10 +54,16 @@ class Pairs:
         if self.instruction and not self.preset.preset.takes_instruction:
             name = self.preset.preset.name
             raise InvalidRequest(f"The prompt of the preset {name!r} has no place for an instruction.", param="instruction")
+        given = documents
+        if self.preset.preset.lowercase:
+            documents = [document.lower() for document in documents]
+            self.query = self.query and self.query.lower()
         bounds = self.model.bounds
         numbers = len(documents) * max(1, sum(map(len, self.preset.fitted.labels)))
         bounds.check("max_scores", numbers, "numbers (documents and labels)", self.param)
         bounds.check("max_request_characters", self._characters(documents), "characters that must be tokenised", self.param)
+        if self.model.facts.encoder and self.preset.is_whole:
+            return self._whole(documents, given if texts else None)
         query_truncated = self._cut_query()
         kept = self._cut([*documents])
         if self.partial:
@@ -69,12 +80,57 @@ class Pairs:
             rows,
             prefix,
             suffix,
-            texts=[*documents] if texts else None,
+            texts=[*given] if texts else None,
             param=f"{self.param}[]",
             truncated=self._truncated,
             query_truncated=query_truncated,
             refused=self._refused,
         )
+
+    def _whole(self, documents: Sequence[str], given: Sequence[str] | None) -> Prepared:
+        """Return the prompts of an encoder. Texts are cut unless the request forbids it, as the models' own library cuts them."""
+        context, asked = self.model.facts.context, self.cuts.truncate_prompt_tokens
+        most = context if asked in (None, -1) else min(context, asked or 0)
+        query, document = (getattr(self.cuts, name) or getattr(self.preset.preset, name) for name in CUTS_OF_EACH)
+        limits = Limits(most, self.cuts.side, query, document)
+        whole = self.preset.wholes(documents, limits, query=self.query, prompt=self.prompt, as_query=self.as_query)
+        firsts: list[list[int]] = []
+        rows: list[list[int]] = []
+        tokens, query_truncated, bounds = 0, False, self.model.bounds
+        may_cut = self.cuts.truncate is not False or any((asked, query, document))
+        for index, (first, second, query_cut, cut) in enumerate(whole):
+            if (query_cut or cut) and not may_cut:
+                error = self._too_long(TooManyTokens(most, exact=False), index)
+                if not self.partial:
+                    raise error
+                self._refused.append(Refusal(index, error.message, error.code))
+                continue
+            if len(first) + len(second) > most:
+                raise InvalidRequest(
+                    f"A prompt of {most} tokens has no room for the special tokens.", param="truncate_prompt_tokens"
+                )
+            self._truncated += [index] if cut else []
+            query_truncated = query_truncated or query_cut
+            firsts.append(first)
+            rows.append(second)
+            tokens += len(first) + len(second)
+            bounds.check("max_request_tokens", tokens, "tokens or more", self.param)
+        prepared = Prepared(
+            rows,
+            texts=None if given is None else [*given],
+            param=f"{self.param}[]",
+            truncated=self._truncated,
+            query_truncated=query_truncated,
+            refused=self._refused,
+            prompt_tokens=self.preset.prompt_tokens(self.prompt),
+        )
+        if self.preset.typed and firsts and all(first == firsts[0] for first in firsts):
+            prepared.prefix = firsts[0]
+            return prepared
+        # without token types, a pair is a text as any other
+        prepared.seams = [*map(len, firsts)] if self.preset.typed else []
+        prepared.rows = [[*first, *second] for first, second in zip(firsts, rows, strict=True)]
+        return prepared
 
     def _characters(self, documents: Sequence[str]) -> int:
         """Return the number of characters to tokenise. A chat template repeats the query for each document."""
@@ -113,7 +169,8 @@ class Pairs:
         """Return the most tokens of a document; None if documents must not be cut."""
         rooms = [self.cuts.max_tokens_per_doc or self.preset.preset.max_tokens_per_doc]
         whole, context = self.cuts.truncate_prompt_tokens, self.model.facts.context
-        if whole is not None or self.cuts.truncate:
+        cuts_itself = self.model.facts.encoder or self.preset.preset.max_length is not None
+        if whole is not None or (cuts_itself if self.cuts.truncate is None else self.cuts.truncate):
             room = self._document_room()
             if room < 1:
                 raise self.model.facts.too_long(TooManyTokens(context, exact=False), self._frame_param)
@@ -147,7 +204,9 @@ class Pairs:
             except (PromptTooLongError, TooManyTokens) as error:
                 tokens = error.tokens if isinstance(error, PromptTooLongError) else error
                 raise self.model.facts.too_long(tokens, self._frame_param) from None
-            apart = bool(self.preset.preset.template) and self.preset.is_apart(instructed=self._instructed)
+            apart = bool(self.preset.preset.template) and self.preset.is_apart(
+                query=self.query, prompt=self.prompt, instructed=self._instructed
+            )
             self._room = max(0, self.model.facts.context - (len(prefix) + len(row) - 1) - (0 if apart else SEAM_TOKENS))
         return self._room
 
@@ -170,13 +229,16 @@ class Pairs:
             return self._by_chat_template(documents)
         prefix, rows = self.preset.prompts(
             documents,
-            query=self.query or "",
+            query=self.query,
             instruction=self._instruction,
             instructed=self._instructed,
+            prompt=self.prompt,
             limit=self.model.facts.context,
             bounds=self.model.bounds,
             param=self.param,
         )
+        if self.model.facts.encoder:
+            return [], [[*prefix, *row] for row in rows]
         return (prefix, rows) if prefix else share_prefix([[*row] for row in rows])
 
     @property
@@ -224,6 +286,33 @@ class Pairs:
     def _too_long(self, tokens: TooManyTokens, index: int) -> ContextExceeded:
         remedy = "Shorten it, or allow cutting it with `truncate`."
         return self.model.facts.too_long(tokens, f"{self.param}[{self.first + index}]", remedy=remedy)
+
+
+def to_compare(
+    model: Model,
+    preset: PresetTemplate,
+    cuts: Truncation,
+    queries: tuple[str, Sequence[str]],
+    documents: tuple[str, Sequence[str]],
+    *,
+    texts: bool = False,
+) -> Prepared:
+    """Return the prompts of queries and documents for an embedding model, and with ``texts`` the documents. Both come after the
+    field of the request that holds them. Raises :class:`InvalidRequest`."""
+    published = preset.preset
+    instructed = bool(published.instructed) and "query" not in published.prompts
+    asked = Pairs(model, preset, cuts, queries[0], as_query=True, prompt=None if instructed else published.prompt_for("query"))
+    first = asked.prepared(queries[1])
+    second = Pairs(model, preset, cuts, documents[0], prompt=published.prompt_for("document")).prepared(documents[1], texts=texts)
+    if first.prompt_tokens or second.prompt_tokens:
+        message = f"The embeddings of {model.facts.name!r} leave out its prompts; use /v1/embeddings and compare them yourself."
+        raise InvalidRequest(message, param="model")
+    rows = [[*part.prefix, *row] for part in (first, second) for row in part.rows]
+    model.bounds.check("max_request_tokens", sum(map(len, rows)), "tokens", documents[0])
+    prefix, rows = ([], rows) if model.facts.encoder else share_prefix(rows)
+    prepared = msgspec.structs.replace(second, rows=rows, prefix=prefix, queries=len(first.rows))
+    prepared.query_truncated = bool(first.truncated)
+    return prepared
 
 
 def preset_of(model: Model, task: Task) -> PresetTemplate:

@@ -10,7 +10,7 @@ from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.requests.catalogue import NAMING_BYTES, query_prompts
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.images import reading_content, text_of
-from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
+from yardstick_llm.gateway.requests.pairs import Pairs, preset_of, to_compare
 from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
@@ -180,8 +180,14 @@ def _read(request: RerankRequest, model: Model) -> Prepared:
     given, param = (request.documents, "documents") if request.documents is not None else (request.texts or [], "texts")
     documents = [*map(text_of, given)]
     partial = bool(request.partial_results)
-    pairs = Pairs(model, preset_of(model, "rerank"), request, param, text_of(request.query), instruction, partial=partial)
-    return pairs.prepared(documents, texts=bool(request.return_documents or request.return_text))
+    preset, texts = preset_of(model, "rerank"), bool(request.return_documents or request.return_text)
+    if preset.preset.task == "embed":
+        if instruction is not None or partial:
+            wrong = "partial_results" if instruction is None else "instruction"
+            raise InvalidRequest(f"`{wrong}` is for rerankers; this is an embedding model.", param=wrong)
+        return to_compare(model, preset, request, ("query", [text_of(request.query)]), (param, documents), texts=texts)
+    pairs = Pairs(model, preset, request, param, text_of(request.query), instruction, partial=partial)
+    return pairs.prepared(documents, texts=texts)
 
 
 def _characters(request: RerankRequest, query_once: bool) -> int:

@@ -12,7 +12,7 @@ from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.requests.catalogue import NAMING_BYTES, query_prompts
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.images import plain, reading_content, texts_of
-from yardstick_llm.gateway.requests.pairs import SEAM_TOKENS, Pairs, preset_of
+from yardstick_llm.gateway.requests.pairs import SEAM_TOKENS, Pairs, preset_of, to_compare
 from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
@@ -475,15 +475,21 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
         )
         raise InvalidRequest(message, param="item_first")
     partial = bool(request.partial_results)
+    if len(queries) not in (1, len(documents)):
+        message = f"`{query_param}` has {len(queries)} texts and `{param}` has {len(documents)}; give one, or as many."
+        raise InvalidRequest(message, param=query_param)
+    if preset.preset.task == "embed":
+        if request.instruction is not None or partial:
+            wrong = "partial_results" if request.instruction is None else "instruction"
+            raise InvalidRequest(f"`{wrong}` is for rerankers; this is an embedding model.", param=wrong)
+        return to_compare(model, preset, request, (query_param, queries), (param, documents))
     if len(queries) == 1:
         pairs = Pairs(model, preset, request, param, queries[0], request.instruction, query_param=query_param, partial=partial)
         return pairs.prepared(documents)
-    if len(queries) != len(documents):
-        message = f"`{query_param}` has {len(queries)} texts and `{param}` has {len(documents)}; give one, or as many."
-        raise InvalidRequest(message, param=query_param)
     characters = sum(map(len, (*queries, *documents))) + len(request.instruction or "") * len(queries)
     model.bounds.check("max_request_characters", characters, "characters that must be tokenised", param)
     prompts: list[list[int]] = []
+    seams: list[int] = []
     tokens, truncated, refused = 0, [], []
     for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
         named = f"{query_param}[{index}]"
@@ -494,8 +500,12 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
             refused += [msgspec.structs.replace(refusal, index=index) for refusal in pair.refused]
             continue
         prompts.append([*pair.prefix, *pair.rows[0], *pair.suffix])
+        seams.append(len(pair.prefix))
         tokens += len(prompts[-1])
         model.bounds.check("max_request_tokens", tokens, "tokens or more", param)
+    if model.facts.encoder:
+        seams = seams if preset.typed else []
+        return Prepared(prompts, seams=seams, param=f"{param}[]", truncated=truncated, refused=refused)
     prefix, rows = share_prefix(prompts) if prompts else ([], [])
     return Prepared(rows, prefix, param=f"{param}[]", truncated=truncated, refused=refused)
 

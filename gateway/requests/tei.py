@@ -41,7 +41,7 @@ class TeiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The field `truncate`."""
     truncation_direction: Side | None = None
     """The field `truncation_direction`."""
-    prompt_name: Literal["query", "document"] | None = None
+    prompt_name: str | None = None
     """The field `prompt_name`."""
 
 
@@ -58,8 +58,8 @@ class TeiRequest(Activation, kw_only=True):
     """For a reranker: the documents."""
     return_text: bool | None = None
     """With `texts`: repeat each document in its result."""
-    prompt_name: Literal["query", "document"] | None = None
-    """With an embedding model: `query` puts the preset's instruction before each text; `document` is the default."""
+    prompt_name: str | None = None
+    """With an embedding model: name of one of its prompts, which goes before each text."""
     normalize: bool | None = True
     """With an embedding model: scale embeddings to length 1."""
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -106,6 +106,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     score: float
     """Its probability; its logit with `raw_scores`, and for a model with one class."""
+
+
+class SparseValue(msgspec.Struct, frozen=True, kw_only=True):
+    """The weight of a token of the vocabulary."""
+
+    index: int
+    value: float
 
 
 class TeiInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,9 @@ class ClassifyResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 InputType = Literal["search_query", "search_document", "classification", "clustering"]
+Purpose = InputType | Literal["query", "document", "passage"]
+QUERIES, DOCUMENTS = ("query", "search_query"), ("document", "passage", "search_document")
+"""Purposes of texts in a search, in the words of this API, of Cohere and of NVIDIA."""
 
 
 class CohereEmbedRequest(Parameters, kw_only=True):
@@ -81,7 +84,7 @@ class CohereEmbedRequest(Parameters, kw_only=True):
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     """Texts to embed."""
     input_type: InputType | None = None
-    """`search_query` puts the preset's instruction before each text; the others embed the texts as documents."""
+    """Choose the model's prompt for this purpose. A model without one embeds the texts as they are."""
     embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1, max_length=4)] | None = None
     """Forms of the embeddings: numbers, base64 of float32 in little-endian order, or the signs as bits, eight in a number of 0
     to 255 (`ubinary`) or of -128 to 127 (`binary`). By default `float`."""
@@ -137,14 +140,20 @@ class EmbeddingsRequest(Truncation, kw_only=True):
     """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
     inputs: Texts | None = None
     """`input` in the form of TEI."""
-    input_type: Literal["query", "document"] | None = None
-    """`query` puts the preset's instruction before each text; `document` is the default."""
-    prompt_name: Literal["query", "document"] | None = None
-    """`input_type` in the form of TEI."""
+    input_type: Purpose | None = None
+    """Choose the model's prompt for this purpose; the model's default prompt if it has none. `query` puts the preset's instruction
+    before each text."""
+    prompt_name: str | None = None
+    """Name of one of the model's prompts, which goes before each text, as in sentence-transformers; `query` and `document` are
+    always known."""
+    prompt: str | None = None
+    """A text that goes before each text, in place of one of the model's prompts."""
     instruction: str | None = None
     """Instruction for queries; the preset's own by default. It implies `input_type` `query`."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` is that of the numbers as float32 in little-endian order."""
+    embedding_type: Literal["single", "multi"] | None = None
+    """`multi` returns a vector for each token of a text, from a model that has these."""
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
     normalize: bool | None = True
@@ -164,8 +173,8 @@ class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     object: Literal["embedding"] = "embedding"
-    embedding: tuple[float, ...] | str
-    """Numbers, or base64 text."""
+    embedding: tuple[float | tuple[float, ...], ...] | str
+    """Numbers, or base64 text; with `multi`, a list of vectors, or the base64 of all of them, one after another."""
 
 
 class EmbeddingsResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,23 +206,51 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
         raise InvalidRequest("Give either `input` or `inputs`.", param="input")
     given, param = (request.input, "input") if request.input is not None else (request.inputs, "inputs")
     assert given is not None
-    as_query = "query" in (request.input_type, request.prompt_name) or request.instruction is not None
-    if as_query and "document" in (request.input_type, request.prompt_name):
+    asked = {name: value for name in ("prompt", "prompt_name", "input_type") if (value := getattr(request, name)) is not None}
+    if not is_text(given):
+        prompts = (name for name, value in asked.items() if value not in DOCUMENTS)
+        if (wrong := "instruction" if request.instruction is not None else next(prompts, None)) is not None:
+            raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts.", param=wrong)
+        return _read(model, "embed", request, given, param)
+    if len(asked) > 1 and len(set(asked.values())) > 1:
+        first, second, *_ = asked
+        raise InvalidRequest(f"Give one of `{first}` and `{second}`.", param=second)
+    preset = preset_of(model, "embed").preset
+    name, prompt = request.prompt_name or request.input_type, request.prompt
+    if request.prompt_name is not None and request.prompt_name not in preset.prompt_names:
+        known = ", ".join(map(repr, preset.prompt_names))
+        raise InvalidRequest(f"`prompt_name` is {name!r}; the prompts of {model.facts.name!r} are {known}.", param="prompt_name")
+    if request.instruction is not None and (prompt is not None or name not in (None, *QUERIES)):
         raise InvalidRequest("`instruction` is for queries; set `input_type` to query.", param="instruction")
-    return _read(model, "embed", request, given, param, as_query=as_query, instruction=request.instruction)
+    return _prompted(request, model, given, param, name, prompt=prompt, instruction=request.instruction)
+
+
+def _prompted(
+    cuts: Truncation,
+    model: Model,
+    given: Texts,
+    param: str,
+    name: str | None,
+    *,
+    prompt: str | None = None,
+    instruction: str | None = None,
+    texts: bool = False,
+) -> Prepared:
+    """Read texts to embed with the prompt that ``name`` (or a purpose) chooses, or with ``prompt``."""
+    template = preset_of(model, "embed")
+    as_query = name in QUERIES or instruction is not None
+    if prompt is None and not (as_query and template.preset.instructed and name not in template.preset.prompts):
+        prompt = template.preset.prompt_for("query" if as_query else "document" if name in DOCUMENTS else name)
+    pairs = Pairs(model, template, cuts, param, instruction=instruction, as_query=as_query, prompt=prompt)
+    return pairs.prepared(sorted_out(given, param, MAX_TEXTS)[0], texts=texts)
 
 
 def _cohere_embed(request: CohereEmbedRequest, model: Model) -> Prepared:
-    texts, as_query = request.texts, request.input_type == "search_query"
-    return Pairs(model, preset_of(model, "embed"), request.cuts, "texts", as_query=as_query).prepared(texts, texts=True)
+    return _prompted(request.cuts, model, [*request.texts], "texts", request.input_type, texts=True)
 
 
-def _read(
-    model: Model, task: Task, cuts: Truncation, given: Texts, param: str, *, as_query: bool = False, instruction: str | None = None
-) -> Prepared:
+def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) -> Prepared:
     if not is_text(given):
-        if instruction is not None:
-            raise InvalidRequest("`instruction` goes with texts; token ids are complete prompts.", param="instruction")
         check_uncut(cuts)
         prepared = read_prompts(model, given, param, at_most=MAX_TEXTS, sequences=0)
         for index, row in enumerate(prepared.rows):
@@ -221,11 +258,11 @@ def _read(
                 empty = prepared.param_of(index)
                 raise InvalidRequest(f"`{empty}` is empty; there is no token to read.", param=empty)
             model.facts.check_prompt(len(row), prepared.param_of(index))
-        prefix, rows = share_prefix([[*row] for row in prepared.rows])
+        rows = [[*row] for row in prepared.rows]
+        prefix, rows = ([], rows) if model.facts.encoder else share_prefix(rows)
         return Prepared(rows, prefix, param=prepared.param)
     texts, _, _ = sorted_out(given, param, MAX_TEXTS)
-    pairs = Pairs(model, preset_of(model, task), cuts, param, instruction=instruction, as_query=as_query)
-    return pairs.prepared(texts)
+    return Pairs(model, preset_of(model, task), cuts, param).prepared(texts)
 
 
 def check_uncut(cuts: Truncation) -> None:
@@ -248,7 +285,7 @@ CLASSIFY = Endpoint(
 )
 EMBEDDINGS = Endpoint(
     kind=EmbeddingsRequest,
-    bulk={"input": "", "inputs": "", "instruction": "", "user": ""},
+    bulk={"input": "", "inputs": "", "instruction": "", "prompt": "", "user": ""},
     read=_embed,
     is_light=lambda request: _light(request.input) and _light(request.inputs),
     characters=lambda request, _: characters_of(request.input) + characters_of(request.inputs),

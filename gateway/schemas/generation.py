@@ -51,6 +51,9 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Do not guide tokens whose candidates' mean value is below this; 0 by default."""
     applies_to: Literal["both", "thinking", "answer"] | None = None
     """Guide only this section of a chat answer; `both` by default. `target_length` counts the tokens of this section."""
+    end_min_p: Value | None = None
+    """Make the token that ends the text a candidate where it has at least this fraction of the largest probability, also beyond
+    `top_k` and `min_p`. By default it is treated as any other token."""
     return_values: bool | None = False
     """Return the value of each of the most probable tokens with its log-probability."""
 

@@ -474,8 +474,8 @@ def _plain(name: str) -> str:
 
 def _fits(raw: msgspec.Raw, type: Any) -> bool:
     """Whether the JSON ``raw`` is a value of ``type``, or an object in place of one, and not null."""
-    if bytes(memoryview(raw)[:1]) == b"{":
-        return _shape(inspect.type_info(type)) is not None
+    if bytes(memoryview(raw)[:1]) == b"{" and _shape(inspect.type_info(type)) is not None:
+        return True
     try:
         return msgspec.json.decode(raw, type=type) is not None
     except (msgspec.ValidationError, RecursionError):

@@ -14,12 +14,12 @@ from yardstick_llm.gateway.errors import GatewayError, NotReady
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.ops.tracing import stage
-from yardstick_llm.gateway.pool.fanout import FanOut, Prompts
+from yardstick_llm.gateway.pool.fanout import FanOut, Prompts, usual_row
 from yardstick_llm.gateway.pool.placement import cut
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.store.results import CachePolicy, ResultCache, Row
-from yardstick_llm.gateway.text.prepared import PlacedIds, content_of
+from yardstick_llm.gateway.text.prepared import PairIds, PlacedIds, content_of
 
 HASHED_AT_ONCE = 256
 """Branches whose keys are computed between two looks at the clock."""
@@ -83,9 +83,13 @@ class Scorer:
         """
         keys: list[bytes] = []
         time_slice, fingerprint, salt = TimeSlice(), model.info.fingerprint, prompts.caller.cache_salt
+        if prompts.expansion is not None:  # the preset's, which the fingerprint does not cover
+            fingerprint = f"{fingerprint} {prompts.expansion}"
         for begin in range(0, len(prompts.branches), HASHED_AT_ONCE):
             few = prompts.branches[begin : begin + HASHED_AT_ONCE]
-            keys += result_keys(fingerprint, prompts.readout, prompts.prefix, few, prompts.suffix, salt=salt)
+            keys += result_keys(
+                fingerprint, prompts.readout, prompts.prefix, few, prompts.suffix, salt=salt, pairs=model.info.encoder
+            )
             if time_slice.over:
                 await time_slice.yield_to_loop()
         branch_of = dict(zip(keys, prompts.branches, strict=True))
@@ -96,7 +100,7 @@ class Scorer:
         errors: dict[bytes, GatewayError] = {}
         hits: set[bytes] = set()
         cached_tokens, queue_seconds = 0, 0.0
-        numbers = wire.row_length(prompts.readout, max(prompts.branches, key=len, default=()), model.info)
+        numbers = usual_row(prompts.readout, max(prompts.branches, key=len, default=()), model.info)
         at_once = max(1, min(LOOKUP_KEYS, LOOKUP_NUMBERS // max(1, numbers)))
 
         def add(found: Mapping[bytes, Row]) -> None:
@@ -201,12 +205,14 @@ def result_keys(
     suffix: Sequence[int] = (),
     *,
     salt: str,
+    pairs: bool = False,
 ) -> list[bytes]:
-    """Return the cache key of each ``prefix + branch + suffix``, a digest of 16 bytes. Likelihoods go without a suffix.
+    """Return the cache key of each ``prefix + branch + suffix``, a digest of 16 bytes. Likelihoods go without a suffix. ``pairs``:
+    prefix and branch are a pair for an encoder.
 
     Within one salt, equal prompts, readouts and fingerprints have equal keys, wherever a prompt is divided into prefix, branch and
-    suffix. Likelihoods are an exception, because the division says which tokens they are of, and so are registered items, whose
-    digests are hashed in place of their tokens: they share no results with prompts that are given whole.
+    suffix. Likelihoods are an exception, because the division says which tokens they are of, and so are pairs, and registered
+    items, whose digests are hashed in place of their tokens: they share no results with prompts that are given whole.
 
     Token ids are in [0, 2**32); an image counts as its digest. ``salt`` is hexadecimal; only requests with equal salts share
     results. An empty salt gives the keys of a server whose API keys share all results.
@@ -216,7 +222,8 @@ def result_keys(
     # The encoding is unambiguous: no part contains a separator, a salt ends with a colon, and JSON begins with a brace.
     tokens = readout.tokens if isinstance(readout, wire.Labels) and not readout.raw else None
     asked = msgspec.json.encode(readout).decode() if tokens is None else ",".join(map(str, tokens))
-    divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
+    apart = bool(branches) and isinstance(branches[0], PairIds)  # each has its own seam
+    divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) or (pairs and not apart) else ""
     common.update(f"{fingerprint}\0{salt and salt + ':'}{asked}\0{divided}".encode())
     common.update(content_of(prefix))
     end = content_of(suffix)

@@ -76,6 +76,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Most labels of one score request."""
     vision: VisionInfo | None = None
     """How images are prepared; None for a model that reads text only."""
+    encoder: bool = False
+    """Whether prompts are computed whole, and a prefix and a branch are a pair of texts."""
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are below the vocabulary size. Decoders refuse negative
@@ -193,9 +195,22 @@ class PlacedIds(array):  # type: ignore[type-arg]
     """Number that places the item on a replica. It does not depend on the query, unlike the last tokens of the row."""
 
 
+class PairIds(array):  # type: ignore[type-arg]
+    """Token ids of a pair of texts for an encoder."""
+
+    __slots__ = ("seam",)
+    seam: int
+    """Number of tokens of the first text, with the special tokens around it."""
+
+    @property
+    def content(self) -> bytes:
+        """The seam and the tokens. No token id is written like the seam's end."""
+        return b"%d\0" % self.seam + self.tobytes()
+
+
 def content_of(ids: Ids) -> bytes | array[int]:
     """Return what stands for ``ids`` in digests."""
-    if isinstance(ids, PlacedIds | ImageIds):
+    if isinstance(ids, PlacedIds | ImageIds | PairIds):
         return ids.content
     return ids if isinstance(ids, array) else array("I", ids)
 
@@ -263,16 +278,25 @@ class Prepared(msgspec.Struct):
     """Input items of a response that is to be stored."""
     images: list[wire.Image] = []
     """Images of all prompts, each once. Their tokens are ``wire.IMAGE_TOKENS`` plus the place here."""
+    seams: list[int] = []
+    """For an encoder and pairs with different first texts: the number of tokens of each row's first text. The rows of another
+    process are then :class:`PairIds`."""
+    prompt_tokens: int = 0
+    """See :attr:`engine.wire.Embedding.prompt_tokens`."""
+    queries: int = 0
+    """For an embedding model that compares: rows at the beginning that are queries. The others are documents, and the result of
+    each is its similarity to the query of the same number, or to the only one."""
     ids: Sequence[str] | None = None
     """Id of the item of each row, if it is registered in a catalogue. It does not come from a worker."""
 
     @property
     def places(self) -> Sequence[int]:
-        """Index of the item of each row."""
+        """Index of the item of each row, or of each document's row."""
+        count = len(self.rows) - self.queries
         if not self.refused:
-            return range(len(self.rows))
+            return range(count)
         refused = {refusal.index for refusal in self.refused}
-        return [place for place in range(len(self.rows) + len(refused)) if place not in refused]
+        return [place for place in range(count + len(refused)) if place not in refused]
 
     @property
     def tokens(self) -> int:
@@ -339,6 +363,9 @@ async def unpack(packed: Packed) -> Prepared:
     if images:
         prefix, suffix, *rows = with_spans([prefix, suffix, *rows], packed.spans, images)
     prepared = packed.rest
+    for place, seam in enumerate(prepared.seams):
+        rows[place] = pair = PairIds("I", rows[place])
+        pair.seam = seam
     prepared.rows, prepared.prefix, prepared.suffix = rows, prefix, suffix
     prepared.response, prepared.images = packed.response, images
     return prepared

@@ -6,8 +6,9 @@ its text; texts of the request are plain text, also where they spell control tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from yardstick_llm.gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
 from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
@@ -22,7 +23,7 @@ _SAMPLE = {"instruction": "Find it.", "query": "What is a cat?", "document": "A 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A list of pieces, divided at the text that holds the document."""
+    """A list of pieces, divided at the text that holds the document, and the special tokens around them."""
 
     before: list[list[Part]]
     """Pieces, and the last one's beginning, in front of that text."""
@@ -32,6 +33,28 @@ class _Variant:
     after: list[list[Part]]
 
 
+class Limits(NamedTuple):
+    """How much of the texts of an encoder's prompt is kept."""
+
+    prompt: int
+    """Most tokens of a prompt."""
+    side: str
+    """Which end of a text is cut: right, left or middle."""
+    query: int | None = None
+    """Most tokens of the query."""
+    document: int | None = None
+
+
+class Whole(NamedTuple):
+    """The prompt of one document for an encoder."""
+
+    first: list[int]
+    """Tokens of the query with the special tokens around it; empty without a query."""
+    second: list[int]
+    query_cut: bool
+    document_cut: bool
+
+
 class PresetTemplate:
     """The template of one preset. It is not safe to use from several threads, like the tokeniser."""
 
@@ -39,36 +62,50 @@ class PresetTemplate:
         """Raises :class:`PresetError` if the preset does not fit the tokeniser."""
         self.preset = preset
         self._tokenizer = tokenizer
-        self._begin, self._end = tokenizer.affixes if preset.add_special_tokens else ([], [])
+        self._affixes = tokenizer.affixes if preset.add_special_tokens else ([], [])
         self._plain = self._variant(preset.template) if preset.template else None
         self._instructed = self._variant(preset.instructed) if preset.instructed else self._plain
+        self._pair: _Variant | None = None
+        self.typed = False
+        """Whether the document of a pair has a token type of its own."""
+        if preset.is_pair:
+            begin, between, end, self.typed = tokenizer.pair_affixes
+            self._pair = _Variant([list[Part](begin), ["{query}"], list[Part](between)], "", "", [list[Part](end)])
+            self._plain = self._instructed = self._variant(("{document}",))
+        self._prompts = {text: self._variant(self._with_prompt(text)) for text in preset.prompts.values()}
+        self._late = self._late_tokens() if preset.late_interaction else None
         written = preset.categories.prefix.removeprefix(preset.label_prefix) if preset.categories else ""
         prefix = tokenizer.encode(written, add_special_tokens=False)
         labels = [self._group((group,) if isinstance(group, str) else group) for group in preset.labels]
         categories = [self._group((token,))[0] for token in preset.categories.names] if preset.categories else []
-        self.fitted = Fitted(preset, labels, categories, prefix)
+        words = preset.late_interaction.skiplist_words if preset.late_interaction else ()
+        skipped = [id for word in words if (id := tokenizer.id_of(word)) is not None]
+        unseen = preset.late_interaction is not None and not preset.late_interaction.attend_to_expansion_tokens
+        expansion = self._late[2] if self._late and unseen else None
+        self.fitted = Fitted(preset, labels, categories, prefix, skipped, expansion)
 
     def prompts(
         self,
         documents: Sequence[str],
         *,
-        query: str = "",
+        query: str | None = "",
         instruction: str = "",
         instructed: bool = False,
+        prompt: str | None = None,
         limit: int = UNBOUNDED,
         bounds: Bounds = UNBOUND,
         param: str = "documents",
     ) -> PrefixAndBranches:
         """Return the tokens of the prompts of one query with each document: what all share, and the rest of each.
 
-        ``instructed`` chooses the second variant of the template. ``param`` is the field of the request that holds the documents.
-        Raises what :func:`tokenise_pairs` raises, and :class:`TooManyTokens` if ``limit`` leaves no room for a document.
+        ``instructed`` chooses the second variant of the template, and ``prompt`` is put before the document. ``param`` is the field
+        of the request that holds the documents. Raises what :func:`tokenise_pairs` raises, and :class:`TooManyTokens` if ``limit``
+        leaves no room for a document.
         """
-        variant = self._instructed if instructed else self._plain
-        assert variant is not None, "the preset uses the chat template"
-        values = {"query": query, "instruction": instruction}
-        before = [*self._begin, *self._encode(variant.before, values, limit)]
-        after = [*self._encode(variant.after, values, limit), *self._end]
+        variant = self._chosen(query, prompt, instructed=instructed)
+        values = {"query": query or "", "instruction": instruction}
+        before = self._encode(variant.before, values, limit)
+        after = self._encode(variant.after, values, limit)
         room = limit - len(before) - len(after)
         if room < 0:
             raise TooManyTokens(limit - room, exact=True)
@@ -88,20 +125,99 @@ class PresetTemplate:
         )
         return [*before, *prefix], [[*branch, *after] for branch in branches]
 
-    def is_apart(self, *, instructed: bool) -> bool:
+    @property
+    def is_whole(self) -> bool:
+        """Whether :meth:`wholes` can be used: each prompt ends with its document."""
+        plain, fields = self._plain, placeholders("".join((*self.preset.template, *self.preset.instructed)))
+        ends = plain is not None and not plain.right and len(plain.after) == 1
+        return ends and (self._pair is not None or fields == {"document"})
+
+    def wholes(
+        self, documents: Sequence[str], limits: Limits, *, query: str | None, prompt: str | None, as_query: bool
+    ) -> Iterator[Whole]:
+        """Yield the prompt of each document for an encoder, cut as transformers cuts it: the tokens of a text, and of a pair those
+        of the longer text (``longest_first``)."""
+        variant = self._chosen(query, prompt, instructed=False)
+        before, after = self._encode(variant.before, {"query": ""}), self._encode(variant.after, {})
+        encode, late = self._tokenizer.encode_ends, self.preset.late_interaction
+        length = limits.prompt if late is None else min(limits.prompt, late.query_length if as_query else late.document_length)
+        room = max(0, length - len(before) - len(after) - bool(self._late and self._late[as_query] is not None))
+        asked, query_cut = encode(query or "", min(room, limits.query or room), limits.side)
+        begin, between = (before, []) if self._pair is not variant else self._around_query()
+        for document in documents:
+            ids, cut = encode(variant.left + document, min(room, limits.document or room), limits.side)
+            if self._pair is variant:
+                kept = longest_first(len(asked), len(ids), room)
+                first = [*begin, *_kept(asked, kept[0], limits.side), *between]
+                second = [*_kept(ids, kept[1], limits.side), *after]
+                yield Whole(first, second, query_cut or kept[0] < len(asked), cut or kept[1] < len(ids))
+                continue
+            row = [*begin, *ids, *after]
+            if late is not None and self._late is not None:
+                *prefixes, expansion = self._late
+                inserted = prefixes[as_query]
+                row[1:1] = [] if inserted is None else [inserted]
+                if as_query and expansion is not None:
+                    row += [expansion] * (length - len(row))
+            yield Whole([], row, False, cut)
+
+    def prompt_tokens(self, prompt: str | None) -> int:
+        """Return the number of tokens at the beginning that the mean of a text's vectors leaves out, counted like those of
+        sentence-transformers."""
+        if self.preset.include_prompt or not prompt:
+            return 0
+        return len(self._affixes[0]) + len(self._tokenizer.encode(prompt.strip(), add_special_tokens=False))
+
+    def is_apart(self, *, query: str | None = "", prompt: str | None = None, instructed: bool) -> bool:
         """Whether documents are tokenised by themselves."""
-        variant = self._instructed if instructed else self._plain
-        return variant is not None and not variant.left and not variant.right
+        variant = self._chosen(query, prompt, instructed=instructed)
+        return not variant.left and not variant.right
 
     def items_first(self, rows: Sequence[Sequence[int]], query: str, instruction: str, *, instructed: bool) -> ItemsAndSuffix:
         """Divide the whole prompts of :meth:`prompts` for other documents and the same texts: the beginning of each, and the tokens
         that all end with, which are at most those behind the document."""
-        variant = self._instructed if instructed else self._plain
-        assert variant is not None, "the preset uses the chat template"
+        variant = self._chosen(query, None, instructed=instructed)
         behind: list[list[Part]] = [[variant.right], *variant.after]
-        most = len(self._encode(behind, {"query": query, "instruction": instruction})) + len(self._end)
+        most = len(self._encode(behind, {"query": query, "instruction": instruction}))
         shared = common_suffix(rows, most)
         return [[*row[: len(row) - shared]] for row in rows], [*rows[0][len(rows[0]) - shared :]]
+
+    def _chosen(self, query: str | None, prompt: str | None, *, instructed: bool) -> _Variant:
+        if self._pair is not None and query is not None:
+            return self._pair
+        variant = self._instructed if instructed else self._plain
+        assert variant is not None, "the preset uses the chat template"
+        if prompt is None:
+            return variant
+        assert self._plain is not None
+        # a text of the request is plain text, and one of the preset may have control tokens
+        return self._prompts.get(prompt) or replace(self._plain, left=prompt.lower() if self.preset.lowercase else prompt)
+
+    def _with_prompt(self, text: str) -> list[str]:
+        """Return the template's pieces with ``text`` before the document."""
+        text = text.lower() if self.preset.lowercase else text
+        return [piece.replace("{document}", text + "{document}") for piece in self.preset.template]
+
+    def _around_query(self) -> tuple[list[Part], list[Part]]:
+        """Return the special tokens before the query of a pair, and between query and document."""
+        assert self._pair is not None
+        begin, _, between = self._pair.before
+        return begin, between
+
+    def _late_tokens(self) -> tuple[int | None, int | None, int | None]:
+        """Return the tokens that mark documents and queries, and the one that fills up queries."""
+        late = self.preset.late_interaction
+        assert late is not None
+        found = [self._tokenizer.id_of(text) for text in (late.document_prefix, late.query_prefix)]
+        for text, id in zip((late.document_prefix, late.query_prefix), found, strict=True):
+            if text and id is None:
+                raise PresetError(f"the tokeniser has no token {text!r}, which `late_interaction` names")
+        expansion = next((id for text in late.expansion if (id := self._tokenizer.id_of(text)) is not None), None)
+        if not late.do_query_expansion:
+            return found[0], found[1], None
+        if expansion is None:
+            raise PresetError(f"the tokeniser has none of the tokens {', '.join(late.expansion)}, with which queries are filled up")
+        return found[0], found[1], expansion
 
     def _rows(self, texts: list[str], limit: int, bounds: Bounds, param: str) -> list[list[int]]:
         """Tokenise each text by itself."""
@@ -127,7 +243,9 @@ class PresetTemplate:
         assert isinstance(text, str)
         left, _, right = text.partition("{document}")
         self._check(pieces, divided)
-        return _Variant([*divided[:at], divided[at][:inner]], left, right, [divided[at][inner + 1 :], *divided[at + 1 :]])
+        begin, end = map(list[Part], self._affixes)
+        behind = [parts for parts in (divided[at][inner + 1 :], *divided[at + 1 :]) if parts]
+        return _Variant([begin, *divided[:at], divided[at][:inner]], left, right, [*behind, end])
 
     def _divide(self, piece: str) -> list[Part]:
         """Divide a piece at its control tokens."""
@@ -165,3 +283,25 @@ class PresetTemplate:
         if not found:
             raise PresetError(f"the label {texts[0]!r} is not one token of this model")
         return list(dict.fromkeys(found))
+
+
+def longest_first(first: int, second: int, most: int) -> tuple[int, int]:
+    """Return how many tokens of two texts are kept, as the tokenizers library's ``longest_first``
+    (https://github.com/huggingface/tokenizers, ``truncate_encodings``): the longer one is cut; if both have more than half, each
+    keeps half, and of an odd number the longer one more, or the second one if each has more than ``most``."""
+    first, second = min(first, most), min(second, most)
+    if first + second <= most:
+        return first, second
+    short, long = sorted((first, second))
+    long = max(short, most - short)
+    if short + long > most:
+        short, long = most // 2, most - most // 2
+    return (long, short) if first > second else (short, long)
+
+
+def _kept(ids: list[int], most: int, side: str) -> list[int]:
+    """Return ``most`` of a text's tokens."""
+    if side == "left":
+        return ids[len(ids) - most :]
+    tail = most // 2 if side == "middle" and most < len(ids) else 0
+    return [*ids[: most - tail], *ids[len(ids) - tail :]]

@@ -24,7 +24,7 @@ import secrets
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -260,6 +260,8 @@ SLICE_CHARACTERS = 1 << 16
 """Characters of a slice of a long text, which takes some 50 ms and 20 MiB."""
 CHARACTERS_PER_TOKEN = 8
 """Characters for each token that are tried first where a text is cut; more than a token of prose has."""
+BEYOND_CUT = 64
+"""Tokens beyond a cut that are tokenised too; a word of WordPiece has at most 100 characters."""
 _UNSAFE_MARGIN = 8
 """A text without safe cuts is cut anywhere for counting. It is refused if the count exceeds the limit by more than one part in this
 number; the margin covers the tokens next to the cuts, which may differ."""
@@ -374,6 +376,10 @@ class Tokenizer(Vocabulary):
         following = iter(own)
         return [next(following) if id in self._sentinel_ids else id for id in ids]
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of the token with this spelling in ``tokenizer.json``; None if there is none."""
+        return self._library.token_to_id(token)
+
     def kept_places(self, ids: list[int]) -> int:
         """Return the number of sentinels that :meth:`restore` would replace."""
         return sum(id in self._sentinel_ids for id in ids)
@@ -383,6 +389,36 @@ class Tokenizer(Vocabulary):
         if self._cuts is None:
             return None
         return self._cuts.last(text) if last else self._cuts.first(text)
+
+    def encode_ends(self, text: str, most: int, side: str) -> tuple[list[int], bool]:
+        """Return at most ``most`` ids of ``text``, with control tokens as plain text, and whether it has more. They are the first
+        ones, as transformers cuts them, or those of another ``side`` (left, middle). The time depends on ``most`` and not on the
+        length of the text; it is tokenised some way beyond the cut, because words are tokenised whole."""
+        self._library.encode_special_tokens = True
+        size = (most + BEYOND_CUT) * CHARACTERS_PER_TOKEN
+        while True:
+            near = text[max(0, len(text) - size) :] if side == "left" else text[:size]
+            ids = self._whole(near, False)
+            if len(near) == len(text) or len(ids) > most + BEYOND_CUT:
+                break
+            size *= 2
+        if len(ids) <= most:
+            return ids, False
+        if side == "middle":
+            end = self.encode_ends(text, most // 2, "left")[0] if most > 1 else []
+            return [*ids[: most - len(end)], *end], True
+        return ids[len(ids) - most :] if side == "left" else ids[:most], True
+
+    @cached_property
+    def pair_affixes(self) -> tuple[list[int], list[int], list[int], bool]:
+        """Special tokens before, between and after a pair of texts, and whether the second text has a token type of its own."""
+        encoding = self._library.encode("a", "b")
+        places = encoding.sequence_ids
+        first, second = ([place for place, each in enumerate(places) if each == number] for number in (0, 1))
+        if not first or not second:
+            return ([], [], [], False)
+        ids, typed = encoding.ids, encoding.type_ids[second[0]] != encoding.type_ids[first[0]]
+        return ids[: first[0]], ids[first[-1] + 1 : second[0]], ids[second[-1] + 1 :], typed
 
     def shorten(self, text: str, most: int, *, left: bool = False) -> tuple[str, bool]:
         """Return ``text`` cut to at most ``most`` tokens, with control tokens as plain text, and whether it was cut.

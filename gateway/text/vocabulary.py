@@ -3,9 +3,9 @@
 The event loop needs only this half of a tokeniser. Texts are encoded in worker processes (``tokenizer.py``), because loading a
 large ``tokenizer.json`` holds the interpreter's lock for seconds.
 
-Two families of tokenisers are supported, which cover every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3),
-where each character of a token represents a byte, and SentencePiece style (Llama 2, Mistral), where ``▁`` is a space and ``<0xE2>``
-a byte.
+Three families of tokenisers are supported, which cover every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3),
+where each character of a token represents a byte, SentencePiece style (Llama 2, Mistral, XLM-RoBERTa), where ``▁`` is a space and
+``<0xE2>`` a byte, and WordPiece (BERT), where ``##`` begins a token that continues a word.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenizerError(ValueError):
 class Spelling(msgspec.Struct, frozen=True):
     """Mapping from tokens to bytes."""
 
-    family: Literal["byte_level", "sentencepiece"]
+    family: Literal["byte_level", "sentencepiece", "wordpiece"]
     space: str = "▁"
     """Representation of a space in a SentencePiece-style token."""
     byte_fallback: bool = False
@@ -41,6 +41,8 @@ class Spelling(msgspec.Struct, frozen=True):
         """Return the bytes of a token of the vocabulary."""
         if self.family == "byte_level":
             return _byte_level(piece)
+        if self.family == "wordpiece":
+            return piece[2:].encode() if piece.startswith("##") else f" {piece}".encode()
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
             return bytes([int(match[1], 16)])
         return piece.replace(self.space, " ").encode()
@@ -54,6 +56,8 @@ def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
     by_type = {step["type"]: step for step in steps}
     if "ByteLevel" in by_type:
         return Spelling("byte_level")
+    if by_type.get("WordPiece", {}).get("prefix") == "##":
+        return Spelling("wordpiece", strips_leading_space=True)
     byte_fallback = "ByteFallback" in by_type
     if metaspace := by_type.get("Metaspace"):
         return Spelling("sentencepiece", metaspace["replacement"], byte_fallback, metaspace["prepend_scheme"] != "never")
@@ -63,7 +67,7 @@ def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
         strips = strip["content"] == " " and strip["start"] > 0
         return Spelling("sentencepiece", replace["pattern"]["String"], byte_fallback, strips)
     kinds = ", ".join(by_type)
-    raise TokenizerError(f"tokenizer.json decodes with {kinds}; byte-level BPE and SentencePiece-style tokenisers are supported")
+    raise TokenizerError(f"tokenizer.json decodes with {kinds}; byte-level BPE, SentencePiece-style and WordPiece are supported")
 
 
 def _byte_values() -> dict[str, int]:

@@ -4,6 +4,17 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- fail (printf "objects would be named %s, but names of Services begin with a letter and have letters, digits and hyphens only; set `fullnameOverride`, or install under another name" $name) -}}
 {{- end -}}
+{{- $services := list $name (include "yardstick.redisName" .) -}}
+{{- range $pool, $_ := include "yardstick.pools" . | fromYaml -}}
+{{- $services = append $services (include "yardstick.poolName" (dict "root" $ "pool" $pool)) -}}
+{{- end -}}
+{{- range $service := $services -}}
+{{- $found := (lookup "v1" "Service" $.Release.Namespace $service).metadata | default dict -}}
+{{- $owner := get ($found.annotations | default dict) "meta.helm.sh/release-name" | default $.Release.Name -}}
+{{- if ne $owner $.Release.Name -}}
+{{- fail (printf "the Service %s of this namespace belongs to the release %s; install into another namespace, or set `fullnameOverride`" $service $owner) -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.gateway.autoscaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "`gateway.autoscaling.minReplicas` is %d and `maxReplicas` is %d; raise `maxReplicas`" (int .minReplicas) (int .maxReplicas)) -}}
@@ -98,5 +109,36 @@
 {{- if and .readOnly (not .existingClaim) -}}
 {{- fail (printf "the pool %s: a new volume has no models and `modelCache.readOnly` admits none; set `modelCache.existingClaim`, or `readOnly` to false" $pool) -}}
 {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Entries of the key file, of which the schema checks each field: fails where a gateway would not take an entry (gateway/keys.py) */}}
+{{- define "yardstick.checkKeys" -}}
+{{- $names := dict -}}
+{{- $owners := dict -}}
+{{- range . -}}
+{{- $digest := lower .sha256 -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "`auth.keys`: two keys are named %s; rename one (`first` is the generated key, unless `auth.generateFirstKey` is false)" .name) -}}
+{{- end -}}
+{{- if hasKey $owners $digest -}}
+{{- fail (printf "`auth.keys`: %s and %s have the same `sha256`; remove one of them" (get $owners $digest) .name) -}}
+{{- end -}}
+{{- if eq $digest (sha256sum "") -}}
+{{- fail (printf "`auth.keys`: the `sha256` of %s is the hash of an empty key" .name) -}}
+{{- end -}}
+{{- $lowest := ternary .priority_min -100 (hasKey . "priority_min") | int64 -}}
+{{- $highest := ternary .priority_max 100 (hasKey . "priority_max") | int64 -}}
+{{- if gt $lowest $highest -}}
+{{- fail (printf "`auth.keys`: %s has the `priority_min` %d and the `priority_max` %d; raise `priority_max`" .name $lowest $highest) -}}
+{{- end -}}
+{{- with .expires -}}
+{{- $day := trunc 10 . -}}
+{{- if or (hasPrefix "0000" $day) (ne $day (toDate "2006-01-02" $day | date "2006-01-02")) -}}
+{{- fail (printf "`auth.keys`: there is no day %s; correct `expires`" $day) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- $_ := set $owners $digest .name -}}
 {{- end -}}
 {{- end }}

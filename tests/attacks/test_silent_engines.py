@@ -34,7 +34,6 @@ TEXTS = [
 SCORES = [
     {"query": [place + 3] * 30, "items": [[place, 7, item] for item in range(8)], "label_token_ids": [3, 4]} for place in range(4)
 ]
-SLOW = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 12}
 FRESH = {"cache-control": "no-store"}
 
 STOPPED: dict[str, Callable[[Pod], list[int]]] = {

@@ -12,7 +12,7 @@ from tests.tuned import main
 from yardstick_llm.gateway.ops.metrics import ProcessMetrics
 from yardstick_llm.gateway.process import event_loop as watchdog
 
-STEP_SECONDS, STEPS = 0.0005, 200
+STEP_SECONDS, STEPS = 0.001, 300
 
 if __name__ == "__main__":
     watchdog.BUSY_SECONDS = watchdog.CALM_SECONDS = watchdog.IDLE_SECONDS = 0.001

@@ -46,6 +46,7 @@ def test_an_unknown_benchmark_is_an_error_that_lists_the_known_ones(capsys: pyte
     assert "invalid choice: 'scores'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_yardstick_bench_runs_the_checkouts_benchmarks_from_any_folder(tmp_path: Path) -> None:
     decoy = tmp_path / "benchmarks"
     decoy.mkdir()

@@ -64,6 +64,16 @@ def test_a_changed_password_of_an_existing_secret_restarts_redis(cluster: Cluste
     assert cluster.annotations("yardstick-redis") != before
 
 
+def test_two_releases_whose_names_collide_are_told_apart(cluster: Cluster) -> None:
+    """The engines' Service of one would have the name of the gateways' Service of the other."""
+    cluster.install({})
+    other = Release(cluster.namespace, ENGINE)
+    with pytest.raises(HelmError, match="the Service yardstick-engine of this namespace belongs to the release yardstick;"):
+        other.install({}, wait=False)
+    with pytest.raises(HelmError, match="two keys are named first"):
+        cluster.upgrade({"auth": {"keys": [{"name": "first", "sha256": "ab" * 32}]}})
+
+
 def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
     cluster.install({"engine": {"replicas": 3}})
     cluster.upgrade({"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}})

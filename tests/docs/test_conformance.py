@@ -70,7 +70,10 @@ VALUES_AT: dict[tuple[str, EndpointName], Any] = {
     ("logprobs", "completions"): 1,
     ("model", "classify"): "head",
     ("model", "embeddings"): "embedder",
+    ("embedding_type", "embeddings"): "multi",
     ("prompt", "completions"): "a",
+    ("prompt", "embeddings"): "a",
+    ("prompt_name", "embeddings"): "query",
     ("prompt", "length"): "a",
     ("prompt", "tokenize"): "a",
     ("query", "rerank"): "a",
@@ -141,7 +144,14 @@ def server() -> Iterator[httpx.Client]:
     """A client of a gateway before three models, which serve all endpoints together."""
     head = FakeEngine(model="head", fingerprint="head", capabilities=("classify",), classes=("a", "b"))
     preset = 'name = "own"\ntask = "embed"\ntemplate = ["{document}"]\ninstructed = ["{instruction}: {document}"]'
-    embedder = FakeEngine(model="embedder", fingerprint="embedder", capabilities=("embed",), embedding_size=4, preset=preset)
+    embedder = FakeEngine(
+        model="embedder",
+        fingerprint="embedder",
+        capabilities=("embed", "token_vectors"),
+        embedding_size=4,
+        token_vector_size=4,
+        preset=preset,
+    )
     able = (*FakeEngine.capabilities, "grammar")
     template = "{{ reasoning_effort }}" + templates.THINKING
     with gateways() as start:

@@ -31,6 +31,8 @@ LONG_WORK = "runs for minutes; tests of the command run it with small sizes"
 NOT_RUN = {
     ("README.md", "make serve   # make"): "makes an environment; tests/gateway/commands runs `yardstick serve`",
     ("README.md", "MODEL=Qwen/Qwen3-0.6B"): "downloads models",
+    ("README.md", "--model BAAI/bge-reranker"): "downloads models; tests/test_encoders_end_to_end.py has such calls",
+    ("README.md", "all-MiniLM-L6-v2"): "needs an encoder; tests/test_encoders_end_to_end.py has such calls",
     ("README.md", "make images\n$ helm install"): CLUSTER,
     ("README.md", "YARDSTICK_API_KEY=$(kubectl"): CLUSTER,
     ("README.md", "apply -k loadgen/deploy"): CLUSTER,
@@ -45,6 +47,7 @@ NOT_RUN = {
     ("docs/catalogue.md", "python -m benchmarks"): LONG_WORK,
     ("docs/limits.md", "http://engine:8100"): OTHER_SERVERS,
     ("docs/generation.md", "--lenvm-model /models"): "names models of the reader",
+    ("docs/generation.md", "yardstick lenvm train"): "names models of the reader; tests/test_lenvm_end_to_end.py runs the commands",
     ("docs/models.md", "--lora support"): "names models of the reader",
     ("docs/models.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
     ("docs/models.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
@@ -58,7 +61,7 @@ NOT_RUN = {
     ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
     ("docs/offline.md", "examples/ray_data.py"): "needs a cluster; tests/gateway/commands/test_file_tasks.py calls its function",
     ("docs/generation.md", "examples.thinking_model"): LONG_WORK,
-    ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/routes/test_tools_api.py calls them",
+    ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/api/test_tools_api.py calls them",
     ("docs/models.md", "data:image/png"): "needs a model of 7 GB; tests/test_vision_end_to_end.py has such calls",
 }
 """Snippets that cannot run here: page and a text of the snippet, and why. Whole pages have their own table."""
@@ -152,12 +155,16 @@ def test_the_examples_of_the_schema_are_answered(demo: Program) -> None:
         for method, operation in operations.items()
         if "requestBody" in operation
     ]
+    several = {"/embed_all", "/embed_sparse"}
     embedding = {"/embed", "/v1/embeddings", "/embeddings", "/v1/embed", "/v2/embed", "/", "/similarity"}
     classifying = {"/v1/classify", "/classify", "/predict"}
     loading = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     with gateways() as start:
         clients: dict[str, httpx.Client] = {
             **dict.fromkeys(embedding, start(FakeEngine(capabilities=("embed",), embedding_size=8))),
+            **dict.fromkeys(
+                several, start(FakeEngine(capabilities=("sparse", "token_vectors"), encoder=True, token_vector_size=8))
+            ),
             **dict.fromkeys(classifying, start(FakeEngine(capabilities=("classify",), classes=("bad", "good")))),
             **dict.fromkeys(loading, start(FakeEngine(loadable={"support": adapter("aa11", "red")}))),
         }

@@ -72,6 +72,7 @@ def ends(loop: Loop, until: str = "") -> dict[str, wire.Reply]:
     return found
 
 
+@pytest.mark.slow
 def test_a_kept_grammar_waits_for_no_compilation(build: Callable[..., Loop]) -> None:
     loop = build()
     loop.submit(asked("first", GOOD, EASY))

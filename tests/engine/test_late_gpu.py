@@ -323,8 +323,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("pace", "graphs"),
-    [pytest.param(never, "on", id="never-on"), pytest.param(sometimes(1), "off", marks=pytest.mark.slow, id="sometimes-off")],
+    [pytest.param(never, "on", id="never-on"), pytest.param(sometimes(1), "off", id="sometimes-off")],
 )
+@pytest.mark.slow
 def test_images(seeing: Path, pace: Pace, graphs: str) -> None:
     """Towers are queued before the step that reads their results, and timed by events that the host never waits for."""
     rng, images = random.Random(6), [some_image(1, 6, 14), some_image(2, 4, 4), some_image(3, 4, 4)]

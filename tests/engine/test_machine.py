@@ -403,6 +403,7 @@ print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.s
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRANSPARENT.exists() or "[madvise]" not in TRANSPARENT.read_text(), reason="programs cannot ask")
 @pytest.mark.skipif(platform.machine() != "x86_64" or platform.libc_ver() < ("glibc", "2.35"), reason="needs glibc 2.35")
 def test_weights_are_in_huge_pages() -> None:

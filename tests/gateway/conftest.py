@@ -13,6 +13,7 @@ import pytest
 
 from tests.fakes import FakeEngine, Running, stop
 from tests.processes import wait_until
+from tests.redis import RedisServer
 from tests.tuned import split, tuned
 from yardstick_llm.gateway.app import create_app
 from yardstick_llm.gateway.settings import Settings
@@ -70,6 +71,12 @@ def shared() -> Iterator[httpx.Client]:
     """A client of a gateway before an engine that no test changes."""
     with gateways() as start_gateway:
         yield start_gateway(FakeEngine())
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -238,6 +238,13 @@ TESTS = [
         [counted("yardstick_settlements_lost_total", 0)],
         [counted("yardstick_settlements_lost_total", 2)],
     ),
+    case(
+        "bad keys",
+        "YardstickKeyEntries",
+        [counted("yardstick_key_file_problems", 0) | {"values": f"2x{MINUTES}"}],
+        [fired("critical", "The key file has entries that do not count, so their keys are refused.")],
+    ),
+    case("good keys", "YardstickKeyEntries", [counted("yardstick_key_file_problems", 0)], []),
     *signal(
         "YardstickEventLoopBlocked",
         "A gateway blocks its event loop for more than 50 ms at a time.",

@@ -125,7 +125,12 @@ def attention() -> dict[str, Launch]:
     """Groups of 2 and of 7 heads, which are padded to 8; Gemma 2's windows; float32 without tensor cores, because they round."""
     from tests.kernels import test_branch_attention as branch
     from tests.kernels import test_paged_attention as paged
+    from tests.kernels import test_whole_attention as whole
     from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+
+    def sequences(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec = PLAIN) -> None:
+        q, k, v = whole.heads([200, 30], heads, kv_heads, head_dim, dtype)
+        whole.whole_attention_triton(q, k, v, whole.Layout([], whole.cut(whole.runs_of([200, 30]))), spec)
 
     def step(
         group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec = PLAIN, coded: bool = False
@@ -147,6 +152,9 @@ def attention() -> dict[str, Launch]:
         "attention, windows and caps": Launch(lambda: step(2, 4, 256, BF16, gemma2), (NARROW,)),
         "attention in float32": Launch(lambda: step(2, 8, 64, torch.float32), (r"(?s)\A(?!.*mma)",), 256),
         "attention of codes": Launch(lambda: step(2, 8, 128, BF16, coded=True), (NARROW, WIDE, CODES)),
+        "whole sequences": Launch(lambda: sequences(12, 12, 64, BF16), (WIDE,)),
+        "whole sequences, windows": Launch(lambda: sequences(3, 1, 256, BF16, AttentionSpec(256**-0.5, 512)), (WIDE,)),
+        "whole sequences in float32": Launch(lambda: sequences(12, 12, 32, torch.float32), (r"(?s)\A(?!.*mma)",), 256),
         "branches, few": Launch(lambda: branches(9, 6, 5, False), (NARROW,)),
         "branches, few, packed, long prefix": Launch(lambda: branches(900, 6, 5, True), (NARROW,)),
         "branches, most, long prefix": Launch(lambda: branches(900, 8, 16, False), (WIDE,)),

@@ -75,6 +75,7 @@ def test_the_commands_are_of_the_program() -> None:
         assert command.make_context("run", words[4:]).params["log_records"] is True
 
 
+@pytest.mark.slow
 def test_workers_start_together(tmp_path: Path) -> None:
     def start(url: str, index: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "yardstick_llm.loadgen", "run", "--url", url, "--rate", "20", "--duration", "0.3"]

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer
+from yardstick_llm.engine.models.decoder import MLP, DecoderLayer
+from yardstick_llm.engine.models.encoder import Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import (
@@ -144,8 +145,9 @@ BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attentio
 """Norms that leave codes for a projection. If a model lacks them, the projection quantises its input itself."""
 
 
-def convert(layer: DecoderLayer) -> None:
+def convert(layer: Layer) -> None:
     """Give a layer its parts in FP8, uninitialised, in place of those it has."""
+    assert isinstance(layer, DecoderLayer)
     convert_parts(layer, parts_of(layer))
     if isinstance(layer.mlp, Experts):
         layer.mlp.input, layer.mlp.gate = quantize_rows, silu_mul_quantized
@@ -186,7 +188,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise ModelError(f"--quantize fp8 computes in bfloat16 on a GPU, and --dtype is {name}; leave one of the two out.")
 
 
-def check_shapes(decoder: Decoder) -> None:
+def check_shapes(decoder: Model) -> None:
     """Raises :class:`ModelError` where a GPU could not multiply with the layers' matrices; a CPU takes no others, either."""
     layers = {type(layer.mlp): layer for layer in decoder.layers if isinstance(layer, DecoderLayer)}
     for layer in layers.values():

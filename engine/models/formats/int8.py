@@ -12,7 +12,8 @@ import logging
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer, Rows
+from yardstick_llm.engine.models.decoder import MLP, Rows
+from yardstick_llm.engine.models.encoder import FeedForward, Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
@@ -21,6 +22,7 @@ from yardstick_llm.kernels.int8 import (
     MOST_COLUMNS,
     PackedWeight,
     instructions,
+    int8_activated,
     int8_gated,
     int8_linear,
     pack,
@@ -47,11 +49,21 @@ class Int8Linear(ConvertedLinear):
         return int8_linear(x, self.weight, self.bias)
 
 
-def convert(layer: DecoderLayer) -> None:
+def convert(layer: Layer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
     convert_parts(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
     if isinstance(layer.mlp, MLP):
         layer.mlp.compute = compute_mlp
+    elif isinstance(layer.mlp, FeedForward):
+        layer.mlp.compute = _compute_feed_forward
+
+
+def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
+    """[tokens, hidden] -> [tokens, hidden]"""
+    gate_up, down = mlp.gate_up_proj, mlp.down_proj
+    assert isinstance(gate_up, Int8Linear)
+    assert isinstance(down, Int8Linear)
+    return int8_activated(x, gate_up, down, mlp.activated)
 
 
 def compute_mlp(mlp: MLP, x: Rows) -> Tensor:
@@ -87,7 +99,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     logger.info("the layers' matrix products are computed in int8, with %s, and the rest in %s", found, name)
 
 
-def check_shapes(decoder: Decoder) -> None:
+def check_shapes(decoder: Model) -> None:
     """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
     refuse_experts(decoder.config, "--quantize int8")
     for name in PROJECTIONS:

@@ -10,7 +10,7 @@ import platform
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.encoder import Layer, Model
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
 from yardstick_llm.kernels.linear import PackedWeight, pack, packed_linear
 
@@ -41,11 +41,11 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     assert suits(device, dtype)
 
 
-def check_shapes(decoder: Decoder) -> None:
+def check_shapes(decoder: Model) -> None:
     """All shapes can be packed."""
 
 
-def convert(layer: DecoderLayer) -> None:
+def convert(layer: Layer) -> None:
     """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
     names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
     convert_parts(layer, dict.fromkeys(names, PackedLinear))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.encoder import Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import fp8, int8, packed
 from yardstick_llm.engine.models.modules import Linear
@@ -99,13 +100,13 @@ class Format(Protocol):
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises :class:`~engine.models.files.ModelError` where the device cannot compute in the format."""
 
-    def check_shapes(self, decoder: Decoder) -> None:
+    def check_shapes(self, decoder: Model) -> None:
         """Raises :class:`~engine.models.files.ModelError` where the layers' matrices cannot be multiplied in the format."""
 
-    def convert(self, layer: DecoderLayer) -> None:
+    def convert(self, layer: Layer) -> None:
         """Give a layer its quantised parts, without weights, in place of those it has."""
 
-    def fill(self, layer: DecoderLayer, source: DecoderLayer) -> None:
+    def fill(self, layer: Layer, source: Layer) -> None:
         """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
 from yardstick_llm.engine.models.config import ModelConfig
@@ -27,7 +26,7 @@ from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
 from yardstick_llm.kernels import kv_codes
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference
-from yardstick_llm.kernels.soft_cap import NO_CAP, soft_cap
+from yardstick_llm.kernels.whole_attention import attend
 
 Longs = npt.NDArray[np.int64]
 
@@ -100,14 +99,14 @@ class ReferenceAttention(AttentionBackend):
         slots = self._there(as_ints(segment.context[-len(segment.tokens) :] for segment in segments).astype(np.int64))
         groups = {window: self._groups(segments, window) for window in {spec.window for spec in self.specs}}
 
-        def attend(layer: int, heads: Heads) -> Tensor:
+        def attend_layer(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, slots)
             out = q.new_empty(q.shape)
             for group in groups[self.specs[layer].window]:
                 self._attend(layer, q, group, out)
             return out
 
-        return FusedAttend(attend)
+        return FusedAttend(attend_layer)
 
     def _groups(self, segments: Sequence[ExtendSegment], window: int | None) -> list[Group]:
         return [self._group(pieces, window) for pieces in gather_similar(cut(segments, window))]
@@ -118,13 +117,13 @@ class ReferenceAttention(AttentionBackend):
         pieces = (Piece(start, count, prefix) for start, count, prefix in rows)
         groups = [self._group(similar, own=True) for similar in gather_similar(pieces)]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = torch.empty_like(q)
             for group in groups:
                 self._attend(layer, q, group, out, (k, v))
             return out
 
-        return attend
+        return attend_layer
 
     def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor, own: tuple[Tensor, Tensor] | None = None) -> None:
         """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``; ``own``: keys and values of branches."""
@@ -157,13 +156,13 @@ class ReferenceAttention(AttentionBackend):
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = group.mask if len(group.mask) == 1 else group.mask[some]
         if longest == 1:  # a decoding step: nothing to fold, one tile
-            out[:, 0] = _attention(q[:, 0], keys, values, mask, self.specs[layer])
+            out[:, 0] = attend(q[:, 0], keys, values, mask, self.specs[layer])
             return
         folded = q.transpose(1, 2).reshape(pieces, kv_heads, -1, head_dim)
         for begin, end, width in group.tiles:
             rows = slice(begin * fold, end * fold)
             seen_keys, seen_values, seen_mask = keys[:, :, :width], values[:, :, :width], mask[:, :, rows, :width]
-            found = _attention(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
+            found = attend(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
             out[:, begin:end] = found.view(pieces, kv_heads, end - begin, fold, head_dim).transpose(1, 2)
 
     def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
@@ -236,14 +235,6 @@ def tiles(queries: int, width: int, before: int) -> list[Tile]:
     count = -(-queries // TILE_QUERIES)
     ends = [queries * (place + 1) // count for place in range(count)]
     return [Tile(begin, end, min(width, before + end)) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """q: [pieces, kv_heads, queries, head_dim]; keys, values: [pieces, kv_heads, context, head_dim]; mask: 0 or -inf."""
-    if spec.soft_cap == NO_CAP:
-        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.scale)
-    scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap) + mask
-    return scores.softmax(-1).to(values.dtype) @ values
 
 
 def cut(segments: Sequence[ExtendSegment], window: int | None = None) -> Iterator[Piece]:

@@ -49,12 +49,17 @@ from yardstick_llm.engine.runner.lenvm.passes import (
 )
 from yardstick_llm.engine.runner.sampling import SamplingBatch, SamplingRows, edited, prepare
 from yardstick_llm.kernels.candidates import Candidates, candidates
-from yardstick_llm.kernels.largest import MOST
+from yardstick_llm.kernels.largest import MOST, SMALLEST_TEMPERATURE
 from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
 from yardstick_llm.kernels.seeded_sampling import seeded_choice
 
-GUIDANCE = np.dtype([("rule", "i8"), ("scale", "f8"), ("log_gamma", "f8"), ("value_min", "f8"), ("entropy_threshold", "f8")])
-"""Guidance of a request. rule: its place in :data:`RULES`; log_gamma: NaN for the length model's own."""
+GUIDANCE = np.dtype(
+    [
+        ("rule", "i8"),
+        *((name, "f8") for name in ("scale", "log_gamma", "value_min", "entropy_threshold", "end_min_p")),
+    ]
+)
+"""Guidance of a request. rule: its place in :data:`RULES`; log_gamma: NaN for the length model's own; end_min_p: NaN for None."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class GuidedRows:
     passes: list[CandidatePass] = field(default_factory=list)
     any_greedy: bool = False
     """Whether some row has temperature 0."""
+    any_end: bool = False
+    """Whether some row has ``end_min_p``."""
     targets: dict[int, tuple[wire.LengthGuidance, int]] = field(default_factory=dict)
     """Guidance of the rows that have a constraint, by place, and the output tokens drawn so far of the guided section."""
 
@@ -88,13 +95,16 @@ class Parameters(NamedTuple):
     entropy_thresholds: Tensor
     """float32"""
     tilts: Tilts
+    end_min_p: Tensor
+    """float64; NaN where it is None"""
 
 
 def pack_guidance(guidance: wire.LengthGuidance) -> bytes:
     """Return ``guidance`` as :data:`GUIDANCE`."""
     rule = RULES.index(guidance.constraint or guidance.mode)
     log_gamma = math.log(guidance.gamma) if guidance.gamma else math.nan
-    row = (rule, guidance.scale, log_gamma, guidance.value_min, guidance.entropy_threshold)
+    end_min_p = math.nan if guidance.end_min_p is None else guidance.end_min_p
+    row = (rule, guidance.scale, log_gamma, guidance.value_min, guidance.entropy_threshold, end_min_p)
     return np.array([row], GUIDANCE).tobytes()
 
 
@@ -107,12 +117,12 @@ def prepare_guidance(rows: GuidedRows, gamma: float, eos_ids: Sequence[int], dev
         aims[row] = target(guidance, drawn, guidance.gamma or gamma)
     upload = Upload()
     top_k, rule, end_ids = upload.add(rows.top_k), upload.add(table["rule"]), upload.add(_end_table(rows.ends, eos_ids))
-    floats = np.stack([table["scale"], log_gammas, aims, table["value_min"], table["entropy_threshold"]])
+    floats = np.stack([table["scale"], log_gammas, aims, table["value_min"], table["entropy_threshold"], table["end_min_p"]])
     packed = upload.add(floats.view(np.int64))
     upload.send(device)
-    scale, log_gamma, aim, value_min, entropy = packed.tensor.view(torch.float64).view(5, -1)
+    scale, log_gamma, aim, value_min, entropy, end_min_p = packed.tensor.view(torch.float64).view(6, -1)
     tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
-    return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
+    return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts, end_min_p)
 
 
 def _end_table(ends: Sequence[tuple[int, ...]], eos_ids: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -314,7 +324,10 @@ class LenVMRunner:
         temperatures = sampling.temperatures
         if rows.any_greedy:
             temperatures = torch.where(temperatures > 0, temperatures, 1.0)
-        found = candidates(edited(logits, sampling), temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns)
+        logits = edited(logits, sampling)
+        found = candidates(logits, temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns)
+        if rows.any_end:
+            found = with_end(found, logits, temperatures, parameters)
         return sampling, parameters, found
 
     def _parts(self, rows: GuidedRows, found: Candidates, undecided: Tensor) -> Parts:
@@ -382,6 +395,31 @@ class LenVMRunner:
         """Write keys and values of the branches ``chosen`` to ``slots``, [computed rows] both."""
         if passed.kept is not None:
             passed.kept.adopt(chosen, self._attention.kv, slots)
+
+
+def with_end(found: Candidates, logits: Tensor, temperatures: Tensor, parameters: Parameters) -> Candidates:
+    """Add the most probable end token to rows whose ``end_min_p`` it reaches, behind their other candidates.
+
+    logits: [rows, vocab], edited; temperatures: [rows]. The host reads nothing.
+    """
+    ends, width = parameters.ends, found.ids.shape[1]
+    known = (ends >= 0) & (ends < logits.shape[1])
+    of_ends = logits.gather(1, ends.clamp(0, logits.shape[1] - 1)).masked_fill(~known, -math.inf)
+    logit, place = of_ends.max(1, keepdim=True)
+    end = ends.gather(1, place)  # [rows, 1], like the next three
+    share = ((logit - logits.gather(1, found.ids[:, :1])) / temperatures.clamp(min=SMALLEST_TEMPERATURE).unsqueeze(1)).exp()
+    most, counts = parameters.top_k.clamp(max=width).unsqueeze(1), found.counts.unsqueeze(1)
+    column = torch.minimum(counts, most - 1)
+    columns = torch.arange(width, device=logits.device)
+    has = ((found.ids == end) & (columns < counts)).any(1, keepdim=True)
+    adds = ~has & (share > 0) & (share.double() >= parameters.end_min_p.unsqueeze(1)) & (most > 1)
+    here = adds & (columns == column)
+    p = torch.where(here, found.probabilities[:, :1] * share, found.probabilities)
+    return Candidates(
+        ids=torch.where(here, end, found.ids),
+        probabilities=torch.where(adds, p / p.sum(1, keepdim=True), p),
+        counts=torch.where(adds, column + 1, counts).squeeze(1),
+    )
 
 
 def _choice(p: Tensor, ids: Tensor, sampling: SamplingBatch, rows: GuidedRows) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder import Model
 from yardstick_llm.engine.models.modules import TokenHead
 from yardstick_llm.engine.models.transfer import Download, Upload
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
@@ -91,7 +91,7 @@ class StepResult:
 class ReadoutContext:
     """The runner's model and constants that readouts use."""
 
-    decoder: Decoder
+    decoder: Model
     eos_token_ids: tuple[int, ...]
     class_logits: Callable[[Tensor, Sequence[Branch]], list[Tensor]]
     """(hidden [rows, hidden], their branches) -> logits [rows, classes] float32 of consecutive rows with the same head"""

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
+from yardstick_llm.engine.models.encoder import Encoder
+from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.modules import TokenHead
+from yardstick_llm.engine.models.pooling import Mode, Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
@@ -22,6 +25,7 @@ from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.soft_cap import soft_cap
+from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class LabelReadout(Readout):
@@ -185,17 +189,30 @@ def _likelihood_chunks(head: TokenHead, hidden: Tensor, targets: Tensor) -> Iter
 
 
 class ClassReadout(Readout):
-    """The head reads the hidden state of the last token."""
+    """The head reads the hidden state of the last token, in an encoder that of the first one, or the mean of all."""
 
     kind = wire.Classes
 
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._lengths: list[int] = []
+
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
-        if segment.completes:
-            self.branches.append(branch)
-            self.hidden_rows.append(row + len(segment.tokens) - 1)
+        if not segment.completes:
+            return
+        self.branches.append(branch)
+        config, tokens = self.context.decoder.config, len(segment.tokens)
+        if config.head_mean:
+            self.hidden_rows += range(row, row + tokens)
+            self._lengths.append(tokens)
+        else:
+            self.hidden_rows.append(row if isinstance(config, EncoderConfig) else row + tokens - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        parts = self.context.class_logits(step.hidden[self], self.branches)
+        hidden = step.hidden[self]
+        if self._lengths:
+            hidden = pooled(hidden, self._lengths, "mean")
+        parts = self.context.class_logits(hidden, self.branches)
         self._logits = [download.add(part) for part in parts]
 
     def read(self, result: StepResult) -> None:
@@ -209,7 +226,7 @@ SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _Pooled:
-    """One segment of a branch or, where the last token is pooled, that token."""
+    """One segment of a branch, or the token of it that is pooled."""
 
     branch: Branch
     readout: wire.Embedding
@@ -220,8 +237,8 @@ class _Pooled:
 
 
 class EmbeddingReadout(Readout):
-    """:attr:`~engine.requests.core.Branch.partial` has [dimensions]: the sum over the tokens so far. A mean needs the hidden
-    states of the whole prompt, so the prompt is in the branch and the prefix is empty.
+    """:attr:`~engine.requests.core.Branch.partial` has the sum over the tokens so far, where a step computes a part of a mean. That
+    needs the hidden states of the whole prompt, so the prompt is in the branch and the prefix is empty.
     """
 
     kind = wire.Embedding
@@ -237,34 +254,65 @@ class EmbeddingReadout(Readout):
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request, tokens = segment.request, len(segment.tokens)
         assert isinstance(request, ScoringRequest)
-        assert isinstance(request.readout, wire.Embedding)
+        readout = request.readout
+        assert isinstance(readout, wire.Embedding)
+        mode = self._pooling.mode
         if segment.completes:
             self.branches.append(branch)
-        if self.context.decoder.config.pooling == "mean":
-            assert not len(request.prefix)
-            self._parts.append(_Pooled(branch, request.readout, segment.start, tokens, segment.completes))
-            self.hidden_rows += range(row, row + tokens)
-        elif segment.completes:
-            self._parts.append(_Pooled(branch, request.readout, 0, 1, completes=True))
-            self.hidden_rows.append(row + tokens - 1)
+        if mode in ("cls", "last"):
+            if segment.completes:
+                self._parts.append(_Pooled(branch, readout, 0, 1, completes=True))
+                self.hidden_rows.append(row if mode == "cls" else row + tokens - 1)
+            return
+        assert not len(request.prefix)
+        left_out = min(readout.prompt_tokens, tokens - 1)
+        self._parts.append(_Pooled(branch, readout, segment.start, tokens - left_out, segment.completes))
+        self.hidden_rows += range(row + left_out, row + tokens)
+
+    @property
+    def _pooling(self) -> Pooling:
+        pooling = self.context.decoder.config.pooling
+        assert pooling is not None
+        return pooling
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        size = step.hidden[self].shape[1]
-        hidden = step.hidden[self][:, : max(part.readout.dimensions or size for part in self._parts)]
-        parts = torch.split(hidden, [part.tokens for part in self._parts])
-        mean = self.context.decoder.config.pooling == "mean"
-        sums = torch.stack([part.sum(0, dtype=torch.float32) for part in parts]) if mean else hidden.float()
-        self._sums = download.add(sums)
+        hidden, pooling = step.hidden[self], self._pooling
+        if not pooling.projections:
+            hidden = hidden[:, : max(part.readout.dimensions or hidden.shape[1] for part in self._parts)]
+        vectors = pooled(hidden, [part.tokens for part in self._parts], pooling.mode)
+        self._vectors = download.add(self.context.decoder.projected(vectors) if pooling.projections else vectors)
 
     def read(self, result: StepResult) -> None:
-        for part, row in zip(self._parts, self._sums.tensor.numpy(), strict=True):
-            earlier, tokens = part.branch.partial_before(part.start), part.start + part.tokens
-            own = row[: part.readout.dimensions]
-            total = own.copy() if earlier is None else earlier + own
+        for part, row in zip(self._parts, self._vectors.tensor.numpy(), strict=True):
+            earlier, own = part.branch.partial_before(part.start), row[: part.readout.dimensions]
+            if earlier is None and part.completes:
+                result.rows.append((part.branch, embedding(own, normalize=part.readout.normalize)))
+                continue
+            tokens = part.start + part.tokens
+            total = own * part.tokens if earlier is None else earlier + own * part.tokens
             if part.completes:
                 result.rows.append((part.branch, embedding(total / tokens, normalize=part.readout.normalize)))
             else:
                 part.branch.partial = PartialRow(tokens, total)
+
+
+def pooled(hidden: Tensor, lengths: list[int], mode: Mode | None) -> Tensor:
+    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn. -> [sequences, size] float32."""
+    if mode in ("cls", "last"):
+        return hidden.float()
+    found = []
+    for start, count, length, _ in runs_of(lengths):
+        part = hidden[start : start + count * length].view(count, length, -1)
+        if mode == "max":
+            found.append(part.amax(1).float())
+        elif mode == "weightedmean":
+            weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
+            found.append(torch.einsum("ctn,t->cn", part.float(), weights / weights.sum()))
+        elif mode == "mean_sqrt":
+            found.append(part.sum(1, dtype=torch.float32) / length**0.5)
+        else:
+            found.append(part.mean(1, dtype=torch.float32))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def embedding(vector: npt.NDArray[np.float32], *, normalize: bool) -> list[float]:
@@ -272,6 +320,80 @@ def embedding(vector: npt.NDArray[np.float32], *, normalize: bool) -> list[float
     if normalize:
         vector = vector / max(float(np.linalg.norm(vector)), SMALLEST_NORM)
     return vector.tolist()  # type: ignore[no-any-return]
+
+
+class TokenVectorReadout(Readout):
+    """A vector for each token."""
+
+    kind = wire.TokenVectors
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._parts: list[tuple[int, bool]] = []
+        """Tokens of each branch, and whether its vectors are normalised."""
+
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request, tokens = segment.request, len(segment.tokens)
+        assert isinstance(request, ScoringRequest)
+        assert isinstance(request.readout, wire.TokenVectors)
+        self.branches.append(branch)
+        self.hidden_rows += range(row + request.first_tokens, row + tokens)
+        self._parts.append((tokens - request.first_tokens, request.readout.normalize))
+
+    def queue(self, step: StepTensors, download: Download) -> None:
+        self._vectors = download.add(self.context.decoder.token_vectors(step.hidden[self]))
+
+    def read(self, result: StepResult) -> None:
+        parts = torch.split(self._vectors.tensor, [tokens for tokens, _ in self._parts])
+        for branch, part, (_, normalized) in zip(self.branches, parts, self._parts, strict=True):
+            vectors = torch.nn.functional.normalize(part, dim=1, eps=SMALLEST_NORM) if normalized else part
+            result.rows.append((branch, vectors.flatten().tolist()))
+
+
+class SparseReadout(Readout):
+    """Weights of vocabulary entries, of all tokens of a sequence."""
+
+    kind = wire.Sparse
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._tokens: list[Ints] = []
+
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        self.branches.append(branch)
+        self.hidden_rows += range(row, row + len(segment.tokens))
+        self._tokens.append(segment.tokens)
+
+    def queue(self, step: StepTensors, download: Download) -> None:
+        encoder, hidden = self.context.decoder, step.hidden[self]
+        assert isinstance(encoder, Encoder)
+        if encoder.config.sparse == "vocabulary":
+            parts = torch.split(hidden, [tokens.size for tokens in self._tokens])
+            self._weights = download.add(torch.stack([encoder.vocabulary_weights(part) for part in parts]))
+        else:
+            self._weights = download.add(encoder.token_weights(hidden))
+
+    def read(self, result: StepResult) -> None:
+        config, weights = self.context.decoder.config, self._weights.tensor.numpy()
+        assert isinstance(config, EncoderConfig)
+        if config.sparse == "vocabulary":
+            for branch, row in zip(self.branches, weights, strict=True):
+                ids = np.flatnonzero(row)
+                result.rows.append((branch, _pairs(ids, row[ids])))
+            return
+        ends = np.cumsum([tokens.size for tokens in self._tokens])
+        for branch, tokens, row in zip(self.branches, self._tokens, np.split(weights, ends[:-1]), strict=True):
+            ids, places = np.unique(tokens, return_inverse=True)
+            largest = np.zeros(len(ids), np.float32)
+            np.maximum.at(largest, places, row)
+            largest[np.isin(ids, config.ignored)] = 0
+            kept = np.flatnonzero(largest)
+            result.rows.append((branch, _pairs(ids[kept], largest[kept])))
+
+
+def _pairs(ids: npt.NDArray[np.integer], weights: npt.NDArray[np.float32]) -> list[float]:
+    """Each id and its weight, in turn."""
+    return np.stack([ids.astype(np.float64), weights.astype(np.float64)], 1).ravel().tolist()
 
 
 class LengthValueReadout(Readout):

@@ -73,6 +73,9 @@ class Plain:
             if rank == 0 or (before <= sampling.top_p and value >= top.values[0] * sampling.min_p):
                 kept.append(token)
             before += value
+        least = guidance.end_min_p
+        if least is not None and guidance.top_k > 1 and END_OF_TURN not in kept and p[END_OF_TURN] >= least * p.max():
+            kept = [*kept[: guidance.top_k - 1], END_OF_TURN]
         return kept, p[kept] / p[kept].sum()
 
     def draw(self, text: list[int], drawn: int, message: wire.Generate) -> Draw:

@@ -90,6 +90,31 @@ def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
     assert tokens_of(replies["beside"]) == free
 
 
+@in_both_layouts
+@pytest.mark.parametrize("least", [0.0, 0.02])
+def test_the_end_is_a_candidate_where_it_is_probable_enough(build: Build, plain: Plain, least: float):
+    """In place of the last of ``top_k``, beyond the filters, in rows beside those that do not ask for it, and never if it is
+    excluded; without the field the draws are those of before."""
+    rng = random.Random(8)
+    asked = [
+        guided("a", some_tokens(rng, 5, 20), guidance(scale=2.0, top_k=2, end_min_p=least)),
+        guided("b", some_tokens(rng, 5, 20), guidance(constraint="eq", target_length=5, end_min_p=least), min_p=0.5),
+        guided("c", some_tokens(rng, 5, 20), guidance(scale=-3.0, top_k=9, end_min_p=least), temperature=0.7, top_p=0.3),
+    ]
+    others = some_messages(rng)
+    replies, alone = run(build(), *asked, *others), run(build(), *others)
+    assert all(verify(plain, message, replies[message.id]) for message in (*asked, *others))
+    offered = [END_OF_TURN in ids for each in "abc" for delta in replies[each] for ids in delta.logprobs.top_tokens]
+    assert sum(offered) > len(offered) / 4
+    assert all(offered) == (least == 0)
+    assert all(tokens_of(replies[message.id]) == tokens_of(alone[message.id]) for message in others)
+    kept = guided(
+        "k", some_tokens(rng, 5, 20), guidance(constraint="le", target_length=1, end_min_p=0.0), min_tokens=9, ignore_eos=False
+    )
+    written = tokens_of(run(build(), kept)["k"])
+    assert (written.index(END_OF_TURN), len(written)) == (9, 10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "qwen2+qwen3"])
 def test_other_bodies(name: str, tmp_path: Path):

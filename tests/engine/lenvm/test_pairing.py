@@ -13,6 +13,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop, check
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lenvm import tokenizer_digest
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import length_tilt
 
@@ -51,6 +52,21 @@ def test_a_gamma_that_is_none(base: Path, tmp_path: Path, stored):
     (tmp_path / "lenvm.json").write_text(json.dumps({"gamma": stored}))
     with pytest.raises(ModelError, match="--lenvm-gamma"):
         build(base, length)
+
+
+def test_what_the_training_noted_is_checked_and_shown(base: Path, tmp_path: Path):
+    """Also where the length model has no tokeniser of its own."""
+    length = lenvm_checkpoint(tmp_path)
+    calibration = {"edges": [0.5], "log_ratio": {"0.05": [-1.0, -0.5], "0.95": [0.5, 0.25]}, "states": 100}
+    facts = {"gamma": 0.9, "tokenizer": tokenizer_digest(base), "calibration": calibration}
+    (length / "lenvm.json").write_text(json.dumps(facts))
+    assert build(base, length).info.lenvm_calibration == wire.Calibration(**calibration)
+    (length / "tokenizer.json").unlink()
+    assert build(base, length).info.lenvm_gamma == 0.9
+    for changed, named in (({"tokenizer": "0" * 32}, "another tokeniser"), ({"calibration": {"edges": 3}}, "is damaged")):
+        (length / "lenvm.json").write_text(json.dumps(facts | changed))
+        with pytest.raises(ModelError, match=named):
+            build(base, length)
 
 
 def test_other_vocabularies_are_refused(base: Path, tmp_path: Path):

@@ -289,6 +289,7 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
     return given | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
     with hub() as endpoint:
         done = located("me/value", endpoint, tmp_path)

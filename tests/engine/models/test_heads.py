@@ -15,10 +15,10 @@ from torch import Tensor
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, every, make_checkpoint, write_pooling
 from tests.engine.models.causal import causal_of
 from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.models.config import load_pooling
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.pooling import Pooling, load_pooling
 from yardstick_llm.engine.settings import EngineSettings
 
 SINGLE = "model.safetensors"
@@ -101,7 +101,7 @@ def test_weights_of_a_class_without_a_head_have_none_whatever_the_architecture(e
 def test_a_language_model_with_pooling_keeps_its_head(tmp_path: Path) -> None:
     directory = write_pooling(make_checkpoint(tmp_path, "qwen2"), "mean_tokens")
     config = load_model(directory).config
-    assert (config.lm_head, config.pooling) == (True, "mean")
+    assert (config.lm_head, config.pooling) == (True, Pooling("mean"))
     rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
     assert "lack tensor lm_head.weight" in error_of(directory)
 
@@ -141,7 +141,7 @@ TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 
 @pytest.mark.parametrize(("mode", "pooling"), [("lasttoken", "last"), ("mean_tokens", "mean")])
 def test_pooling_modes(tmp_path: Path, mode: str, pooling: str) -> None:
-    assert load_pooling(write_pooling(tmp_path, mode)) == pooling
+    assert load_pooling(write_pooling(tmp_path, mode)) == Pooling(pooling)
 
 
 def test_files_of_newer_releases(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_files_of_newer_releases(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([TRANSFORMER, NEW_TYPES]))
     for mode, pooling in (("lasttoken", "last"), ("mean", "mean")):
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"embedding_dimension": 64, "pooling_mode": mode}))
-        assert load_pooling(tmp_path) == pooling
+        assert load_pooling(tmp_path) == Pooling(pooling)
 
 
 @pytest.mark.parametrize("modules", [None, [TRANSFORMER], [TRANSFORMER, {"type": "custom.Pooling", "path": "1_Pooling"}]])
@@ -175,16 +175,24 @@ def test_models_that_do_not_embed(tmp_path: Path, modules: object) -> None:
         ("modules.json", json.dumps([TRANSFORMER, NEW_TYPES | {"path": "../1_Pooling"}]).encode(), "there is no"),
         (
             "modules.json",
-            json.dumps([TRANSFORMER, NEW_TYPES, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]).encode(),
-            "module Dense in modules.json is not supported",
+            json.dumps([TRANSFORMER, NEW_TYPES, {"type": "sentence_transformers.models.CNN", "path": "2_CNN"}]).encode(),
+            "module CNN in modules.json is not supported",
         ),
         ("1_Pooling/config.json", b"", "config.json cannot be read as JSON"),
         ("1_Pooling/config.json", b"{}", "1_Pooling/config.json asks for pooling by no mode"),
-        ("1_Pooling/config.json", b'{"pooling_mode_cls_token": true}', "pooling by cls_token, which is not supported; use"),
+        (
+            "1_Pooling/config.json",
+            b'{"pooling_mode_cls_token": true}',
+            "Pooling by cls is not supported where",
+        ),
         ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": true}', "lasttoken and mean"),
         ("1_Pooling/config.json", b'{"pooling_mode": "weightedmean"}', "weightedmean"),
         ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": 1}', "pooling_mode_lasttoken in 1_Pooling/config.json is 1"),
-        ("1_Pooling/config.json", b'{"pooling_mode": "mean", "include_prompt": false}', "include_prompt in 1_Pooling/config.json"),
+        (
+            "1_Pooling/config.json",
+            b'{"pooling_mode": "mean", "include_prompt": false}',
+            "Pooling without the prompt is not",
+        ),
     ],
 )
 def test_pooling_that_is_refused(embedder: Path, own, file: str, content: bytes, named: str) -> None:

@@ -147,7 +147,8 @@ def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> 
         assert loop.stats.slots_free == loop.stats.slots_total
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("ministral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "ministral"])
 def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Path) -> None:
     """The windows are shorter than the texts, so drafts cross their edges."""
     directory = make_checkpoint(tmp_path, family, sliding_window=13)

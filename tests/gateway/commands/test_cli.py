@@ -156,12 +156,20 @@ def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tm
     assert len(json.loads(file.read_text())["keys"]) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"keys": 3}'])
-def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not a file of API keys"),
+        ("[]", "not a file of API keys"),
+        ('{"keys": 3}', "not a file of API keys"),
+        ('{"keys": [{"name": "a"}]}', "has entries that do not count (keys[0]: "),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "notes.json"
     file.write_text(content)
     done = yardstick("keys", "new", "me", "--file", str(file))
-    assert (done.status, "not a file of API keys" in the_one_line(done)) == (1, True)
+    assert (done.status, words in the_one_line(done)) == (1, True)
     assert file.read_text() == content
 
 

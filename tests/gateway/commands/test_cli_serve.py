@@ -121,6 +121,7 @@ def test_the_calls_that_are_shown_work(served: Served) -> None:
     assert "'object': 'scoring'" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
 def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
     need("curl")
@@ -141,6 +142,18 @@ def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, k
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("{'")
         assert "chat" not in text
+    finally:
+        served.process.terminate()
+        assert served.process.wait(END_SECONDS) == 0
+
+
+def test_no_call_is_shown_for_a_reranker_whose_prompt_is_unknown(tmp_path: Path) -> None:
+    served = start(
+        tmp_path, "--model", str(make_checkpoint(tmp_path / "my-rerank", "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=1))
+    )
+    try:
+        assert "choose one with --preset" in served.out.read_text()
+        assert "curl" not in served.out.read_text()
     finally:
         served.process.terminate()
         assert served.process.wait(END_SECONDS) == 0

@@ -89,6 +89,7 @@ def test_a_gateway_without_models_and_wrong_lists_of_them(visit: Open, scripted:
     expect(page.locator("#rank-start")).to_be_enabled()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_listed_with_its_base(visit: Open, scripted: ScriptedServer) -> None:
     models = [MODEL, {"id": "support", "parent": "yardstick-demo", "capabilities": ["score"]}, {"id": "odd", "parent": 7}]
     page = ready(visit(scripted.answer(models={"data": models})))
@@ -159,6 +160,7 @@ class Slow:
             self.left.set()
 
 
+@pytest.mark.slow
 def test_results_are_shown_as_they_arrive_and_can_be_stopped(visit: Open, scripted: ScriptedServer) -> None:
     rerank, chat = Slow(results(0.1, 0.9)), Slow(token("some"), token(" words"))
     page = ready(visit(scripted.answer(rerank=rerank, chat=chat)))
@@ -178,6 +180,7 @@ def test_results_are_shown_as_they_arrive_and_can_be_stopped(visit: Open, script
     assert chat.left.wait(10)
 
 
+@pytest.mark.slow
 def test_leaving_the_page_ends_the_stream(visit: Open, scripted: ScriptedServer) -> None:
     rerank = Slow(results(0.5))
     page = ready(visit(scripted.answer(rerank=rerank)))

@@ -97,6 +97,7 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(filled: Page) -> None:
             assert filled.evaluate("document.documentElement.scrollWidth") <= width, (panel, width)
 
 
+@pytest.mark.slow
 def test_keyboard_only(page: Page) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the panel"
@@ -170,6 +171,7 @@ def test_themes(visit: Open, server: str) -> None:
     assert page.evaluate(colour) == dark
 
 
+@pytest.mark.slow
 def test_addresses_of_panels(visit: Open, server: str) -> None:
     page = visit(f"{server}/#status")
     expect(page.locator("#panel-status")).to_be_visible()
@@ -180,6 +182,7 @@ def test_addresses_of_panels(visit: Open, server: str) -> None:
     expect(page.locator("#panel-rank")).to_be_visible()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_has", ["a clipboard", "no clipboard"])
 def test_copying(browser: Browser, server: str, page_has: str) -> None:
     """Pages that are neither served by HTTPS nor by this machine have no ``navigator.clipboard``."""

@@ -87,6 +87,7 @@ def test_documents_from_files(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#rank-documents")).to_have_value("a plain text\ntwo lines\nnot json")
 
 
+@pytest.mark.slow
 def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
     sent = []
     page.on("request", lambda request: sent.append(request.url))

@@ -33,6 +33,7 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
 CACHES = {"tokens": 1200, "bytes": 137_625_600, "scored_items_total": 40, "found_items_total": 10}
 
 
+@pytest.mark.slow
 def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -> None:
     """Hit rate and evictions are from the engine's start on until it scores items while the panel is open."""
     told = CACHES | {"evicted_tokens_total": 500}

@@ -120,6 +120,7 @@ def test_continuation_keeps_the_target(panel: Page) -> None:
     expect(code).to_contain_text('"max_tokens": 196')
 
 
+@pytest.mark.slow
 def test_models_without_a_length_model_have_no_slider(panel: Page) -> None:
     panel.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "plain", "capabilities": ["generate"]}]}))
     panel.reload()

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, guided, ids, library
+from tests.gateway.api.test_completions_api import chat, complete
+from tests.gateway.api.test_streaming import events
 from tests.gateway.conftest import Start, metric
-from tests.gateway.routes.test_completions_api import chat, complete
-from tests.gateway.routes.test_streaming import events
 from tests.gateway.test_error_table import told
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.generation.length import remaining_tokens
@@ -32,6 +32,7 @@ def guidance(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Leng
 
 def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -> None:
     fields = {"mode": "length_mul", "scale": 1.5, "gamma": 0.9, "top_k": 7, "entropy_threshold": 0.2, "value_min": 0.1}
+    fields["end_min_p"] = 0.001
     assert guidance(client, engine, length_guidance=fields) == wire.LengthGuidance(**fields)
     target = {"target_length": 30, "target_length_mode": "remaining", "constraint": "eq_soft", "return_values": True}
     assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.LengthGuidance(**target)
@@ -118,6 +119,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_guidance", {"top_k": -1}, "top_k", ">= 1"),
     ("length_guidance", {"top_k": 65}, "top_k", "at most 64"),
     ("length_guidance", {"entropy_threshold": -1}, "entropy_threshold", ">= 0"),
+    ("length_guidance", {"end_min_p": 1.5}, "end_min_p", "<= 1"),
     ("length_guidance", {"value_min": 2}, "value_min", "<= 1"),
     ("length_guidance", {"return_values": True}, "return_values", "needs log-probabilities"),
     ("custom_params", {"value_scale": "x"}, "value_scale", "got `str`"),
@@ -202,7 +204,8 @@ def test_a_model_without_a_length_model(start: Start, key: str) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", key: {"scale": 1}})
     assert (answer.status_code, told(answer)["param"]) == (400, key)
     assert "no length model" in told(answer)["message"]
-    assert client.get("/v1/models").json()["data"][0]["lenvm_gamma"] is None
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["lenvm_gamma"], model["lenvm_calibration"]) == (None, None)
 
 
 def test_a_model_with_one_says_so(shared: httpx.Client) -> None:

@@ -91,7 +91,6 @@ def test_text_alone_is_that_of_a_piece(text: str, cuts: list[int], stops: tuple[
         else:
             said = msgspec.json.decode(found) if found else ""
             assert Piece(0, said, completion_tokens=plain.completion_tokens) == piece
-    assert plain.push_quoted(wire.Delta("x", 99, [5])) is None
 
 
 def test_special_tokens_are_quoted_where_they_are_shown() -> None:

@@ -292,10 +292,19 @@ PAIR = [{"type": "integer"}, {"type": "string"}]
     ],
 )
 def test_what_a_schema_allows(engine: FakeEngine, client: httpx.Client, schema: Any, good: list[str], bad: list[str]) -> None:
-    answer = post(client, guided_json=schema)
-    assert answer.status_code == 200, answer.text
-    grammar = engine.generates[0].grammar
-    assert [text for text in (*good, *bad) if accepts(grammar, text, controls=False)] == good
+    lark = f'start: "" /[~"]?/ %json {json.dumps(schema)} // a comment with "\n'
+    for fields in ({"guided_json": schema}, {"guided_grammar": lark}):
+        answer = post(client, **fields)
+        assert answer.status_code == 200, answer.text
+        grammar = engine.generates[-1].grammar
+        assert [text for text in (*good, *bad) if accepts(grammar, text, controls=False)] == good
+
+
+def test_a_schema_is_one_where_a_grammar_has_it_as_such(engine: FakeEngine, client: httpx.Client) -> None:
+    grammar = 'start: "%json {}" | /%json [{][}]/ // %json {}\n'
+    assert post(client, guided_grammar=grammar).status_code == 200
+    assert engine.generates[0].grammar == grammar
+    assert "cannot be read" in refusal(post(client, guided_grammar="start: %json {]"))[1]
 
 
 @pytest.mark.parametrize(
@@ -310,8 +319,9 @@ def test_what_a_schema_allows(engine: FakeEngine, client: httpx.Client, schema: 
     ],
 )
 def test_numbers_that_would_be_rounded_are_refused(client: httpx.Client, schema: Any) -> None:
-    param, message = refusal(post(client, guided_json=schema))
-    assert (param, "too many digits to be enforced exactly" in message) == ("guided_json", True), message
+    for name, value in {"guided_json": schema, "guided_grammar": f"start: %json {json.dumps(schema)}"}.items():
+        param, message = refusal(post(client, **{name: value}))
+        assert (param, "too many digits to be enforced exactly" in message) == (name, True), message
 
 
 def test_other_models_refuse(client: httpx.Client) -> None:

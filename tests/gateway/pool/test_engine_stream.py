@@ -1,4 +1,4 @@
-"""The gateway's own connection to an engine, against raw servers on real sockets."""
+"""The gateway's own connection to an engine, and the client above it, against raw servers on real sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +16,8 @@ from tests.processes import until
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
 from yardstick_llm.gateway.generation.plan import WHOLE_TOKENS
-from yardstick_llm.gateway.pool.connection import MAX_MESSAGE, MAX_UNREAD, Connections, EngineStream
+from yardstick_llm.gateway.pool.client import EngineClient, EngineToken, Readiness
+from yardstick_llm.gateway.pool.connection import MAX_MESSAGE, MAX_OVERHEAD, MAX_UNREAD, Connections, EngineStream
 from yardstick_llm.gateway.schemas.generation import MAX_LOGPROBS
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -34,8 +36,9 @@ def chunk(data: bytes) -> bytes:
 class Server:
     """Reads requests and answers each by ``serve``."""
 
-    def __init__(self, serve: Serve) -> None:
+    def __init__(self, serve: Serve, body: bytes) -> None:
         self._serve = serve
+        self._body = body
         self.requests: list[bytes] = []
         self.connections = 0
         self.closed = 0
@@ -46,16 +49,16 @@ class Server:
         self.connections += 1
         self.writers.append(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                self.requests.append(await reader.readuntil(b"\r\n\r\nbody"))
+            while not writer.is_closing():
+                self.requests.append(await reader.readuntil(b"\r\n\r\n" + self._body))
                 await self._serve(self, reader, writer)
         writer.close()
         self.closed += 1
 
 
 @asynccontextmanager
-async def serving(serve: Serve) -> AsyncIterator[tuple[Server, URL]]:
-    server = Server(serve)
+async def serving(serve: Serve, body: bytes = b"body") -> AsyncIterator[tuple[Server, URL]]:
+    server = Server(serve, body)
     async with await asyncio.start_server(server, "127.0.0.1", 0) as listener:
         yield server, URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/generate")
         for writer in server.writers:
@@ -313,3 +316,81 @@ def test_the_largest_message_of_an_engine_is_within_the_bound() -> None:
     message = wire.Delta("x" * 32, 0, [1 << 20] * WHOLE_TOKENS, logprobs=largest(WHOLE_TOKENS))
     message = msgspec.structs.replace(message, prompt_logprobs=largest(wire.PROMPT_PART))
     assert len(wire.pack_frame(message)) < MAX_MESSAGE / 3
+
+
+STATS = wire.Stats(0, 0, 10, 10, 0, 1, 1, 1)
+
+
+@asynccontextmanager
+async def client_of(serve: Serve, token: EngineToken | None = None, path: str = "") -> AsyncIterator[tuple[EngineClient, Server]]:
+    async with serving(serve, b"") as (server, url):
+        client = EngineClient(f"{url.origin()}{path}", connect_seconds=1, engine_seconds=0.3, token=token)
+        yield client, server
+        client.close()
+
+
+def answer(content: bytes = b"", status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(content)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + content
+
+
+READY = answer(b"ok", "200 OK", "X-Yardstick-Model: org%2Fone", "x-yardstick-adapters: a-1")
+
+
+@pytest.mark.parametrize("size", [1, 7, len(READY)])
+async def test_a_probe_reads_the_headers(size: int) -> None:
+    parts = [READY[start : start + size] for start in range(0, len(READY), size)]
+    async with client_of(answers(*parts)) as (client, server):
+        assert await client.ready() == Readiness(ready=True, model="org/one", adapters="a-1")
+        assert server.requests == [f"GET /readyz HTTP/1.1\r\nhost: {client.url[7:]}\r\n\r\n".encode()]
+
+
+async def test_all_paths_of_an_engine_share_a_connection(tmp_path: Path) -> None:
+    async def serve(server: Server, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(wire.encode(STATS)) if b"/stats" in server.requests[-1] else READY)
+
+    (tmp_path / "token").write_text("secret\n")
+    async with client_of(serve, EngineToken(tmp_path / "token"), "/base") as (client, server):
+        assert (await client.ready()).ready
+        assert await client.stats() == STATS
+        assert server.connections == 1
+    assert [request.split()[1] for request in server.requests] == [b"/base/readyz", b"/base/stats"]
+    assert all(b"\r\nauthorization: Bearer secret\r\n" in request for request in server.requests)
+
+
+async def test_a_request_on_a_connection_that_was_just_closed_is_sent_again() -> None:
+    async def serve(server: Server, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) != 2:
+            writer.write(READY)
+        else:
+            writer.close()
+
+    async with client_of(serve) as (client, server):
+        assert (await client.ready()).ready
+        assert (await client.ready()).ready
+        assert (len(server.requests), server.connections) == (3, 2)
+
+
+ENDLESS = {
+    "head": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * MAX_OVERHEAD,
+    "header": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 2 * MAX_OVERHEAD,
+    "refusal": b"HTTP/1.1 500 No\r\ncontent-length: 9999999\r\n\r\n" + b"y" * 2 * MAX_OVERHEAD,
+    "trailer": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: " + b"y" * 2 * MAX_OVERHEAD,
+}
+
+
+@pytest.mark.parametrize("part", ENDLESS)
+async def test_endless_answers_are_cut_off(part: str) -> None:
+    async with client_of(answers(ENDLESS[part])) as (client, _), asyncio.timeout(5):
+        with pytest.raises(EngineLost):
+            await client.stats()
+
+
+async def test_a_large_answer_in_small_chunks_is_read() -> None:
+    content = wire.encode(wire.TokenizerFiles(b"x" * 3_000_000, "", {}))
+    chunks = b"".join(
+        b"%x\r\n%b\r\n" % (len(part), part) for part in (content[at : at + 100] for at in range(0, len(content), 100))
+    )
+    whole = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\nx-yardstick-adapters: trailer\r\n\r\n"
+    async with client_of(answers(whole)) as (client, _):
+        assert wire.encode(await client.tokenizer()) == content

@@ -13,20 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire import TokenizerFiles
-from gateway.presets.preset import builtin_presets
-from gateway.requests.endpoint import Model, TextSide
-from gateway.requests.pairs import Pairs
-from gateway.requests.rerank import RERANK, RerankRequest
-from gateway.requests.texts import CLASSIFY, ClassifyRequest
-from gateway.schemas.common import Truncation
-from gateway.text.catalogue import Frame, TemplateError
-from gateway.text.catalogue import template_of as template_for_items
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.prepared import UNBOUND, Facts
-from gateway.text.preset_template import PresetTemplate
-from gateway.text.prompts import PrefixAndBranches
-from gateway.text.tokenizer import Tokenizer
+from yardstick_llm.engine.wire import TokenizerFiles
+from yardstick_llm.gateway.presets.preset import builtin_presets
+from yardstick_llm.gateway.requests.endpoint import Model, TextSide
+from yardstick_llm.gateway.requests.pairs import Pairs
+from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
+from yardstick_llm.gateway.requests.texts import CLASSIFY, ClassifyRequest
+from yardstick_llm.gateway.schemas.common import Truncation
+from yardstick_llm.gateway.text.catalogue import Frame, TemplateError
+from yardstick_llm.gateway.text.catalogue import template_of as template_for_items
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import UNBOUND, Facts
+from yardstick_llm.gateway.text.preset_template import PresetTemplate
+from yardstick_llm.gateway.text.prompts import PrefixAndBranches
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = json.loads((FOLDER / "golden.json").read_text("utf-8"))

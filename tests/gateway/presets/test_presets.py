@@ -123,6 +123,10 @@ PUBLISHED: list[tuple[str | None, str, tuple[str, ...], str]] = [
     ("qwen3-embedding", "Qwen3ForCausalLM", EMBEDS, "Qwen3-Embedding-0.6B Qwen3-Embedding-4B Qwen3-Embedding-8B"),
     ("e5-mistral", "MistralModel", EMBEDS, "e5-mistral-7b-instruct"),
     ("f2llm-v2", "Qwen3Model", EMBEDS, "F2LLM-v2-80M F2LLM-v2-330M F2LLM-v2-0.6B F2LLM-v2-1.7B F2LLM-v2-14B"),
+    ("e5", "XLMRobertaModel", EMBEDS, "multilingual-e5-small multilingual-e5-base multilingual-e5-large"),
+    ("bge-en", "BertModel", EMBEDS, "bge-small-en-v1.5 bge-base-en-v1.5 bge-large-en"),
+    ("nomic-embed", "NomicBertModel", EMBEDS, "nomic-embed-text-v1 nomic-embed-text-v1.5"),
+    (None, "XLMRobertaModel", EMBEDS, "multilingual-e5-large-instruct bge-m3"),
     # Presets for these would need prompts of their own.
     (None, "Qwen3Model", EMBEDS, "F2LLM-v2-0.6B-Preview F2LLM-0.6B zembed-1"),
     (None, "MistralModel", EMBEDS, "Linq-Embed-Mistral SFR-Embedding-Mistral"),
@@ -346,6 +350,8 @@ def test_a_fallback_does_not_prompt_a_guard_with_a_head(start: Start, classes: t
     engine = {"model": "my-guard", "capabilities": ("classify",), "classes": classes}
     client = start(FakeEngine(**engine))  # type: ignore[arg-type]
     assert refused(client, "POST", "/v1/classify", input=["red"])
+    other = client.post("/v1/embeddings", json={"input": "red"}).json()["error"]["message"]
+    assert other.endswith("it serves no request until the operator chooses a preset.")
     chosen = start(FakeEngine(**engine), presets=(f"my-guard={fallback}",))  # type: ignore[arg-type]
     assert not refused(chosen, "POST", "/v1/classify", input=["red"])
 

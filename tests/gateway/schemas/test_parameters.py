@@ -73,6 +73,7 @@ MISSPELT: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", {"custom_params": {"value_scales": 2}}, "custom_params.value_scales", "`custom_params.value_scale`"),
     ("chat", {"prompt_lookups": {"ngram": 2}}, "prompt_lookups", "`prompt_lookup`"),
     ("chat", {"temprature": 0}, "temprature", "`temperature`"),
+    ("completions", {"guided_jsn": {"type": "object"}}, "guided_jsn", "`guided_json`"),
     ("responses", {"max_output_token": 5}, "max_output_token", "`max_output_tokens`"),
     ("score", {"apply_soft_max": True}, "apply_soft_max", "`apply_softmax`"),
     ("embeddings", {"dimension": 2}, "dimension", "`dimensions`"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -30,20 +30,14 @@ def space(**bounds: int | float | bool) -> Space:
     return Space(**given)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer.start() as running:
-        yield running
-
-
 @asynccontextmanager
-async def stores(kind: str, server: RedisServer, gateways: int = 1) -> AsyncIterator[list[Store]]:
+async def stores(kind: str, redis: RedisServer, gateways: int = 1) -> AsyncIterator[list[Store]]:
     """A store, as several gateways see it."""
     if kind == "memory":
         yield [MemoryStore()] * gateways
         return
     prefix = next(prefixes)
-    links = [Link(Redis(port=server.port), Telemetry(), seconds=5) for _ in range(gateways)]
+    links = [Link(Redis(port=redis.port), Telemetry(), seconds=5) for _ in range(gateways)]
     yield [RedisStore(link, Telemetry(), prefix=prefix, cache_seconds=60) for link in links]
     for link in links:
         await link.stop()
@@ -66,9 +60,9 @@ async def names(store: Store, where: Space, owner: str, box: str, count: int = 1
     return found
 
 
-async def test_a_change_is_seen_at_once_by_every_gateway(kind: str, server: RedisServer) -> None:
+async def test_a_change_is_seen_at_once_by_every_gateway(kind: str, redis: RedisServer) -> None:
     where = space(box_bytes=100, entry_bytes=10)
-    async with stores(kind, server, 3) as gateways:
+    async with stores(kind, redis, 3) as gateways:
         one, two, three = gateways
         await one.create(where, "o", "c", b"head")
         epoch = (await two.describe(where, "o", "c")).epoch
@@ -105,9 +99,9 @@ async def test_a_change_is_seen_at_once_by_every_gateway(kind: str, server: Redi
         assert two.totals("s") == Totals(1, 0, 100)
 
 
-async def test_a_full_store_refuses_and_keeps_what_it_has(kind: str, server: RedisServer) -> None:
+async def test_a_full_store_refuses_and_keeps_what_it_has(kind: str, redis: RedisServer) -> None:
     where = space(bytes=2 * 100 + 8 * 16, owner_bytes=100 + 5 * 16, box_bytes=100, entry_bytes=10)
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.create(where, "a", "c", b"")
         with pytest.raises(Full) as full:
             await one.put(where, "a", entries(*range(9)), box="c")
@@ -130,10 +124,10 @@ async def test_a_full_store_refuses_and_keeps_what_it_has(kind: str, server: Red
         assert (await one.put(where, "a", entries(*range(5)), box="c")).added == 5, "all room is back"
 
 
-async def test_who_stores_much_loses_the_oldest_first(kind: str, server: RedisServer) -> None:
+async def test_who_stores_much_loses_the_oldest_first(kind: str, redis: RedisServer) -> None:
     """The bound that is reached decides who loses: of entries the owner with most of them, of bytes the owner with most bytes."""
     where = space(bytes=1 << 20, entries=20, evicts=True, seconds=60)
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.put(where, "large", entries(*range(5), size=40_000))
         for number in range(10, 60):
             await one.put(where, "tiny", entries(number))
@@ -150,10 +144,10 @@ async def test_who_stores_much_loses_the_oldest_first(kind: str, server: RedisSe
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_bounds_hold_whatever_comes(kind: str, server: RedisServer, seed: int) -> None:
+async def test_bounds_hold_whatever_comes(kind: str, redis: RedisServer, seed: int) -> None:
     """Random writes and removals of three owners, beyond all bounds; what is counted is what is there."""
     where, draw = space(bytes=8000, entries=8, entry_bytes=100, evicts=True, seconds=60), random.Random(seed)
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         sizes: dict[tuple[str, str], int] = {}
         for number in range(60):
             owner, (entry,) = draw.choice("abc"), entries(number, size=draw.randrange(3, 3000))
@@ -170,9 +164,9 @@ async def test_bounds_hold_whatever_comes(kind: str, server: RedisServer, seed: 
         assert 2 <= totals.entries <= 8
 
 
-async def test_entries_expire(kind: str, server: RedisServer) -> None:
+async def test_entries_expire(kind: str, redis: RedisServer) -> None:
     where = space()
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.create(where, "o", "c", b"", seconds=0.4)
         await one.put(where, "o", entries(1, 2, 3), box="c")
         await asyncio.sleep(0.25)
@@ -186,9 +180,9 @@ async def test_entries_expire(kind: str, server: RedisServer) -> None:
         assert (await one.describe(where, "o", "c"))[3:] == (0, 0, 0)
 
 
-async def test_what_has_expired_leaves_when_others_write(kind: str, server: RedisServer) -> None:
+async def test_what_has_expired_leaves_when_others_write(kind: str, redis: RedisServer) -> None:
     where = space(seconds=0.1, entries=3, evicts=True)
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.put(where, "a", entries(1, 2, 3))
         await asyncio.sleep(0.15)
         for number in range(4, 7):
@@ -196,9 +190,9 @@ async def test_what_has_expired_leaves_when_others_write(kind: str, server: Redi
         assert one.totals("s").entries == 3
 
 
-async def test_pages_have_every_entry_that_stays(kind: str, server: RedisServer) -> None:
+async def test_pages_have_every_entry_that_stays(kind: str, redis: RedisServer) -> None:
     where = space()
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.create(where, "o", "c", b"")
         epoch = (await one.describe(where, "o", "c")).epoch
         await one.put(where, "o", entries(*range(1300)), box="c")
@@ -215,9 +209,9 @@ async def test_pages_have_every_entry_that_stays(kind: str, server: RedisServer)
         assert await names(one, where, "o", "c") == [f"i{number}" for number in order], "in the order of the last change"
 
 
-async def test_reading_ends_at_a_bound(kind: str, server: RedisServer) -> None:
+async def test_reading_ends_at_a_bound(kind: str, redis: RedisServer) -> None:
     where, size = space(), 1 << 19
-    async with stores(kind, server) as (one,):
+    async with stores(kind, redis) as (one,):
         await one.create(where, "o", "c", b"")
         for number in range(12):
             await one.put(where, "o", entries(number, size=size), box="c")
@@ -229,7 +223,7 @@ async def test_reading_ends_at_a_bound(kind: str, server: RedisServer) -> None:
         assert await names(one, where, "o", "c") == asked
 
 
-async def test_without_a_server_nothing_is_read(kind: str, server: RedisServer) -> None:
+async def test_without_a_server_nothing_is_read(kind: str, redis: RedisServer) -> None:
     if kind == "memory":
         return
     link = Link(Redis(port=1), Telemetry(), seconds=0.5)

@@ -38,26 +38,6 @@ def test_only_what_may_still_become_a_stop_string_is_held_back(text: str, stops:
         assert any(stop.startswith(held) and stop != held for stop in stops)
 
 
-def test_nothing_is_held_back_without_need() -> None:
-    stream = StopStrings(["END"])
-    assert stream.push("the ") == ("the ", False)
-    assert stream.push("E") == ("", False)
-    assert stream.push("N") == ("", False)
-    assert stream.push("ough") == ("ENough", False)
-    assert stream.push(" E") == (" ", False)
-    assert stream.finish() == "E"
-
-
-def test_the_longest_end_that_may_go_on_is_held_back() -> None:
-    stream = StopStrings(["aab"])
-    assert stream.push("aaa") == ("a", False)
-    assert stream.push("b") == ("", True)
-
-
-def test_what_follows_a_stop_string_is_dropped() -> None:
-    assert StopStrings(["\n\n"]).push("one\n\ntwo") == ("one", True)
-
-
 def test_an_empty_stop_string_is_an_error() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         StopStrings(["a", ""])

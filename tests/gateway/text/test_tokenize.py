@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from tokenizers import Tokenizer as Library
 
-from tests.gateway.reading.test_special import KINDS, Chat
+from tests.gateway.text.test_special import KINDS, Chat
 from tests.gateway.text.test_tokenizer import TEXT
 from yardstick_llm.gateway.requests.endpoint import Model, TextSide
 from yardstick_llm.gateway.requests.tokenize import TOKENIZE, TokenizeRequest, TokenizeResponse

@@ -122,8 +122,8 @@ def test_an_empty_or_unknown_kind_of_tokeniser_is_refused(byte_library: Library)
     with pytest.raises(TokenizerError, match="no tokens"):
         from_library(Library(models.BPE()))
     document = json.loads(byte_library.to_str())
-    document["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    with pytest.raises(TokenizerError, match="WordPiece"):
+    document["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
+    with pytest.raises(TokenizerError, match="BPEDecoder"):
         Tokenizer.from_files(TokenizerFiles(json.dumps(document).encode(), None, {}))
 
 

@@ -1,0 +1,304 @@
+"""One bidirectional encoder for every supported architecture, and the heads that read its hidden states.
+
+What differs between families is data in :class:`~engine.models.encoder_config.EncoderConfig`: tables of positions and token types,
+rotations, places of norms, gates, biases and windows. The encoder sees a flat run of tokens; the caller's ``attend`` decides which
+keys each query sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
+from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
+from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
+from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.rope import rope
+
+MOST_DISTANCE = 128
+"""Distance from which on all have one bias, in MPNet."""
+LOGIT_ROWS = 128
+"""Rows whose logits over the vocabulary exist at a time: 16 MiB for 30,522 entries."""
+Activation = Callable[[Tensor], Tensor]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+FUNCTIONS: dict[str, Activation] = {
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "silu": nn.functional.silu,
+    "tanh": torch.tanh,
+}
+"""By the values of :data:`~engine.models.encoder_config.ACTIVATIONS`."""
+
+
+class LayerNorm(nn.Module):
+    """A layer normalisation, whose weights are allocated and not initialised."""
+
+    def __init__(self, size: int, config: EncoderConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype)) if "norms" in config.biases else None
+        self.eps = config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, size] -> [rows, size]"""
+        return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections and rotation of one layer's queries, keys and values; attending itself is the caller's."""
+
+    def __init__(self, config: EncoderConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.num_heads
+        size = config.hidden_size
+        self.qkv_proj = Linear(size, 3 * size, bias="qkv" in config.biases, dtype=dtype)
+        self.o_proj = Linear(size, size, bias="out" in config.biases, dtype=dtype)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
+        """Without the output projection. x: [tokens, hidden]; rotation: cos and sin, [tokens, head_dim / 2]. -> [tokens, hidden]"""
+        q, k, v = self.qkv_proj(x).view(len(x), 3, self.heads, -1).unbind(1)
+        if rotation is not None:
+            q, k = rope(q, *rotation), rope(k, *rotation)
+        return attend(self.layer, q, k, v).flatten(1)
+
+
+class FeedForward(nn.Module):
+    """Two layers with an activation between them, which is a gate in some families."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = FUNCTIONS[config.activation]
+        self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
+        """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
+        self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
+        """Gate ‖ up, or up ‖ gate, or up alone."""
+        self.down_proj = Linear(inner, size, bias="down" in config.biases, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        if self.compute is not None:
+            return self.compute(self, x)
+        return self.down_proj(self.activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def activated(self, x: Tensor) -> Tensor:
+        """What is between the projections: [tokens, inner or 2 · inner] -> [tokens, inner]"""
+        if not self.gated:
+            return self.activation(x)
+        first, second = x.chunk(2, 1)
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return self.activation(gate).mul_(up)
+
+
+class EncoderLayer(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: EncoderConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.before = config.family.norms == "before"
+        self.attention = Attention(config, layer, dtype)
+        self.mlp = FeedForward(config, dtype)
+        # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
+        self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
+        self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend, rows: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden]; rows: the only rows to compute after attention; None for all. -> [tokens or rows, hidden]"""
+        normed = x if not self.before or self.attention_norm is None else self.attention_norm(x)
+        attended = self.attention(normed, rotation, attend)
+        if rows is not None:
+            attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+        x = self.attention.o_proj(attended).add_(x)
+        if self.before:
+            return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
+        x = self.attention_norm(x) if self.attention_norm is not None else x
+        return self.mlp_norm(self.mlp(x).add_(x))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """``out(norm(activation(dense(hidden))))``: classes, or logits over the vocabulary."""
+
+    def __init__(self, config: EncoderConfig, names: HeadNames, outputs: int, dtype: torch.dtype, *, dense_bias: bool) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=dense_bias, dtype=dtype)
+        self.activation = FUNCTIONS[config.head_activation]
+        self.norm = LayerNorm(config.hidden_size, config, dtype) if names.norm else None
+        self.out = Linear(config.hidden_size, outputs, dtype=dtype)
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> the input of ``out``, the same shape, in float32."""
+        x = self.activation(linear(hidden.float(), self.dense.weight.float(), _float(self.dense.bias)))
+        if self.norm is None:
+            return x
+        return nn.functional.layer_norm(x, self.norm.weight.shape, self.norm.weight.float(), _float(self.norm.bias), self.norm.eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, outputs], float32, as are the products."""
+        return linear(self.inner(hidden), self.out.weight.float(), _float(self.out.bias))
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The sequences of a step, one after another."""
+
+    attend: PlainAttend
+    types: Tensor | None
+    """[tokens] int64, the type of each token; None: all are 0."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See :data:`~engine.models.decoder.PlainAttend`."""
+        return self.attend(layer, q, k, v)
+
+
+class Encoder(nn.Module):
+    """The whole model. Weights are uninitialised until a loader fills them."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        size, family = config.hidden_size, config.family
+        self.embed = Embedding(config.vocab_size, size, dtype=dtype)
+        self.positions = Embedding(config.positions, size, dtype=dtype) if config.positions else None
+        self.types = Embedding(config.type_count, size, dtype=dtype) if config.type_count else None
+        self.distances = Embedding(config.distance_buckets, config.num_heads, dtype=dtype) if config.distance_buckets else None
+        self.embedding_norm = LayerNorm(size, config, dtype)
+        self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
+        self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
+        self.class_head: Head | None = None
+        self.masked_head: Head | None = None
+        if config.classes:
+            self.class_head = Head(config, family.class_head, len(config.classes), dtype, dense_bias=config.head_bias)
+        if config.sparse == "vocabulary" and family.masked_head is not None:
+            self.masked_head = Head(config, family.masked_head, config.vocab_size, dtype, dense_bias=config.head_bias)
+            if config.tied:
+                self.masked_head.out.weight = self.embed.weight
+        self.projected = Projected(() if config.pooling is None else config.pooling.projections)
+        self.token_weight = Linear(size, 1) if config.sparse == "tokens" else None
+        """bge-m3: the weight of each token."""
+        own_vectors = config.token_vectors and config.pooling is not None and config.pooling.mode is not None
+        self.token_projection = Linear(size, config.token_vectors) if own_vectors else None
+        """bge-m3: the vector of each token."""
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self._ropes = [each for each in dict.fromkeys(ropes) if each is not None]
+        self._rope_of = [None if each is None else self._ropes.index(each) for each in ropes]
+        frequencies = [each.inverse_frequencies(config.head_dim) for each in self._ropes]
+        self.register_buffer("inverse_frequencies", torch.stack(frequencies) if frequencies else torch.empty(0), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
+        """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
+        at least one; None for all. -> hidden rows, [tokens or rows, hidden]."""
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
+        if self.types is not None:
+            x.add_(self.types.weight[0] if attend.types is None else self.types(attend.types))
+        x = self.embedding_norm(x)
+        rotations = self._rotations(positions)
+        for layer, at in zip(self.layers, self._rope_of, strict=True):
+            wanted = rows if layer is self.layers[-1] else None
+            x = layer(x, None if at is None else rotations[at], attend, wanted)
+        return x if self.final_norm is None else self.final_norm(x)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def distance_bias(self, length: int) -> Tensor:
+        """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]
+
+        Half of the buckets are for each direction; half of these for one distance each, the others for distances up to 128, at
+        equal steps of the logarithm. Source: Raffel et al. 2020, arXiv 1910.10683.
+        """
+        assert self.distances is not None
+        buckets = self.config.distance_buckets // 2
+        places = torch.arange(length, device=self.embed.weight.device)
+        apart = places - places[:, None]
+        near, far = apart.abs(), apart.abs().clamp(min=1).float()
+        exact = buckets // 2
+        large = exact + (torch.log(far / exact) / math.log(MOST_DISTANCE / exact) * (buckets - exact)).to(torch.long)
+        bucket = (apart > 0) * buckets + torch.where(near < exact, near, large.clamp(max=buckets - 1))
+        return self.distances(bucket).permute(2, 0, 1).contiguous()  # type: ignore[no-any-return]
+
+    def class_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] of first tokens, or means over sequences. -> [rows, classes], float32."""
+        assert self.class_head is not None
+        return self.class_head(hidden)  # type: ignore[no-any-return]
+
+    def vocabulary_weights(self, hidden: Tensor) -> Tensor:
+        """SPLADE: hidden: [tokens, hidden] of one sequence. -> [vocab] float32, log(1 + relu(logit)) of the largest logit."""
+        head = self.masked_head
+        assert head is not None
+        largest: Tensor | None = None
+        for part in torch.split(head.inner(hidden), LOGIT_ROWS):
+            found = linear(part, head.out.weight.float(), _float(head.out.bias)).amax(0)
+            largest = found if largest is None else torch.maximum(largest, found)
+        assert largest is not None
+        return largest.relu_().log1p_()
+
+    def token_weights(self, hidden: Tensor) -> Tensor:
+        """bge-m3: hidden: [tokens, hidden]. -> [tokens] float32, at least 0."""
+        assert self.token_weight is not None
+        return self.token_weight(hidden.float()).squeeze(1).relu_()  # type: ignore[no-any-return]
+
+    def token_vectors(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, hidden]. -> [tokens, size] float32."""
+        project = self.projected if self.token_projection is None else self.token_projection
+        return project(hidden.float())  # type: ignore[no-any-return]
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of each rotation, [tokens, head_dim / 2] float32."""
+        if not self._ropes:
+            return []
+        angles = (positions.to(torch.float32)[:, None] * frequencies for frequencies in self.inverse_frequencies)
+        return [(each.cos(), each.sin()) for each in angles]
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""
+        return {name: view.detach() for name, view in self._views()}
+
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        family = self.config.family
+        for ours, stored in family.outer.items():
+            module = getattr(self, ours)
+            yield from _parts((stored,), module) if module is not None else ()
+        for index, layer in enumerate(self.layers):
+            prefix = family.layer.format(index)
+            for ours, names in family.inner.items():
+                if ours != "attention_norm" or getattr(layer, ours) is not None:
+                    yield from _parts(tuple(prefix + name for name in names), layer.get_submodule(ours))
+        for head, its in ((self.class_head, family.class_head), (self.masked_head, family.masked_head)):
+            if head is None or its is None:
+                continue
+            yield from _parts((its.dense,), head.dense)
+            yield from _parts((its.norm,), head.norm) if head.norm is not None else ()
+            if head.out.weight is not self.embed.weight:
+                yield f"{its.out}.weight", head.out.weight
+            assert head.out.bias is not None
+            yield its.bias or f"{its.out}.bias", head.out.bias
+
+
+Model = Decoder | Encoder
+"""What a runner computes with."""
+Layer = DecoderLayer | EncoderLayer
+
+
+def _parts(names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for kind, parameter in module.named_parameters():
+        for name, view in zip(names, parameter.chunk(len(names)), strict=True):
+            yield f"{name}.{kind}", view

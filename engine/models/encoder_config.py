@@ -1,0 +1,595 @@
+"""Configurations of encoders: families as data, and what is read of ``config.json``.
+
+An encoder's tokens all attend to each other. To add a family that differs by these flags and names only, add an entry to
+:data:`BODIES`. Sources: the classes of Hugging Face transformers; for NomicBERT and GTE the configurations and tensor names that
+are published with the weights (``nomic-ai/nomic-embed-text-v1.5``, ``Alibaba-NLP/gte-multilingual-base``), which came before these
+classes and have other names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, class_names
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.pooling import (
+    MODULES_FILE,
+    SPARSE_MODULES,
+    Pooling,
+    load_pooling,
+    max_seq_length,
+    read_modules,
+)
+from yardstick_llm.engine.models.rope import NtkRope, Rope
+from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
+
+Head = Literal["classes", "sparse", "none"]
+HEADS: dict[str, Head] = {"ForSequenceClassification": "classes", "ForMaskedLM": "sparse", "Model": "none"}
+"""Second part of an architecture's name, and what its head is for."""
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+    "tanh": "tanh",
+}
+"""Activations by their names in configurations. ``gelu_tanh`` is GELU, approximated by tanh."""
+SPARSE_HEAD, TOKEN_HEAD = "sparse_linear.pt", "colbert_linear.pt"
+"""Heads of bge-m3: weights of tokens, and vectors of tokens."""
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Tensors of a head, and its function: ``out(norm(activation(dense(hidden))))``."""
+
+    dense: str
+    out: str
+    norm: str = ""
+    """Empty: no norm."""
+    activation: str = ""
+    """Empty: that of the model's layers."""
+    bias: str = ""
+    """Name of the bias of ``out``; empty for ``out.bias``."""
+
+
+@dataclass(frozen=True)
+class EncoderFamily:
+    """Flags and names of a kind of encoder."""
+
+    model_type: str
+    prefixes: tuple[str, ...]
+    """Before the names of tensors outside heads, except in weights that a class without a head has saved."""
+    outer: Mapping[str, str]
+    """Our names of tensors outside the layers, and those of checkpoints."""
+    layer: str
+    """Beginning of the names of a layer's tensors, with its number for ``{}``."""
+    inner: Mapping[str, tuple[str, ...]]
+    """Our names of a layer's tensors, and those of the parts of which checkpoints make them up."""
+    class_head: HeadNames
+    masked_head: HeadNames | None = None
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other names of keys of ``config.json``."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that the configuration leaves out."""
+    offset_positions: bool = False
+    """The first position is that of the padding token, plus 1."""
+    rotary: bool = False
+    gated: bool = False
+    norms: Literal["before", "after"] = "after"
+    """Place of a layer's norms: before attention and MLP, or after the sum with the residual."""
+    biases: tuple[str, ...] = ("qkv", "out", "up", "down")
+    """Projections that have a bias, if no key of the configuration says otherwise."""
+
+
+_BERT_OUTER = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+}
+_BERT_INNER = {
+    "attention.qkv_proj": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.o_proj": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "mlp.gate_up_proj": ("intermediate.dense",),
+    "mlp.down_proj": ("output.dense",),
+    "mlp_norm": ("output.LayerNorm",),
+}
+_POOLER_HEAD = HeadNames("pooler.dense", "classifier", activation="tanh")
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+_BERT = EncoderFamily(
+    "bert",
+    ("bert.",),
+    _BERT_OUTER,
+    "encoder.layer.{}.",
+    _BERT_INNER,
+    _POOLER_HEAD,
+    HeadNames(
+        "cls.predictions.transform.dense",
+        "cls.predictions.decoder",
+        "cls.predictions.transform.LayerNorm",
+        bias="cls.predictions.bias",
+    ),
+    defaults=_SHAPE | {"vocab_size": 30522},
+)
+_ROBERTA = dataclasses.replace(
+    _BERT,
+    model_type="roberta",
+    prefixes=("roberta.",),
+    class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="tanh"),
+    masked_head=HeadNames("lm_head.dense", "lm_head.decoder", "lm_head.layer_norm", "gelu", "lm_head.bias"),
+    defaults=_SHAPE | {"vocab_size": 50265, "pad_token_id": 1},
+    offset_positions=True,
+)
+_ROBERTA_FLASH = dataclasses.replace(
+    _ROBERTA,
+    outer=_BERT_OUTER | {"embedding_norm": "emb_ln"},
+    layer="encoder.layers.{}.",
+    inner={
+        "attention.qkv_proj": ("mixer.Wqkv",),
+        "attention.o_proj": ("mixer.out_proj",),
+        "attention_norm": ("norm1",),
+        "mlp.gate_up_proj": ("mlp.fc1",),
+        "mlp.down_proj": ("mlp.fc2",),
+        "mlp_norm": ("norm2",),
+    },
+)
+"""Names of ``jinaai/xlm-roberta-flash-implementation``."""
+_MPNET = dataclasses.replace(
+    _ROBERTA,
+    model_type="mpnet",
+    prefixes=("mpnet.",),
+    outer={name: stored for name, stored in _BERT_OUTER.items() if name != "types"}
+    | {"distances": "encoder.relative_attention_bias"},
+    inner=_BERT_INNER
+    | {
+        "attention.qkv_proj": ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        "attention.o_proj": ("attention.attn.o",),
+        "attention_norm": ("attention.LayerNorm",),
+    },
+    defaults=_SHAPE | {"vocab_size": 30527, "pad_token_id": 1, "relative_attention_num_buckets": 32},
+)
+_ELECTRA = dataclasses.replace(
+    _BERT,
+    model_type="electra",
+    prefixes=("electra.",),
+    class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="gelu"),
+    masked_head=None,
+    defaults=_SHAPE | {"vocab_size": 30522, "embedding_size": 128},
+)
+_DISTILBERT = EncoderFamily(
+    "distilbert",
+    ("distilbert.",),
+    {name: stored for name, stored in _BERT_OUTER.items() if name != "types"},
+    "transformer.layer.{}.",
+    {
+        "attention.qkv_proj": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        "attention.o_proj": ("attention.out_lin",),
+        "attention_norm": ("sa_layer_norm",),
+        "mlp.gate_up_proj": ("ffn.lin1",),
+        "mlp.down_proj": ("ffn.lin2",),
+        "mlp_norm": ("output_layer_norm",),
+    },
+    HeadNames("pre_classifier", "classifier", activation="relu"),
+    HeadNames("vocab_transform", "vocab_projector", "vocab_layer_norm"),
+    keys={
+        "hidden_size": ("dim",),
+        "num_hidden_layers": ("n_layers",),
+        "num_attention_heads": ("n_heads",),
+        "intermediate_size": ("hidden_dim",),
+        "hidden_act": ("activation",),
+    },
+    defaults=_SHAPE | {"vocab_size": 30522, "num_hidden_layers": 6, "type_vocab_size": 0},
+)
+_MODERNBERT = EncoderFamily(
+    "modernbert",
+    ("model.",),
+    {"embed": "embeddings.tok_embeddings", "embedding_norm": "embeddings.norm", "final_norm": "final_norm"},
+    "layers.{}.",
+    {
+        "attention_norm": ("attn_norm",),
+        "attention.qkv_proj": ("attn.Wqkv",),
+        "attention.o_proj": ("attn.Wo",),
+        "mlp_norm": ("mlp_norm",),
+        "mlp.gate_up_proj": ("mlp.Wi",),
+        "mlp.down_proj": ("mlp.Wo",),
+    },
+    HeadNames("head.dense", "classifier", "head.norm"),
+    HeadNames("head.dense", "decoder", "head.norm"),
+    keys={"hidden_act": ("hidden_activation",), "layer_norm_eps": ("norm_eps",)},
+    defaults=_SHAPE
+    | {
+        "vocab_size": 50368,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "type_vocab_size": 0,
+    },
+    rotary=True,
+    gated=True,
+    norms="before",
+    biases=(),
+)
+_NOMIC = EncoderFamily(
+    "nomic_bert",
+    ("nomic_bert.", "bert."),
+    {"embed": "embeddings.word_embeddings", "types": "embeddings.token_type_embeddings", "embedding_norm": "emb_ln"},
+    "encoder.layers.{}.",
+    {
+        "attention.qkv_proj": ("attn.Wqkv",),
+        "attention.o_proj": ("attn.out_proj",),
+        "attention_norm": ("norm1",),
+        "mlp.gate_up_proj": ("mlp.fc12", "mlp.fc11"),
+        "mlp.down_proj": ("mlp.fc2",),
+        "mlp_norm": ("norm2",),
+    },
+    _POOLER_HEAD,
+    keys={
+        "hidden_size": ("n_embd",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "intermediate_size": ("n_inner",),
+        "max_position_embeddings": ("n_positions",),
+        "hidden_act": ("activation_function",),
+        "layer_norm_eps": ("layer_norm_epsilon",),
+        "rope_theta": ("rotary_emb_base",),
+    },
+    defaults=_SHAPE | {"vocab_size": 30528, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 1e3},
+    rotary=True,
+    gated=True,
+    biases=(),
+)
+_GTE = EncoderFamily(
+    "gte",
+    ("new.", "gte."),
+    {name: stored for name, stored in _BERT_OUTER.items() if name != "positions"},
+    "encoder.layer.{}.",
+    {
+        "attention.qkv_proj": ("attention.qkv_proj",),
+        "attention.o_proj": ("attention.o_proj",),
+        "attention_norm": ("attn_ln",),
+        "mlp.gate_up_proj": ("mlp.up_gate_proj",),
+        "mlp.down_proj": ("mlp.down_proj",),
+        "mlp_norm": ("mlp_ln",),
+    },
+    _POOLER_HEAD,
+    HeadNames("lm_head.dense", "lm_head.decoder", "lm_head.norm", "gelu"),
+    defaults=_SHAPE
+    | {"vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1, "rope_theta": 1.6e5, "pad_token_id": 1},
+    rotary=True,
+    gated=True,
+    biases=("qkv", "out", "down"),
+)
+
+BODIES: dict[str, EncoderFamily] = {
+    "Bert": _BERT,
+    "Roberta": _ROBERTA,
+    "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
+    "XLMRobertaFlash": _ROBERTA_FLASH,
+    "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
+    "MPNet": _MPNET,
+    "Electra": _ELECTRA,
+    "DistilBert": _DISTILBERT,
+    "ModernBert": _MODERNBERT,
+    "NomicBert": _NOMIC,
+    "Gte": _GTE,
+    "New": _GTE,
+}
+"""First part of an architecture's name. That of XLMRobertaFlash is XLMRoberta in ``config.json``; its tensors have other names."""
+FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
+    body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
+}
+"""All supported architectures, by their names in ``config.json``."""
+UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
+"""Beginnings of the names of heads that may be stored and are not read."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Shape, flags and limits of an encoder."""
+
+    architecture: str
+    """A key of :data:`FAMILIES`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_context: int
+    """Tokens of a sequence, of both texts where it is a pair."""
+    norm_eps: float
+    activation: str
+    """A value of :data:`ACTIVATIONS`."""
+    positions: int = 0
+    """Rows of the table of positions; 0 without a table."""
+    first_position: int = 0
+    """Row of the first token."""
+    type_count: int = 0
+    """Rows of the table of token types; 0 without a table."""
+    distance_buckets: int = 0
+    """Rows of the table of biases by distance; 0 without one."""
+    rope: Rope | None = None
+    local_rope: Rope | None = None
+    """Rotation in layers with a window; None: :attr:`rope`."""
+    windows: tuple[int | None, ...] = ()
+    """[layer] window, in tokens, half of it on each side; None for attention to all tokens. Empty if no layer has one."""
+    biases: frozenset[str] = frozenset()
+    """See :attr:`EncoderFamily.biases`; and ``norms``."""
+    pooling: Pooling | None = None
+    """None where the model does not embed."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
+    multi_label: bool = False
+    regression: bool = False
+    head_mean: bool = False
+    """Whether the classification head reads the mean of all hidden states, and not that of the first token."""
+    head_activation: str = "tanh"
+    head_bias: bool = True
+    sparse: Literal["vocabulary", "tokens", "none"] = "none"
+    """Weights of vocabulary entries: the largest of a masked language model's logits over all tokens, as log(1 + relu) (SPLADE); or
+    that of a head with one number for each token (bge-m3)."""
+    token_vectors: int = 0
+    """Length of the vector of each token; 0 where the model makes none."""
+    ignored: tuple[int, ...] = ()
+    """Tokens without a weight in ``sparse`` of ``tokens``."""
+    tied: bool = True
+    """The head over the vocabulary, where there is one, is the embedding."""
+
+    @property
+    def family(self) -> EncoderFamily:
+        return FAMILIES[self.architecture][0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def typed(self) -> bool:
+        """Whether the second text of a pair has a token type of its own. Tokenisers of the RoBERTa family give none."""
+        return self.type_count > 1 and not self.family.offset_positions
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def vision(self) -> None:
+        return None
+
+    @property
+    def experts(self) -> None:
+        return None
+
+    @property
+    def lm_head(self) -> bool:
+        """Whether the model predicts the next token."""
+        return False
+
+    @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """How the queries of each layer attend."""
+        return [PLAIN if window is None else AttentionSpec(None, window) for window in self.windows] or [PLAIN] * self.num_layers
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Return the rotation in ``layer``."""
+        local = self.local_rope is not None and bool(self.windows) and self.windows[layer] is not None
+        return self.local_rope if local else self.rope
+
+
+def is_encoder(directory: Path) -> bool:
+    """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
+    if is_gguf(directory):
+        return False
+    return Keys(read_json(directory / "config.json"), "config.json").strings("architectures")[0] in FAMILIES
+
+
+def load_encoder_config(directory: Path, max_context: int | None = None) -> EncoderConfig:
+    """Read ``config.json`` and the files of :mod:`engine.models.pooling`. Raises :class:`ModelError`.
+
+    ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`.
+    """
+    config = parse_encoder_config(read_json(directory / "config.json"))
+    head = FAMILIES[config.architecture][1]
+    longest = min(config.max_context, max_seq_length(directory) or config.max_context)
+    if max_context is not None and max_context > longest:
+        raise ModelError(f"--max-context is {max_context}, and the model has a context of {longest}; lower it.")
+    config = dataclasses.replace(config, max_context=max_context or longest)
+    if head == "classes":
+        return config
+    if head == "sparse" and (not (directory / MODULES_FILE).is_file() or _is_splade(directory)):
+        if config.family.masked_head is None:
+            raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
+        return dataclasses.replace(config, sparse="vocabulary")
+    pooling = load_pooling(directory, config.hidden_size)
+    if pooling is None:
+        raise ModelError(
+            f"The architecture {config.architecture} in config.json has no head that is read, and there is no {MODULES_FILE} with "
+            "a Pooling or Dense module; add the model's sentence-transformers files."
+        )
+    vectors = pooling.size(config.hidden_size) if pooling.mode is None else 0
+    if (directory / TOKEN_HEAD).is_file():
+        vectors = config.hidden_size
+    config = dataclasses.replace(config, pooling=pooling, token_vectors=vectors)
+    if not (directory / SPARSE_HEAD).is_file():
+        return config
+    return dataclasses.replace(config, sparse="tokens", ignored=_special_tokens(directory))
+
+
+def _is_splade(directory: Path) -> bool:
+    """Whether the model's modules make weights of vocabulary entries. Raises :class:`ModelError` for others than SPLADE's usual."""
+    modules = dict(read_modules(directory / MODULES_FILE))
+    if not set(SPARSE_MODULES) <= set(modules):
+        return False
+    file = f"{modules['SpladePooling']}/config.json"
+    keys = Keys(read_json(directory / file) if (directory / file).is_file() else {}, file)
+    for key, wanted in (("pooling_strategy", "max"), ("activation_function", "relu")):
+        if keys.text(key, wanted) != wanted:
+            raise keys.error(key, f"is {keys.text(key, wanted):.80}; only {wanted} is supported")
+    return True
+
+
+def _special_tokens(directory: Path) -> tuple[int, ...]:
+    """Ids of the tokeniser's special tokens."""
+    tokens = read_json(directory / "tokenizer.json").get("added_tokens", [])
+    found = (token.get("id") for token in tokens if isinstance(token, dict) and token.get("special"))
+    return tuple(sorted(token for token in found if isinstance(token, int)))
+
+
+def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
+    """A parsed ``config.json`` of an encoder. Raises :class:`ModelError`."""
+    architecture = Keys(raw, "config.json").strings("architectures")[0]
+    family, head = FAMILIES[architecture]
+    renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
+    keys = Keys({**family.defaults, **raw, **renamed}, "config.json")
+    activation = _activation(keys, "hidden_act")
+    rotary = family.rotary or keys.text("position_embedding_type", "absolute") == "rope"
+    _refuse_unsupported(keys, family)
+    hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    if hidden_size % heads or (rotary and hidden_size // heads % 2):
+        raise keys.error("hidden_size", f"({hidden_size}) is not {heads} heads of an even size; correct the file")
+    if keys.count("embedding_size", hidden_size) != hidden_size:
+        raise keys.error("embedding_size", f"is not hidden_size ({hidden_size}), which is not supported; use another model")
+    written = keys.count("max_position_embeddings")
+    first = (keys.pad_token_id or 0) + 1 if family.offset_positions else 0
+    if first >= written:
+        raise keys.error("max_position_embeddings", f"is {written}, and positions begin at {first}; correct the file")
+    types = keys.whole("type_vocab_size") if "types" in family.outer else 0
+    rope, local_rope = _ropes(keys, family) if rotary else (None, None)
+    return EncoderConfig(
+        architecture=architecture,
+        vocab_size=keys.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        max_context=written - first,
+        norm_eps=keys.number("layer_norm_eps"),
+        activation=activation,
+        positions=0 if rotary else written,
+        first_position=first,
+        type_count=types,
+        distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
+        rope=rope,
+        local_rope=local_rope,
+        windows=_windows(keys, layers) if family.model_type == "modernbert" else (),
+        biases=_biases(keys, family),
+        classes=class_names(keys) if head == "classes" else (),
+        multi_label=head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
+        regression=head == "classes" and keys.text("problem_type", "") == REGRESSION,
+        head_mean=keys.text("classifier_pooling", "cls") == "mean",
+        head_activation=_head_activation(keys, family, head, activation),
+        head_bias=family.model_type != "modernbert" or keys.flag("classifier_bias", False),
+        tied=keys.flag("tie_word_embeddings", True),
+    )
+
+
+def _activation(keys: Keys, key: str) -> str:
+    name = keys.text(key, "gelu")
+    if name not in ACTIVATIONS:
+        raise keys.error(key, f"is {name:.80}; only {', '.join(ACTIVATIONS)} are supported")
+    return ACTIVATIONS[name]
+
+
+def _head_activation(keys: Keys, family: EncoderFamily, head: Head, activation: str) -> str:
+    names = family.masked_head if head == "sparse" else family.class_head
+    if family.model_type == "modernbert":
+        return _activation(keys, "classifier_activation")
+    return (names.activation if names is not None else "") or activation
+
+
+def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
+    kind = keys.text("position_embedding_type", "rope" if family.rotary else "absolute")
+    if kind != ("rope" if family.rotary else "absolute"):
+        raise keys.error("position_embedding_type", f"is {kind:.80}, which is not supported; use another model")
+    for key, only in (
+        ("is_decoder", False),
+        ("sinusoidal_pos_embds", False),
+        ("prenorm", False),
+        ("parallel_block", False),
+        ("causal", False),
+        ("use_rms_norm", False),
+        ("rotary_emb_interleaved", False),
+        ("logn_attention_scale", False),
+    ):
+        if keys.flag(key, only) is not only:
+            raise keys.error(key, f"is {str(not only).lower()}, which is not supported; use another model")
+    for key in ("quantization_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
+        if keys.present(key):
+            raise keys.error(key, "is set, which is not supported; use another model")
+    if keys.text("layer_norm_type", "layer_norm") != "layer_norm":
+        raise keys.error("layer_norm_type", "is not supported; only layer_norm is")
+    if keys.present("rotary_emb_fraction") and keys.number("rotary_emb_fraction") != 1.0:
+        raise keys.error("rotary_emb_fraction", "is not 1, and rotating a part of each head is not supported; use another model")
+
+
+def _biases(keys: Keys, family: EncoderFamily) -> frozenset[str]:
+    if family.model_type == "modernbert":
+        attention, mlp = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
+        named = {"qkv": attention, "out": attention, "up": mlp, "down": mlp, "norms": keys.flag("norm_bias", False)}
+        return frozenset(name for name, is_there in named.items() if is_there)
+    found = {"norms", *family.biases}
+    if family.model_type == "nomic_bert":
+        written = (("qkv_proj_bias", ("qkv", "out")), ("mlp_fc1_bias", ("up",)), ("mlp_fc2_bias", ("down",)))
+        found |= {name for key, names in written if keys.flag(key, False) for name in names}
+    return frozenset(found)
+
+
+def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    """ModernBERT: each ``global_attn_every_n_layers``-th layer from the first has none."""
+    window, interval = keys.count("local_attention", 128), keys.count("global_attn_every_n_layers", 3)
+    kinds = ["sliding_attention" if layer % interval else "full_attention" for layer in range(layers)]
+    if keys.present("layer_types"):
+        kinds = keys.strings("layer_types")
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise keys.error("layer_types", "must name full_attention or sliding_attention for each layer; correct the file")
+    found = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return found if any(found) else ()
+
+
+def _ropes(keys: Keys, family: EncoderFamily) -> tuple[Rope, Rope | None]:
+    """The rotation of all layers, and that of layers with a window, if they have one of their own."""
+    inner = keys.section("rope_parameters")
+    if family.model_type == "modernbert":
+        found = []
+        for kind, key, theta in (("full_attention", "global_rope_theta", 1.6e5), ("sliding_attention", "local_rope_theta", 1e4)):
+            own = inner.section(kind) if inner is not None else None
+            _only_default(own)
+            given = keys.number(key, theta)
+            found.append(Rope(given if own is None else own.number("rope_theta", given)))
+        return found[0], found[1]
+    scaling = keys.section("rope_scaling")
+    theta = keys.number("rope_theta")
+    if inner is not None:
+        theta = inner.number("rope_theta", theta)
+    for section in (inner, scaling):
+        if section is not None and section.text("rope_type", section.text("type", "default")) == "ntk":
+            return NtkRope(theta, section.number("factor")), None
+        _only_default(section)
+    return Rope(theta), None
+
+
+def _only_default(section: Keys | None) -> None:
+    if section is not None and section.text("rope_type", section.text("type", "default")) != "default":
+        raise section.error("rope_type", "is not supported for encoders; only default and, for GTE, ntk are")

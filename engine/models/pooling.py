@@ -1,0 +1,170 @@
+"""How an embedding model makes vectors of hidden states, read from the files of sentence-transformers beside its weights.
+
+``modules.json`` lists the modules of the model in order: ``Transformer``, ``Pooling`` and, for some models, ``Dense``,
+``LayerNorm`` and ``Normalize``. The configuration of a module is ``config.json`` in the folder that its entry names. A model with
+``Dense`` and without ``Pooling`` makes a vector for each token (ColBERT, as PyLate writes it). Normalisation is a choice of each
+request.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+
+Mode = Literal["cls", "last", "mean", "mean_sqrt", "max", "weightedmean"]
+"""What is pooled: the first or the last token, or all tokens of the prompt: their mean, their sum divided by the square root of
+their number, the maximum of each element, or their mean weighted by position, the first token by 1."""
+
+MODULES_FILE = "modules.json"
+SENTENCE_FILE, SENTENCE_CONFIG = "sentence_bert_config.json", "config_sentence_transformers.json"
+MODES: dict[str, Mode] = {
+    "cls": "cls",
+    "lasttoken": "last",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "max": "max",
+    "weightedmean": "weightedmean",
+}
+"""Modes by their names in sentence-transformers."""
+_OLD_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""Before release 5.4 of sentence-transformers each mode is a flag of its own."""
+KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
+SPARSE_MODULES = ("MLMTransformer", "SpladePooling")
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+MAX_WIDTH = 1 << 16
+"""Largest width of a ``Dense`` module."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A ``Dense`` or ``LayerNorm`` module."""
+
+    folder: str
+    """Of its weights."""
+    size: int
+    """Width of its output."""
+    inner: int = 0
+    """Width of its input; 0 for a ``LayerNorm``."""
+    bias: bool = True
+    activation: str = "Identity"
+    """Name of a class of ``torch.nn``."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """From hidden states to vectors."""
+
+    mode: Mode | None
+    """None: each token has a vector of its own."""
+    include_prompt: bool = True
+    """Whether tokens of a prompt before the text are pooled too. Otherwise a request says how many they are."""
+    projections: tuple[Projection, ...] = ()
+
+    def size(self, hidden_size: int) -> int:
+        """Length of a vector."""
+        return self.projections[-1].size if self.projections else hidden_size
+
+
+def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
+    """Pooling of the model in ``directory``; None where it is not an embedding model. Raises :class:`ModelError`.
+
+    ``hidden_size``: width of hidden states, if the widths of projections are to be checked.
+    """
+    path = directory / MODULES_FILE
+    if not path.is_file():
+        return None
+    modules = read_modules(path)
+    names = [name for name, _ in modules]
+    if "Pooling" not in names and "Dense" not in names:
+        return None
+    if unknown := [name for name in names if name not in KNOWN_MODULES]:
+        raise ModelError(
+            f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
+        )
+    pooling = Pooling(None)
+    if "Pooling" in names:
+        place = names.index("Pooling")
+        if any(name in ("Dense", "LayerNorm") for name in names[:place]):
+            raise ModelError(f"{MODULES_FILE} has a module before Pooling that changes vectors of tokens, which is not supported.")
+        pooling = _pooling(*_config(directory, *modules[place]))
+    width, projections = hidden_size, []
+    for name, folder in modules:
+        if name in ("Dense", "LayerNorm"):
+            projection = _projection(name, folder, *_config(directory, name, folder))
+            if width and (projection.inner or projection.size) != width:
+                raise ModelError(
+                    f"{folder}/config.json takes {projection.inner or projection.size} numbers, and there are {width}."
+                )
+            width = projection.size
+            projections.append(projection)
+    return Pooling(pooling.mode, pooling.include_prompt, tuple(projections))
+
+
+def read_modules(path: Path) -> list[tuple[str, str]]:
+    """Name of the class and folder of each module. Raises :class:`ModelError`."""
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        return [(_class_name(str(module["type"])), str(module["path"])) for module in modules]
+    except (ValueError, OSError, TypeError, KeyError) as error:
+        raise ModelError(f"{path.name} is not a list of modules with type and path; download the model again.") from error
+
+
+def max_seq_length(directory: Path) -> int | None:
+    """Tokens after which sentence-transformers cuts a text; None where nothing says so. Raises :class:`ModelError`."""
+    path = directory / SENTENCE_FILE
+    if not path.is_file():
+        return None
+    keys = Keys(read_json(path), path.name)
+    return keys.count("max_seq_length") if keys.present("max_seq_length") else None
+
+
+def _class_name(module_type: str) -> str:
+    """The last part of a type of sentence-transformers or PyLate; types of a model's own code keep their whole name."""
+    known = module_type.startswith(("sentence_transformers.", "pylate."))
+    return module_type.rpartition(".")[2] if known else module_type
+
+
+def _config(directory: Path, name: str, folder: str) -> tuple[dict[str, Any], str]:
+    """Configuration of a module, and its file."""
+    file = f"{folder}/config.json"
+    if not folder or Path(folder).name != folder or not (directory / file).is_file():
+        raise ModelError(f"{MODULES_FILE} names a {name} module, but there is no {file}; download the model again.")
+    return read_json(directory / file), file
+
+
+def _pooling(raw: dict[str, Any], file: str) -> Pooling:
+    keys = Keys(raw, file)
+    if keys.present("pooling_mode"):
+        modes = [keys.text("pooling_mode", "")]
+    else:
+        flags = [key for key in raw if key.startswith("pooling_mode_") and keys.flag(key, False)]
+        modes = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
+    if len(modes) != 1 or modes[0] not in MODES:
+        found = " and ".join(modes) or "no mode"
+        raise ModelError(f"{file} asks for pooling by {found}, which is not supported; use a model with {' or '.join(MODES)}.")
+    return Pooling(MODES[modes[0]], keys.flag("include_prompt", True))
+
+
+def _projection(name: str, folder: str, raw: dict[str, Any], file: str) -> Projection:
+    keys = Keys(raw, file)
+    if name == "LayerNorm":
+        return Projection(folder, keys.count("dimension"))
+    activation = keys.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise keys.error("activation_function", f"is {activation:.80}; only {', '.join(_ACTIVATIONS)} are supported")
+    if keys.flag("use_residual", False):
+        raise keys.error("use_residual", "is true, which is not supported; use another model")
+    sizes = keys.count("in_features"), keys.count("out_features")
+    if max(sizes) > MAX_WIDTH:
+        raise ModelError(f"{file} has {max(sizes)} features, at most {MAX_WIDTH} are supported.")
+    return Projection(folder, sizes[1], sizes[0], keys.flag("bias", True), activation)

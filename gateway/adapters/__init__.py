@@ -1,1 +1,0 @@
-"""Loading and unloading adapters through the API, on all replicas of a model."""

@@ -1,0 +1,157 @@
+"""The served part of ``yardstick lenvm evaluate``: answers with and without length guidance, for each target length."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from yardstick_llm.gateway.commands import CommandError, WrongUsage
+from yardstick_llm.gateway.commands.client import Answer, Call, Sender, Server
+from yardstick_llm.gateway.commands.lenvm import (
+    ANSWERS,
+    MANIFEST,
+    NO_IDS,
+    Answered,
+    LineTask,
+    compute,
+    encoded_line,
+    read_manifest,
+    seed_of,
+)
+from yardstick_llm.gateway.commands.runner import Item
+
+SERVED = "served.jsonl"
+END_BIAS = 5.0
+"""Added to the logit of the end token behind the target, by the rule that moves nothing else."""
+
+
+class _Likelihood(msgspec.Struct):
+    logprob: float
+
+
+class _Likelihoods(msgspec.Struct):
+    data: list[_Likelihood]
+
+
+@dataclass
+class Served(LineTask):
+    """Answers with and without length guidance, and with a rule that only moves the end token, and how probable each is."""
+
+    prompts: Mapping[str, list[int]] = field(default_factory=dict)
+    top_k: int = 5
+    min_p: float = 0.01
+    end_tokens: Sequence[int] = ()
+    most: int = 0
+    """Most tokens of an unguided answer."""
+    command: ClassVar[str] = "lenvm evaluate"
+
+    def key(self, fields: dict[str, Any]) -> Hashable:
+        return fields["prompt_id"], fields["rule"], fields["target"]
+
+    def named(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields
+
+    def call(self, items: Sequence[Item]) -> Call:
+        fields = items[0].content
+        target, rule = fields["target"], fields["rule"]
+        given: dict[str, Any] = {"max_tokens": self.most if target is None else 3 * target + 64}
+        if rule.startswith("guided"):
+            given["length_guidance"] = {"target_length": target, "top_k": self.top_k}
+            if end := rule.partition(", end ")[2]:
+                given["length_guidance"]["end_min_p"] = float(end)
+        elif rule == "end token":
+            given |= {"min_tokens": target, "logit_bias": {str(token): END_BIAS for token in self.end_tokens}}
+        body = self.body(
+            prompt=self.prompts[fields["prompt_id"]],
+            temperature=1,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=seed_of(self.seed, fields["prompt_id"]),
+            **given,
+        )
+        return Call("/v1/completions", body)
+
+    async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
+        """Ask for the answer, and then for its probability without guidance."""
+        answer = await sender.send(self.call(items))
+        if answer.problem is not None:
+            return answer
+        choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
+        if not choice.token_ids:
+            raise CommandError(NO_IDS)
+        prompt = self.prompts[items[0].content["prompt_id"]]
+        asked = {"model": self.model, "query": prompt, "items": [choice.token_ids], "readout": "likelihood"}
+        scored = await sender.send(Call("/v1/score", msgspec.json.encode(asked)))
+        if scored.problem is not None:
+            return scored
+        choice.logprobs = msgspec.json.decode(scored.content, type=_Likelihoods).data[0].logprob
+        return Answer(200, msgspec.json.encode(Answered([choice])))
+
+    def lines(self, items: Sequence[Item], answer: Answer) -> list[bytes]:
+        choice = msgspec.json.decode(answer.content, type=Answered).choices[0]
+        ids = choice.token_ids or []
+        ended = choice.finish_reason == "stop"
+        line = {**items[0].content, "tokens": len(ids) - ended, "finish_reason": choice.finish_reason}
+        line |= {"mean_logprob": choice.logprobs / len(ids), "repeated": _repeated(ids), "error": None}
+        self.note(line)
+        return [encoded_line(line)]
+
+
+def _repeated(ids: Sequence[int], size: int = 4) -> float:
+    """Return the share of runs of ``size`` tokens that occurred before."""
+    runs = [tuple(ids[start : start + size]) for start in range(len(ids) - size + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+class _Line(msgspec.Struct):
+    """The fields of a line of answers that an evaluation needs."""
+
+    prompt_id: str
+    split: str
+    error: str | None
+    prompt_ids: list[int] = []
+
+
+def serve_targets(
+    server: Server,
+    data: Path,
+    out: Path,
+    *,
+    model: str | None,
+    split: str,
+    end_min_p: float | None,
+    targets: Sequence[int],
+    most_prompts: int,
+    concurrency: int,
+) -> None:
+    """Write ``served.jsonl``, or continue it: an answer to each prompt of a split for each target and rule.
+
+    Raises :class:`CommandError`.
+    """
+    manifest = read_manifest(data / MANIFEST)
+    prompts: dict[str, list[int]] = {}
+    with (data / ANSWERS).open("rb") as stream:
+        for line in stream:
+            try:
+                found = msgspec.json.decode(line, type=_Line)
+            except ValueError:
+                continue  # the program that reads all of it reports damage
+            if found.split == split and found.error is None and (len(prompts) < most_prompts or found.prompt_id in prompts):
+                prompts[found.prompt_id] = found.prompt_ids
+    if not prompts:
+        raise WrongUsage(f"{data} has no answered prompt in the split {split!r}; name another --split, or sample more prompts")
+    out.mkdir(parents=True, exist_ok=True)
+    name = model or manifest.model
+    task = Served(name, manifest.settings.seed, prompts=prompts, end_tokens=manifest.end_tokens, most=3 * max(targets) + 64)
+
+    rules = ["guided", "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
+    asked = [("unguided", None), *((rule, target) for target in targets for rule in rules)]
+    rows = [{"prompt_id": prompt, "rule": rule, "target": target} for prompt in prompts for rule, target in asked]
+
+    missing = compute(task, out / SERVED, rows, server, concurrency, "Writing to targets")
+    if missing:
+        raise CommandError(f"{missing} answers are missing (the last problem: {task.last_problem}); repeat the command")

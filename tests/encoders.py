@@ -1,0 +1,84 @@
+"""Directories of encoders for tests: random weights written by transformers, and the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from tests.checkpoints import VOCAB_SIZE, randomize, write_pooling, write_tokenizer
+
+Kind = Literal["embed", "classes", "masked"]
+SUFFIXES: dict[Kind, str] = {"embed": "Model", "classes": "ForSequenceClassification", "masked": "ForMaskedLM"}
+_NAMES = {
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm_roberta": "XLMRoberta",
+    "distilbert": "DistilBert",
+    "modernbert": "ModernBert",
+    "mpnet": "MPNet",
+    "electra": "Electra",
+    "nomic": "NomicBert",
+    "gte": "Gte",
+}
+"""First parts of the names of transformers' classes."""
+TYPED = ("bert", "electra", "nomic", "gte")
+"""Families with several token types."""
+WITHOUT_MASKED = ("nomic", "electra")
+CONTEXT = 128
+CLASSES = 3
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
+    "xlm_roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
+    "mpnet": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},
+    "electra": {"embedding_size": 64},
+    "distilbert": {"n_layers": 3, "n_heads": 4, "dim": 64, "hidden_dim": 96},
+    "modernbert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "classifier_bias": True},
+    "gte": {"type_vocab_size": 2},
+}
+
+
+def make_encoder(directory: Path, family: str, kind: Kind = "embed", *, pooling: str = "mean_tokens", **overrides: Any) -> Path:
+    """Write a model of ``family`` with random weights, a tokeniser and, to embed, a pooling module. Returns ``directory``."""
+    name = _NAMES[family]
+    config = getattr(transformers, f"{name}Config")
+    labels = {"num_labels": CLASSES} if kind == "classes" else {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, name + SUFFIXES[kind])(config(**(_SHAPE | _OVERRIDES.get(family, {}) | labels | overrides)))
+        randomize(model)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return write_pooling(directory, pooling) if kind == "embed" else directory
+
+
+def load_reference(directory: Path, family: str, kind: Kind) -> torch.nn.Module:
+    """The model that transformers loads, in float32."""
+    return getattr(transformers, _NAMES[family] + SUFFIXES[kind]).from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def add_module(directory: Path, kind: str, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+    """Append a module to a sentence-transformers directory. Returns its folder."""
+    modules = json.loads((directory / "modules.json").read_text())
+    folder = directory / f"{len(modules)}_{kind}"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        torch.save(weights, folder / "pytorch_model.bin")
+    entry = {"idx": len(modules), "name": str(len(modules)), "path": folder.name, "type": f"sentence_transformers.models.{kind}"}
+    (directory / "modules.json").write_text(json.dumps([*modules, entry]))
+    return folder

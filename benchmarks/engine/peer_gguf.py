@@ -23,6 +23,7 @@ from benchmarks.engine.peers import NUMBER_FORMATS, SLOTS, Peer
 from benchmarks.engine.records import Records, Store, describe
 from benchmarks.engine.writing import Writing
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.source import locate
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     peer = None if options.llamacpp is None else Peer("llamacpp", options.llamacpp, path, "gguf")
     try:
         if peer is not None:
-            works["llama.cpp"] = of_peer(peer)
+            works["llama.cpp"] = of_peer(peer, load_config(path).vocab_size)
         rates: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in work} for name, work in works.items()}
         for place in records.progress(range(-1, options.rounds), "rounds"):
             for name, work in works.items():
@@ -95,18 +96,18 @@ def of_engine(path: Path, form: str) -> dict[str, Callable[[int], float]]:
     return {**{titled(streams): write(streams) for streams in STREAMS}, "prompts/s": score}
 
 
-def of_peer(peer: Peer) -> dict[str, Callable[[int], float]]:
-    """The same of llama.cpp; ids of all vocabularies begin alike, so its random prompts have the first 1,000 tokens."""
+def of_peer(peer: Peer, vocab_size: int) -> dict[str, Callable[[int], float]]:
+    """The same of llama.cpp."""
 
     def write(streams: int) -> Callable[[int], float]:
         def rate(place: int) -> float:
-            prompts: Any = np.random.default_rng(place + 1).integers(0, 1000, (streams, PROMPT)).tolist()
+            prompts: Any = np.random.default_rng(place + 1).integers(0, vocab_size, (streams, PROMPT)).tolist()
             return streams * OUTPUT / peer.write(prompts, OUTPUT).wall
 
         return rate
 
     def score(place: int) -> float:
-        message = Workload().request(f"r{place}", np.random.default_rng(100 + place), 1000)
+        message = Workload().request(f"r{place}", np.random.default_rng(100 + place), vocab_size)
         peer.score(message)
         return len(message.branches) / peer.spent.wall
 

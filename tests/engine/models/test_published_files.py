@@ -22,12 +22,17 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import stored
-from yardstick_llm.engine.models.formats.fp8 import QuantizedLinear, QuantizingLinear
+from yardstick_llm.engine.models.formats.fp8 import QuantizedGroupedLinear, QuantizedLinear, QuantizingLinear
 from yardstick_llm.engine.models.formats.int8 import Int8Linear
 from yardstick_llm.engine.models.formats.packed import PackedLinear
-from yardstick_llm.engine.models.formats.stored import BlockScaledLinear, PackedCodesLinear, WeightOnlyLinear
+from yardstick_llm.engine.models.formats.stored import (
+    BlockScaledLinear,
+    PackedCodesLinear,
+    WeightOnlyGroupedLinear,
+    WeightOnlyLinear,
+)
 from yardstick_llm.engine.models.loader import load_model
-from yardstick_llm.engine.models.modules import PROJECTIONS, Linear
+from yardstick_llm.engine.models.modules import PROJECTIONS, GroupedLinear, Linear
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.weight_only import has_operator
 
@@ -162,7 +167,7 @@ EXECUTED = [
     ("fp8 channel", torch.bfloat16, GPU, QuantizingLinear, 0.1),
     ("fp8 tensor", torch.bfloat16, GPU, QuantizingLinear, 0.1),
     ("fp8 block", torch.bfloat16, GPU, BlockScaledLinear, 0.1),
-    ("fp8 block", torch.float32, CPU, None, 1e-4),
+    ("fp8 block", torch.float32, CPU, WeightOnlyLinear, 1e-4),
     ("fp8 block cut off", torch.bfloat16, GPU, None, 3e-2),
     ("nf4", torch.float32, CPU, None, 1e-4),
 ]
@@ -199,6 +204,34 @@ def test_codes_execute_as_they_are(
     for count in (60, 3):
         found, exact = logits(decoder, count), expected if count == 60 else logits(load_model(dense), count)
         assert (found - exact).norm() < tolerance * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "kind", "tolerance"),
+    [
+        ("w4a16", torch.float32, CPU, WeightOnlyGroupedLinear, 1e-4),
+        ("awq", torch.float32, GPU, WeightOnlyGroupedLinear, 1e-4),
+        ("fp8 block", torch.float32, GPU, WeightOnlyGroupedLinear, 1e-4),
+        ("fp8 channel", torch.bfloat16, GPU, QuantizedGroupedLinear, 0.3),
+        ("gptq asymmetric ordered", torch.float32, GPU, GroupedLinear, 1e-4),
+    ],
+)
+def test_experts_execute_codes(
+    tmp_path: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
+    source = make_checkpoint(tmp_path / "source", "mixtral", hidden_size=128, intermediate_size=128)
+    quantised, dense = write_quantised(source, tmp_path, name, kept=())
+    decoder = load_model(quantised, dtype, "stored", device=device)
+    assert {type(layer.get_submodule(part)) for layer in decoder.layers for part in ("mlp.gate_up", "mlp.down")} == {kind}
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < tolerance * exact.norm()
 
 
 def scores(model: Path, **options: Any) -> tuple[str, str, Tensor]:

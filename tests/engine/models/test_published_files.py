@@ -108,6 +108,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("awq", lambda t, c: c.update(version="gemv"), "version in .* is 'gemv'"),
         ("awq", lambda t, c: c.update(group_size="x"), "group_size .* must be a whole number"),
         ("w4a16", lambda t, c: c.update(format="marlin-24"), "format in .* is 'marlin-24'"),
+        ("w4a16", lambda t, c: c.update(transform_config={"r1": {}}), "transform_config in .* asks for rotations"),
         ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, 1 << 60])}), "do not fit together"),
         ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, -64])}), "do not fit together"),
         ("w4a16", lambda t, c: t.pop(Q + "weight_scale"), "has no weight_scale beside it"),

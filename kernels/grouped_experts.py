@@ -66,7 +66,7 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, blocks: Blocks | 
 def grouped_linear_reference(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
     """:func:`grouped_linear` in plain PyTorch, expert by expert."""
     out = x.new_full((experts.numel(), weight.shape[1]), float("nan"))
-    for expert, pairs in _pairs_by_expert(experts, len(weight)):
+    for expert, pairs in pairs_by_expert(experts, len(weight)):
         out[pairs] = linear(x[pairs if by_pair else pairs // experts.shape[1]], weight[expert])
     return out
 
@@ -89,13 +89,13 @@ def grouped_scaled_linear_reference(
 ) -> Tensor:
     """:func:`grouped_scaled_linear` in plain PyTorch, expert by expert."""
     out = x[1].new_full((experts.numel(), weight[0].shape[1]), float("nan"), dtype=dtype)
-    for expert, pairs in _pairs_by_expert(experts, len(weight[0])):
+    for expert, pairs in pairs_by_expert(experts, len(weight[0])):
         rows = pairs if by_pair else pairs // experts.shape[1]
         out[pairs] = scaled_linear_reference(x[0][rows], x[1][rows], weight[0][expert], weight[1][expert], dtype=dtype)
     return out
 
 
-def _pairs_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+def pairs_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
     """Each of ``count`` experts that has pairs, and these."""
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=count + 1).tolist()

@@ -15,16 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, pairs_by_expert
 from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.quantize import FP8
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 HALVES = 64, 32
 """Columns whose codes of 4 bits are the low halves of successive bytes; the high halves are those of as many columns after them."""
+STEPS = 64, 32, 16
+"""Columns of 8 bits that a program multiplies at a time; groups are multiples of one of them."""
+ROW_TILES = 16, 64
+"""Rows of a program: of a product of at most as many rows, and of others."""
 CHUNK = 1 << 20
 """Elements of a weight that are made dense at a time on a CPU."""
 FEW_ROWS = 48
 """Rows up to which torch's operator for 4 bits on a CPU is faster than a dense part: [2048, 2048] on one core of a Xeon with AMX
-takes 0.35 ms of CPU time for one row, 2.3 for 16 and 8.8 for 64, and making it dense 7.2 (dense weights: 0.95, 0.90 and 1.4)."""
+takes 0.35 ms of CPU time for one row, 6.2 for 48 and 8.8 for 64, and with a dense part 11 for 256 (dense weights: 0.9, 1.1, 1.4
+and 2.4)."""
 CPU_GROUPS = 32, 64, 128, 256
 """Group sizes that the operator takes."""
 CPU_COLUMNS = 64
@@ -36,7 +43,7 @@ class Codes:
     """A weight [out, in] of codes."""
 
     codes: Tensor
-    """8 bits: [out, in] int8 or uint8. 4 bits: [out, in / 2] uint8, see :data:`HALVES`."""
+    """8 bits: [out, in] int8, uint8 or e4m3. 4 bits: [out, in / 2] uint8, see :data:`HALVES`."""
     scales: Tensor
     """[out, groups], in the dtype of the activations, like the others"""
     zeros: Tensor | None = None
@@ -45,6 +52,11 @@ class Codes:
     """Added to what codes and scales make; not beside ``zeros``."""
     half: int = 0
     """One of :data:`HALVES`; 0: 8 bits."""
+
+    def rows(self, rows: slice) -> Codes:
+        """Some of the outputs."""
+        zeros, offsets = (None if part is None else part[rows] for part in (self.zeros, self.offsets))
+        return Codes(self.codes[rows], self.scales[rows], zeros, offsets, self.half)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,32 +120,94 @@ def weight_only_linear_triton(x: Tensor, weight: Codes, bias: Tensor | None = No
 
     Raises ValueError for other shapes, dtypes, devices or layouts.
     """
-    expect_device("x", x)
-    rows, (columns, size) = len(x), weight.shape
-    expect("x", x, x, (rows, size), FLOATS)
-    expect("codes", weight.codes, x, weight.codes.shape, (torch.uint8,) if weight.half else (torch.int8, torch.uint8))
-    for name, part in (("scales", weight.scales), ("zeros", weight.zeros), ("offsets", weight.offsets)):
-        if part is not None:
-            expect(name, part, x, (columns, weight.scales.shape[1]), (x.dtype,))
+    columns, step = weight.shape[0], _expect(x, len(x), weight)
     if bias is not None:
         expect("bias", bias, x, (columns,), (x.dtype,))
-    group, shift = weight.group, weight.zeros if weight.zeros is not None else weight.offsets
-    step = weight.half or next((step for step in (64, 32, 16) if group % step == 0), 0)
-    if not step or group % step or size % (2 * step if weight.half else step):
-        raise ValueError(f"groups of {group} columns, where multiples of 16 are expected, with 4 bits of {weight.half}")
-    out = x.new_empty((rows, columns))
-    few = rows <= 16
-    row_tile, column_tile = (16, 32) if few else (64, 64) if x.dtype == torch.float32 else (64, 128)
-    grid = (-(-rows // row_tile), -(-columns // column_tile))
-    _weight_only[grid](
-        x, weight.codes, weight.scales, weight.scales if shift is None else shift, x if bias is None else bias, out,
-        rows, columns, size, group, bias is not None, weight.zeros is not None, weight.offsets is not None, weight.half > 0,
-        row_tile, column_tile, step, num_warps=4, num_stages=4 if few else 3,
-    )  # fmt: skip
+    out = x.new_empty((len(x), columns))
+    few = len(x) <= ROW_TILES[0]
+    row_tile, column_tile = (ROW_TILES[0], 32) if few else (ROW_TILES[1], 64 if x.dtype == torch.float32 else 128)
+    _launch((-(-len(x) // row_tile), -(-columns // column_tile)), x, weight, out, step, row_tile, column_tile, columns, bias=bias)
     return out
 
 
-@jit("rows")
+def grouped_weight_only_linear(
+    x: Tensor, weight: Codes, experts: Tensor, count: int, blocks: Blocks | None = None, *, by_pair: bool = False
+) -> Tensor:
+    """Multiply each row with the matrices of its experts, as :func:`kernels.grouped_experts.grouped_linear`. weight: of ``count``
+    experts, one below the other."""
+    if launches(x):
+        return grouped_weight_only_linear_triton(x, weight, experts, count, blocks, by_pair=by_pair)
+    return grouped_weight_only_linear_reference(x, weight, experts, count, by_pair=by_pair)
+
+
+def grouped_weight_only_linear_reference(x: Tensor, weight: Codes, experts: Tensor, count: int, *, by_pair: bool = False) -> Tensor:
+    """:func:`grouped_weight_only_linear` in plain PyTorch, expert by expert."""
+    columns = weight.shape[0] // count
+    out = x.new_full((experts.numel(), columns), float("nan"))
+    for expert, pairs in pairs_by_expert(experts, count):
+        own = weight.rows(slice(expert * columns, (expert + 1) * columns))
+        out[pairs] = weight_only_linear_reference(x[pairs if by_pair else pairs // experts.shape[1]], own)
+    return out
+
+
+def grouped_weight_only_linear_triton(
+    x: Tensor, weight: Codes, experts: Tensor, count: int, blocks: Blocks | None = None, *, by_pair: bool = False
+) -> Tensor:
+    """:func:`grouped_weight_only_linear` on a GPU, as :func:`weight_only_linear_triton`. Experts are not checked."""
+    rows, chosen = experts.shape
+    columns = weight.shape[0] // count
+    step = _expect(x, rows * chosen if by_pair else rows, weight)
+    expect("experts", experts, x, (rows, chosen), (torch.int64,))
+    blocks = block_pairs(experts, count) if blocks is None else blocks
+    out = x.new_empty((rows * chosen, columns))
+    column_tile = 64 if x.dtype == torch.float32 else 128
+    grid = len(blocks.experts), -(-columns // column_tile)
+    chosen = 1 if by_pair else chosen
+    _launch(grid, x, weight, out, step, blocks.size, column_tile, columns, blocks=blocks, chosen=chosen, count=count)
+    return out
+
+
+def _expect(x: Tensor, rows: int, weight: Codes) -> int:
+    """Check the operands. -> bytes of a row of codes that a step takes"""
+    expect_device("x", x)
+    expect("x", x, x, (rows, weight.shape[1]), FLOATS)
+    dtypes = (torch.uint8,) if weight.half else (torch.int8, torch.uint8, FP8)
+    expect("codes", weight.codes, x, weight.codes.shape, dtypes)
+    for name, part in (("scales", weight.scales), ("zeros", weight.zeros), ("offsets", weight.offsets)):
+        if part is not None:
+            expect(name, part, x, weight.scales.shape, (x.dtype,))
+    group = weight.group
+    step = weight.half or next((step for step in STEPS if group % step == 0), 0)
+    if not step or group % step or weight.codes.shape[1] % step:
+        raise ValueError(f"groups of {group} columns, where multiples of 16 are expected, with 4 bits of {weight.half}")
+    return step
+
+
+def _launch(
+    grid: tuple[int, int],
+    x: Tensor,
+    weight: Codes,
+    out: Tensor,
+    step: int,
+    row_tile: int,
+    column_tile: int,
+    columns: int,
+    *,
+    bias: Tensor | None = None,
+    blocks: Blocks | None = None,
+    chosen: int = 1,
+    count: int = 1,
+) -> None:
+    shift = weight.zeros if weight.zeros is not None else weight.offsets
+    _weight_only[grid](
+        x, weight.codes, weight.scales, shift, bias, out, None if blocks is None else blocks.places,
+        None if blocks is None else blocks.experts, len(out), chosen, count, columns, weight.shape[1], weight.group,
+        weight.zeros is not None, weight.half > 0, row_tile, column_tile, step,
+        num_warps=4, num_stages=4 if row_tile == ROW_TILES[0] else 3,
+    )  # fmt: skip
+
+
+@jit("rows", "chosen")
 def _weight_only(
     x: tl.tensor,
     codes: tl.tensor,
@@ -141,49 +215,60 @@ def _weight_only(
     shifts: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    places: tl.tensor,
+    experts: tl.tensor,
     rows: tl.tensor,
+    chosen: tl.tensor,
+    EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     HALVED: tl.constexpr,
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Each program computes ROW_TILE rows and COLUMN_TILE columns. A step multiplies STEP bytes, with 4 bits 2 · STEP columns."""
+    """Each program computes ROW_TILE rows and COLUMN_TILE columns. A step multiplies STEP bytes, with 4 bits 2 · STEP columns.
+
+    ``places`` and ``experts``: of blocks (:mod:`kernels.grouped_experts`), whose rows are pairs; None without experts.
+    """
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
-    column = tl.program_id(1) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
-    step = tl.arange(0, STEP)
-    inside, real = column < COLUMNS, (row < rows)[:, None]
-    bytes_of_row: tl.constexpr = SIZE // 2 if HALVED else SIZE
-    left = x + row.to(tl.int64)[:, None] * SIZE + step[None, :]
-    right = codes + column.to(tl.int64)[None, :] * bytes_of_row + step[:, None]
-    groups: tl.constexpr = SIZE // GROUP
-    at = column * groups
-    acc = tl.zeros([ROW_TILE, COLUMN_TILE], tl.float32)
-    for start in range(0, bytes_of_row, STEP):
-        found = tl.load(right + start, mask=inside[None, :], other=0)
-        for part in tl.static_range(2 if HALVED else 1):
-            first = start * 2 + part * STEP if HALVED else start
-            code = found.to(tl.float32)
-            if HALVED:
-                code = (found >> 4 if part else found & 15).to(tl.float32)
-            place = at + first // GROUP
-            scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if HAS_ZEROS:
-                code -= tl.load(shifts + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-            code *= scale
-            if HAS_OFFSETS:
-                code += tl.load(shifts + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-            a = tl.load(left + first, mask=real, other=0.0)
-            acc = tl.dot(a, code.to(x.dtype.element_ty), acc, input_precision="ieee")
-    if HAS_BIAS:
-        acc += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cell = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=real & inside[None, :])
+    expert = tl.program_id(1).to(tl.int64) * 0
+    if places is not None:
+        row = tl.load(places + row)
+        expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    real = row < rows
+    if (tl.max(real.to(tl.int32), axis=0) > 0) & (expert < EXPERTS):
+        column = tl.program_id(1) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
+        step = tl.arange(0, STEP)
+        inside = column < COLUMNS
+        bytes_of_row: tl.constexpr = SIZE // 2 if HALVED else SIZE
+        groups: tl.constexpr = SIZE // GROUP
+        of_weight = expert * COLUMNS + column.to(tl.int64)
+        left = x + (row // chosen).to(tl.int64)[:, None] * SIZE + step[None, :]
+        right = codes + of_weight[None, :] * bytes_of_row + step[:, None]
+        acc = tl.zeros([ROW_TILE, COLUMN_TILE], tl.float32)
+        for start in range(0, bytes_of_row, STEP):
+            found = tl.load(right + start, mask=inside[None, :], other=0.0)
+            for part in tl.static_range(2 if HALVED else 1):
+                first = start * 2 + part * STEP if HALVED else start
+                code = found.to(tl.float32)
+                if HALVED:
+                    code = (found >> 4 if part else found & 15).to(tl.float32)
+                place = of_weight * groups + first // GROUP
+                scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+                if shifts is not None:
+                    shift = tl.load(shifts + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+                    code = (code - shift) * scale if HAS_ZEROS else code * scale + shift
+                else:
+                    code = code * scale
+                a = tl.load(left + first, mask=real[:, None], other=0.0)
+                acc = tl.dot(a, code.to(x.dtype.element_ty), acc, input_precision="ieee")
+        if bias is not None:
+            acc += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        cell = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        tl.store(out + cell, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +289,7 @@ def has_operator() -> bool:
         return False
     codes = torch.arange(2 * CPU_COLUMNS * 32).view(2 * CPU_COLUMNS, 32).mul(7) % 16
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    return torch.equal(_unpack_layout(packed), codes.to(torch.uint8))
+    return torch.equal(_blocks(packed).transpose(1, 2).reshape(codes.shape), codes.to(torch.uint8))
 
 
 def packs_for_cpu(out: int, columns: int, group: int, dtype: torch.dtype) -> bool:
@@ -231,9 +316,14 @@ def packed_codes_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None = No
         return out if bias is None else out.add_(bias)
     out = x.new_empty((len(x), len(weight.layout)))
     for rows in _spans(weight.layout):
-        scales, middle = weight.scales[:, rows].unbind(2)
-        codes = _unpack_layout(weight.layout[rows]).to(torch.int8).sub_(8)
-        out[:, rows] = linear(x, dense(codes, scales.t(), None, middle.t()).to(x.dtype))
+        codes = _blocks(weight.layout[rows]).view(torch.int8).sub_(8)  # [blocks, in, 64]
+        both = (
+            weight.scales[:, rows].reshape(len(weight.scales), -1, 1, CPU_COLUMNS, 2).transpose(0, 1)
+        )  # [blocks, groups, 1, 64, 2]
+        scales, middle = (part.contiguous() for part in both.unbind(4))
+        grouped = codes.view(len(codes), len(weight.scales), weight.group, CPU_COLUMNS).to(x.dtype)
+        part = torch.addcmul(middle, grouped, scales).view(codes.shape).transpose(0, 1).reshape(x.shape[1], -1)
+        out[:, rows] = linear(x, part.t())
     return out if bias is None else out.add_(bias)
 
 
@@ -243,17 +333,20 @@ def _spans(layout: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(layout), step))
 
 
-def _unpack_layout(packed: Tensor) -> Tensor:
-    """[out, in] uint8. The layout has 64 outputs side by side for each input: bytes 0 to 15 have outputs 0 to 15 and, in their high
-    halves, 32 to 47; bytes 16 to 31 have 16 to 31 and 48 to 63 (ATen, ``native/cpu/int4mm_kernel.cpp``)."""
-    parts = packed.view(len(packed) // CPU_COLUMNS, -1, CPU_COLUMNS // 2)
-    return torch.cat([parts & 15, parts >> 4], 2).transpose(1, 2).reshape(len(packed), -1)
+def _blocks(layout: Tensor) -> Tensor:
+    """[out / 64, in, 64] uint8. The layout has 64 outputs side by side for each input: bytes 0 to 15 have outputs 0 to 15 and, in
+    their high halves, 32 to 47; bytes 16 to 31 have 16 to 31 and 48 to 63 (ATen, ``native/cpu/int4mm_kernel.cpp``)."""
+    parts = layout.view(len(layout) // CPU_COLUMNS, -1, CPU_COLUMNS // 2)
+    return torch.cat([parts & 15, parts >> 4], 2)
 
 
 __all__ = [
     "Codes",
     "PackedCodes",
     "dense",
+    "grouped_weight_only_linear",
+    "grouped_weight_only_linear_reference",
+    "grouped_weight_only_linear_triton",
     "half_of",
     "pack_for_cpu",
     "pack_halves",

@@ -213,7 +213,7 @@ def products() -> dict[str, Launch]:
     from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
     from yardstick_llm.kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
     from yardstick_llm.kernels.linear_silu_mul import linear_silu_mul_triton
-    from yardstick_llm.kernels.weight_only import Codes, weight_only_linear_triton
+    from yardstick_llm.kernels.weight_only import Codes, grouped_weight_only_linear_triton, weight_only_linear_triton
 
     def counted(size: int, columns: int, bias: Tensor | None) -> Tensor:
         return counted_linear_triton(bf16(1280, size), bf16(columns, size), bias, longs(1))
@@ -233,10 +233,13 @@ def products() -> dict[str, Launch]:
         scales = {"x_scales": torch.empty(2048, 1), "weight_scales": torch.empty(columns, 1)} if coded else {}
         return linear_qk_norm_rope_triton(x, weight, bias, norm, norm, 1e-6, angles, angles, cache, cache, longs(2048), **scales)
 
-    def coded(rows: int, bits: int) -> Tensor:
-        codes = torch.zeros((6144, 2048 if bits == 4 else 4096), dtype=torch.uint8)
-        shift = bf16(6144, 32)
-        return weight_only_linear_triton(bf16(rows, 4096), Codes(codes, shift, shift, None, 64 if bits == 4 else 0))
+    def coded(rows: int, bits: int, experts: int = 0) -> Tensor:
+        codes, shift = torch.zeros((6144, 2048 if bits == 4 else 4096), dtype=torch.uint8), bf16(6144, 32)
+        weight = Codes(codes, shift, shift, None, 64 if bits == 4 else 0)
+        if experts:
+            chosen = torch.arange(rows * 8).view(-1, 8) % experts
+            return grouped_weight_only_linear_triton(bf16(rows, 4096), weight, chosen, experts)
+        return weight_only_linear_triton(bf16(rows, 4096), weight)
 
     def blocks(rows: int) -> Tensor:
         x, scales = (bf16(rows, 4096).to(FP8), torch.empty(rows, 32)), torch.empty(48, 32)
@@ -257,6 +260,8 @@ def products() -> dict[str, Launch]:
         "4 bits, 1000 rows": Launch(lambda: coded(1000, 4), ("mma",)),
         "8 bits, 8 rows": Launch(lambda: coded(8, 8), ("mma",)),
         "8 bits, 1000 rows": Launch(lambda: coded(1000, 8), ("mma",)),
+        "experts of 4 rows in 4 bits": Launch(lambda: coded(4, 4, 16), ("mma",)),
+        "experts of 1000 rows in 4 bits": Launch(lambda: coded(1000, 4, 16), ("mma",)),
         "blocks in FP8, 8 rows": Launch(lambda: blocks(8), ("mma",)),
         "blocks in FP8, 1000 rows": Launch(lambda: blocks(1000), (WIDE + r"\S*e4m3",)),
         "product and SiLU": Launch(lambda: gates(1024, 3072), fused),

@@ -13,6 +13,8 @@ from yardstick_llm.kernels.weight_only import (
     FEW_ROWS,
     Codes,
     dense,
+    grouped_weight_only_linear_reference,
+    grouped_weight_only_linear_triton,
     half_of,
     has_operator,
     pack_for_cpu,
@@ -71,6 +73,34 @@ def test_tiles_are_made_dense(bits: int, group: int, columns: int, shift: str, d
             found = operation(x, given, added)
             assert found.dtype == dtype
             assert (found.float() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64)])
+@pytest.mark.parametrize("by_pair", [False, True])
+def test_experts(bits: int, group: int, by_pair: bool, device: torch.device) -> None:
+    """One of 5 experts has no pairs, and some pairs are those of experts that are not here."""
+    columns, size, chosen, count = 40, 128, 2, 5
+    weight, exact = codes_of(count * columns, size, group, bits, "zeros")
+    for rows in (3, 300):
+        experts = torch.randint(0, count, (rows, chosen), generator=torch.Generator().manual_seed(rows))
+        experts[experts == 2], experts[0] = count, torch.tensor([1, 0])
+        x = random(rows * chosen if by_pair else rows, size)
+        each = x if by_pair else x.repeat_interleave(chosen, 0)
+        flat = experts.flatten()
+        here = flat < count
+        expected = torch.einsum("ps,pcs->pc", each[here], exact.view(count, columns, size)[flat[here]])
+        given = to(weight, device, torch.float32)
+        for operation in (grouped_weight_only_linear_triton, grouped_weight_only_linear_reference):
+            found = operation(x.to(device), given, experts.to(device), count, by_pair=by_pair).cpu()[here]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_codes_of_fp8(device: torch.device) -> None:
+    codes, scales, x = random(40, 128).to(FP8), random(40, 2, seed=1).abs(), random(5, 128, seed=2)
+    weight = to(Codes(codes, scales), device, torch.float32)
+    expected = x @ dense(codes, scales).t()
+    for operation in (weight_only_linear_triton, weight_only_linear_reference):
+        torch.testing.assert_close(operation(x.to(device), weight).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_large_weights_are_made_dense_in_parts() -> None:

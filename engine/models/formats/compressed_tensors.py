@@ -46,6 +46,8 @@ def compressed_tensors(stored: Mapping[str, Stored], keys: Keys) -> dict[str, St
     kind = keys.text("format", "dense")
     if kind not in FORMATS:
         raise keys.error("format", f"is {kind!r:.40}, which is not supported; use one of {', '.join(FORMATS)}")
+    if keys.section("transform_config") is not None:
+        raise keys.error("transform_config", "asks for rotations of activations, which are not supported; use a checkpoint without")
     groups = _sections(keys.section("config_groups"))
     weights = [section for group in groups if (section := group.section("weights")) is not None]
     activations = any(group.section("input_activations") is not None for group in groups)

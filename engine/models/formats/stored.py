@@ -5,11 +5,11 @@ The kinds of execution, by the device and what a weight's codes are:
 - 8 bits with scales: int8 for rows, whose format quantises activations, on a CPU (:mod:`kernels.int8`); FP8 for rows
   (:mod:`kernels.quantize`) and for blocks (:mod:`kernels.block_scaled`) on a GPU that multiplies it. Activations get scales of
   their own for each token, or each token's part of a block.
-- 4 bits, and 8 bits whose activations stay as they are (:mod:`kernels.weight_only`), on a GPU, and on a CPU where memory matters
+- 4 bits, and 8 bits where activations stay as they are (:mod:`kernels.weight_only`), on a GPU, and on a CPU where memory matters
   more than time.
 - dense: whatever is left, such as projections that the checkpoint did not quantise.
 
-Experts keep codes of FP8 for rows on a GPU, and are dense otherwise.
+Experts have the same kinds, but for FP8 in blocks, whose activations stay as they are too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from yardstick_llm.engine.models.formats import fp8, int8, packed
 from yardstick_llm.engine.models.formats.coded import CodedWeight, stack
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, GroupedLinear, Linear, convert_parts
 from yardstick_llm.kernels import block_scaled, weight_only
+from yardstick_llm.kernels.grouped_experts import Blocks
 from yardstick_llm.kernels.int8 import MOST_COLUMNS, instructions
 from yardstick_llm.kernels.linear import multiplies_bfloat16
 from yardstick_llm.kernels.quantize import FP8, SIDE, supported
@@ -35,8 +36,8 @@ NAME = "stored"
 """The format of layers, beside those of :data:`engine.models.formats.quantization.FORMATS`."""
 
 
-class WeightOnlyLinear(ConvertedLinear):
-    """A linear layer of codes whose input stays as it is."""
+class WeightOnly(ConvertedLinear):
+    """Codes whose input stays as it is."""
 
     codes: Tensor
     scales: Tensor
@@ -45,7 +46,7 @@ class WeightOnlyLinear(ConvertedLinear):
     order: Tensor | None
     """[in] int64: columns in order of their groups, where these are not side by side"""
 
-    def __init__(self, like: Linear) -> None:
+    def __init__(self, like: Linear | GroupedLinear) -> None:
         super().__init__(like)
         self.dtype = like.weight.dtype
         self.half_width = 0
@@ -67,11 +68,31 @@ class WeightOnlyLinear(ConvertedLinear):
             part = getattr(weight, name)
             setattr(self, name, None if part is None else part.to(self.dtype).contiguous())
 
+    @property
+    def weight(self) -> Codes:
+        """[out, in], or of experts, one below the other"""
+        return Codes(self.codes, self.scales, self.zeros, self.offsets, self.half_width)
+
+
+class WeightOnlyLinear(WeightOnly):
+    """A linear layer of codes."""
+
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
         x = x if self.order is None else x.index_select(1, self.order)
-        weight = Codes(self.codes, self.scales, self.zeros, self.offsets, self.half_width)
-        return weight_only.weight_only_linear(x, weight, self.bias)
+        return weight_only.weight_only_linear(x, self.weight, self.bias)
+
+
+class WeightOnlyGroupedLinear(WeightOnly):
+    """A matrix of codes for each expert."""
+
+    def __init__(self, like: GroupedLinear) -> None:
+        super().__init__(like)
+        self.experts = len(like.weight)
+
+    def forward(self, x: Tensor, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:
+        """See :func:`kernels.weight_only.grouped_weight_only_linear`."""
+        return weight_only.grouped_weight_only_linear(x, self.weight, experts, self.experts, blocks, by_pair=by_pair)
 
 
 class PackedCodesLinear(ConvertedLinear):
@@ -183,25 +204,38 @@ def _multiplies_fp8(weight: CodedWeight, dtype: torch.dtype, device: torch.devic
 
 def _part_for(weight: CodedWeight, like: nn.Module, device: torch.device) -> Callable[[Any], ConvertedLinear] | None:
     """The class of a projection that takes these codes; None where it has to be dense."""
+    if isinstance(like, GroupedLinear):
+        return WeightOnlyGroupedLinear if _is_grouped(weight, device) and weight.groups is None else None
     if not isinstance(like, Linear):
         return None
     (out, columns), width, dtype = weight.shape, weight.block[1], like.weight.dtype
-    if weight.codes.dtype == FP8:
-        if _suits_fp8(weight, like.weight, device):
-            return fp8.QuantizingLinear
-        blocks = width in block_scaled.SIDES and columns % width == 0 and _multiplies_fp8(weight, dtype, device)
-        return BlockScaledLinear if blocks else None
+    if _suits_fp8(weight, like.weight, device):
+        return fp8.QuantizingLinear
+    if (
+        weight.codes.dtype == FP8
+        and width in block_scaled.SIDES
+        and columns % width == 0
+        and _multiplies_fp8(weight, dtype, device)
+    ):
+        return BlockScaledLinear
     shifted = weight.zeros is not None or weight.offsets is not None
     if device.type == "cpu" and weight.quantizes_input and width == columns and not shifted and weight.codes.dtype == torch.int8:
         able = instructions() is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16()))
         return int8.Int8Linear if able and columns <= MOST_COLUMNS else None
-    if columns % width or not _is_even(weight) or (weight.zeros is not None and weight.offsets is not None):
+    if not _is_grouped(weight, device):
         return None
-    if weight.bits == 4:
-        if device.type == "cpu" and weight_only.packs_for_cpu(out, columns, width, dtype):
-            return PackedCodesLinear
-        return WeightOnlyLinear if weight_only.half_of(columns, width) is not None else None
-    return WeightOnlyLinear if width % 16 == 0 else None
+    packs = device.type == "cpu" and weight.bits == 4 and weight_only.packs_for_cpu(out, columns, width, dtype)
+    return PackedCodesLinear if packs else WeightOnlyLinear
+
+
+def _is_grouped(weight: CodedWeight, device: torch.device) -> bool:
+    """Whether tiles of the codes can be made dense in a product: groups have as many columns each, in whole tiles."""
+    columns, width = weight.shape[1], weight.block[1]
+    if columns % width or not _is_even(weight) or (weight.zeros is not None and weight.offsets is not None):
+        return False
+    if weight.codes.dtype == FP8 and device.type != "cpu" and not supported(device):
+        return False
+    return weight_only.half_of(columns, width) is not None if weight.bits == 4 else width % weight_only.STEPS[-1] == 0
 
 
 def _is_even(weight: CodedWeight) -> bool:

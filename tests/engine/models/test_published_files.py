@@ -19,15 +19,22 @@ from tests.engine.models.causal import causal_of
 from tests.engine.models.published_files import FORMATS, QUANTISED, write_quantised
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import stored
-from yardstick_llm.engine.models.formats.fp8 import QuantizedLinear, QuantizingLinear
+from yardstick_llm.engine.models.formats.fp8 import QuantizedGroupedLinear, QuantizedLinear, QuantizingLinear
 from yardstick_llm.engine.models.formats.int8 import Int8Linear
 from yardstick_llm.engine.models.formats.packed import PackedLinear
-from yardstick_llm.engine.models.formats.stored import BlockScaledLinear, PackedCodesLinear, WeightOnlyLinear
+from yardstick_llm.engine.models.formats.stored import (
+    BlockScaledLinear,
+    PackedCodesLinear,
+    WeightOnlyGroupedLinear,
+    WeightOnlyLinear,
+)
 from yardstick_llm.engine.models.loader import load_model
-from yardstick_llm.engine.models.modules import PROJECTIONS, Linear
+from yardstick_llm.engine.models.modules import PROJECTIONS, GroupedLinear, Linear
+from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_part
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.weight_only import has_operator
 
@@ -37,7 +44,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+QUICK = ("w4a16 asymmetric", "w8a8", "fp8 channel", "nvfp4", "fp8 block", "gptq asymmetric ordered", "awq", "nf4 nested")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS])
 def test_dequantised_weights_are_those_that_the_codes_stand_for(llama: Path, tmp_path: Path, name: str) -> None:
     quantised, dense = write_quantised(llama, tmp_path, name)
     found, expected = (load_model(directory).checkpoint_views() for directory in (quantised, dense))
@@ -98,6 +108,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("awq", lambda t, c: c.update(version="gemv"), "version in .* is 'gemv'"),
         ("awq", lambda t, c: c.update(group_size="x"), "group_size .* must be a whole number"),
         ("w4a16", lambda t, c: c.update(format="marlin-24"), "format in .* is 'marlin-24'"),
+        ("w4a16", lambda t, c: c.update(transform_config={"r1": {}}), "transform_config in .* asks for rotations"),
         ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, 1 << 60])}), "do not fit together"),
         ("w4a16", lambda t, c: t.update({Q + "weight_shape": torch.tensor([64, -64])}), "do not fit together"),
         ("w4a16", lambda t, c: t.pop(Q + "weight_scale"), "has no weight_scale beside it"),
@@ -132,7 +143,7 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path, name: str, chang
 
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
 """Sides that every kind of execution takes."""
 
 
@@ -162,7 +173,7 @@ EXECUTED = [
     ("fp8 channel", torch.bfloat16, GPU, QuantizingLinear, 0.1),
     ("fp8 tensor", torch.bfloat16, GPU, QuantizingLinear, 0.1),
     ("fp8 block", torch.bfloat16, GPU, BlockScaledLinear, 0.1),
-    ("fp8 block", torch.float32, CPU, None, 1e-4),
+    ("fp8 block", torch.float32, CPU, WeightOnlyLinear, 1e-4),
     ("fp8 block cut off", torch.bfloat16, GPU, None, 3e-2),
     ("nf4", torch.float32, CPU, None, 1e-4),
 ]
@@ -187,7 +198,7 @@ def test_codes_execute_as_they_are(
     """Where the device has a product for them. Projections that are not quantised, alone or in a fused one, stay dense."""
     monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
     quantised, dense = write_quantised(wide, tmp_path, name)
-    decoder, expected = load_model(quantised, dtype, "stored", device=device), logits(load_model(dense))
+    decoder, plain = load_model(quantised, dtype, "stored", device=device), load_model(dense)
     kinds = [type(layer.get_submodule(part)) for layer in decoder.layers for part in PROJECTIONS]
     if kind is None:
         assert {WeightOnlyLinear, PackedCodesLinear, Int8Linear, BlockScaledLinear, QuantizingLinear}.isdisjoint(kinds)
@@ -197,8 +208,36 @@ def test_codes_execute_as_they_are(
     else:
         assert kinds.count(kind) == 4 + 2
     for count in (60, 3):
-        found, exact = logits(decoder, count), expected if count == 60 else logits(load_model(dense), count)
+        found, exact = logits(decoder, count), logits(plain, count)
         assert (found - exact).norm() < tolerance * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "kind", "tolerance"),
+    [
+        ("w4a16", torch.float32, CPU, WeightOnlyGroupedLinear, 1e-4),
+        ("awq", torch.float32, GPU, WeightOnlyGroupedLinear, 1e-4),
+        ("fp8 block", torch.float32, GPU, WeightOnlyGroupedLinear, 1e-4),
+        ("fp8 channel", torch.bfloat16, GPU, QuantizedGroupedLinear, 0.3),
+        ("gptq asymmetric ordered", torch.float32, GPU, GroupedLinear, 1e-4),
+    ],
+)
+def test_experts_execute_codes(
+    tmp_path: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
+    source = make_checkpoint(tmp_path / "source", "mixtral", hidden_size=128, intermediate_size=128)
+    quantised, dense = write_quantised(source, tmp_path, name, kept=())
+    decoder = load_model(quantised, dtype, "stored", device=device)
+    assert {type(layer.get_submodule(part)) for layer in decoder.layers for part in ("mlp.gate_up", "mlp.down")} == {kind}
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < tolerance * exact.norm()
 
 
 def scores(model: Path, **options: Any) -> tuple[str, str, Tensor]:
@@ -246,7 +285,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: Path, dtype: str) -> None:
     """In float32; 16 MiB for what does not grow with the model."""
     shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 64}
@@ -259,3 +298,16 @@ def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: P
     dense, file = 4 * sum(layers), (quantised / "model.safetensors").stat().st_size
     assert taken < file + dense / shape["num_hidden_layers"] + (16 << 20)
     assert taken < dense / 2
+
+
+def test_processes_that_share_a_model_dequantise_their_parts(wide: Path, tmp_path: Path) -> None:
+    quantised, dense = write_quantised(wide, tmp_path, "gptq asymmetric ordered")
+    for rank in range(2):
+        parts = []
+        for directory in (quantised, dense):
+            part = ShardedDecoder(load_config(directory), torch.float32, rank, 2)
+            load_part(part, directory)
+            parts.append(part)
+        assert parts[0].weight_format == "weights of gptq dequantised"
+        found, expected = (dict(part.named_parameters()) for part in parts)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -329,3 +330,14 @@ def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick)
     ruled = [asked for asked in server.asked if "min_tokens" in asked]
     assert all(asked["logit_bias"] == {str(END): 5.0} for asked in ruled)
     assert len(ruled) == 10
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_commands_that_need_the_engine_say_so(
+    yardstick: Yardstick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    given = ("--data", tmp_path, "--out", tmp_path, "--lenvm" if command == "evaluate" else "--init", tmp_path)
+    done = yardstick("lenvm", command, *given)
+    assert (done.status, "pip install 'yardstick-llm[engine]'" in the_one_line(done)) == (1, True)

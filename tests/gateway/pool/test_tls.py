@@ -113,7 +113,7 @@ def test_a_certificate_of_another_authority_is_refused(terminator: Terminator, t
     program = Program("gateway", "--engine", terminator.url, SSL_CERT_FILE=str(other.ca))
     before, begun = terminator.handshakes, terminator.tls.begun
     try:
-        wait_until(lambda: terminator.tls.begun > begun + 1)
+        wait_until(lambda: terminator.tls.begun > begun + 1, 40)
         assert program.client.get("/readyz").status_code == 503
         assert terminator.handshakes == before
     finally:

@@ -122,7 +122,12 @@ EVERYTHING: Values = {
     },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
+        "rules": {
+            "enabled": True,
+            "runbookURL": "https://docs.example.com/operations",
+            "extraLabels": {"team": "search"},
+            "objectives": {"ranker": {"availability": 0.999, "latency": 0.99, "seconds": 2.5}},
+        },
         "dashboards": {"enabled": True},
     },
 }

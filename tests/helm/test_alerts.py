@@ -415,17 +415,30 @@ ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
         pytest.param(
             1,
             [gauge("yardstick_engine_requests_running", ENGINE, 30), gauge("yardstick_engine_requests_waiting", ENGINE, 12)],
+            {"1m": None},
+            id="engines without gateways",
+        ),
+        pytest.param(1, [IDLE], {"1m": None}, id="gateways without engines"),
+        pytest.param(1, [], {"1m": None}, id="no series is no idle pool"),
+        pytest.param(
+            1,
+            [
+                IDLE,
+                gauge("yardstick_engine_requests_running", ENGINE, 30),
+                gauge("yardstick_engine_requests_waiting", ENGINE, 12),
+            ],
             {"1m": 42},
             id="requests of engines",
         ),
     ],
 )
 def test_a_request_without_an_engine_wakes_its_pool(
-    tmp_path: Path, fewest: int, series: list[dict[str, str]], expected: dict[str, int]
+    tmp_path: Path, fewest: int, series: list[dict[str, str]], expected: dict[str, int | None]
 ) -> None:
     """What KEDA asks of Prometheus. It starts a pod where the answer is above 0, and another for each 32."""
     asked = query(fewest)
-    cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": [{"value": value}]} for time, value in expected.items()]
+    samples = {time: [] if value is None else [{"value": value}] for time, value in expected.items()}
+    cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": found} for time, found in samples.items()]
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump({"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": cases}]}))
     promtool("test", "rules", file)

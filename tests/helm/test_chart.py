@@ -153,6 +153,7 @@ def test_the_schema_knows_exactly_the_values():
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     values["engine"]["resources"] = {"requests": {}, "limits": {}, "claims": []}
+    values["engine"]["autoscaling"]["authenticationRef"] = {"name": "", "kind": ""}
     values["gateway"]["settings"] = dict.fromkeys(set(Settings.__struct_fields__) - set(OTHER_VALUES))
     check(values, schema, "")
 

@@ -91,7 +91,7 @@ EVERYTHING: Values = {
         "aliases": {"gpt-4o-mini": "demo"},
         "fallbacks": {"large": "demo"},
         "imageHosts": ["images.example.com", "images.example.org:8443"],
-        "settings": {"max_in_flight": 2048},
+        "settings": {"max_in_flight": 2048, "usage_keys": 50},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},
         "ingress": {

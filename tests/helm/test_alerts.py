@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.chart import CHART, Values, manifests, one
+from tests.helm.chart import CHART, ROOT, Values, manifests, one
 from tests.parts import need
 
 OBJECTIVES = {"a": {"availability": 0.999, "latency": 0.99, "seconds": 1}}
@@ -373,10 +373,34 @@ def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> N
         by_model = re.search(r"by \([^)]*\bmodel\b", expression)
         assert not by_model or 'model=~"$model"' in expression, expression
     assert {variable["name"] for variable in dashboard["templating"]["list"]} >= set(re.findall(r"\$([a-z]\w*)", " ".join(asked)))
-    recorded = [{"record": f"panel:{i}", "expr": text.replace("$__rate_interval", "5m")} for i, text in enumerate(asked)]
+    recorded = [{"record": f"panel:{i}", "expr": re.sub(r"\$__\w+", "5m", text)} for i, text in enumerate(asked)]
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
     promtool("check", "rules", file)
+
+
+def test_the_recorded_use_of_keys_adds_up(tmp_path: Path) -> None:
+    """The example of docs/operations.md, with two gateways, one of which restarts, and a key that is used later."""
+    values = {"gateway": {"settings": {"usage_keys": 10}}, **RULES}
+    (rules,) = [group for group in one(manifests(values), "PrometheusRule", "yardstick")["spec"]["groups"] if "interval" in group]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [rules]}))
+    tokens = "yardstick_key_tokens_total"
+    series = [
+        counted(tokens, 0, key="search", kind="prompt") | {"values": "0+60x170 10200x9"},
+        counted(tokens, 0, pod="two", key="search", kind="prompt") | {"values": "0+60x60 0+60x109 6540x9"},
+        counted(tokens, 0, key="chat", kind="prompt") | {"values": "0x60 0+30x109 3270x9"},
+        counted(tokens, 0, key="chat", kind="prompt_cached") | {"values": "0x60 0+10x109 1090x9"},
+        counted(tokens, 0, key="chat", kind="completion") | {"values": "0x60 0+30x109 3270x9"},
+    ]
+    (asked,) = re.findall(r"```promql\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), flags=re.S)
+    asked = f"round({asked.replace('30d', '3h')}, 100)"
+    samples = [{"labels": f'{{key="{key}"}}', "value": value} for key, value in (("chat", 15_300), ("search", 20_300))]
+    cases = [{"expr": asked, "eval_time": "3h", "exp_samples": samples}]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [file.name], "evaluation_interval": "1m", "tests": [test]}))
+    promtool("test", "rules", tests)
 
 
 def query(minReplicas: int) -> str:

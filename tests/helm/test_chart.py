@@ -346,7 +346,8 @@ def expressions() -> list[str]:
     dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found = manifests(EVERYTHING)
-    rules = [rule["expr"] for rule in one(found, "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]]
+    groups = one(found, "PrometheusRule", "yardstick")["spec"]["groups"]
+    rules = [rule["expr"] for group in groups for rule in group["rules"]]
     queries = [m["spec"]["triggers"][0]["metadata"]["query"] for m in found if m["kind"] == "ScaledObject"]
     scaler = one(found, "HorizontalPodAutoscaler", "yardstick-engine-small")
     adapters = [metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]]

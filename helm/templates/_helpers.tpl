@@ -144,14 +144,23 @@ imagePullSecrets:
 {{ .Values.gateway.serviceAccount.name | default (include "yardstick.fullname" .) }}
 {{- end }}
 
-{{/* Number of pods: (dict "root" $ "kind" KIND "name" NAME "replicas" N "autoscaling" VALUES). An autoscaled object keeps the number
-     that it has. Without a view of the cluster there is no number, and the tool that applies the manifest must ignore the field */}}
+{{/* "true" if an autoscaler alone has the number of pods, and the manifest has none, so that no upgrade or rollback changes it:
+     (dict "root" $ "kind" KIND "name" NAME "autoscaling" VALUES). An object that was created with a number keeps one in its manifest,
+     because Helm would set it to 1 if it were removed. An annotation marks objects without a number */}}
+{{- define "yardstick.leavesReplicas" -}}
+{{- if .autoscaling.enabled -}}
+{{- $known := dict -}}
+{{- if not .root.Values.gitops }}{{ $known = lookup "apps/v1" .kind .root.Release.Namespace .name }}{{ end -}}
+{{- if or (not $known) (eq "autoscaler" (get ($known.metadata.annotations | default dict) "yardstick/replicas")) }}true{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Number of pods: as above, with "replicas" N. An autoscaled object keeps the number that it has */}}
 {{- define "yardstick.replicas" -}}
 {{- if not .autoscaling.enabled -}}
 replicas: {{ .replicas }}
-{{- else if not .root.Values.gitops -}}
-{{- $known := (lookup "apps/v1" .kind .root.Release.Namespace .name).spec | default dict -}}
-replicas: {{ ternary $known.replicas (max (int .replicas) (int .autoscaling.minReplicas)) (hasKey $known "replicas") }}
+{{- else if not (include "yardstick.leavesReplicas" .) -}}
+replicas: {{ (lookup "apps/v1" .kind .root.Release.Namespace .name).spec.replicas }}
 {{- end -}}
 {{- end }}
 

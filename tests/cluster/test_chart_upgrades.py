@@ -74,13 +74,26 @@ def test_two_releases_whose_names_collide_are_told_apart(cluster: Cluster) -> No
         cluster.upgrade({"auth": {"keys": [{"name": "first", "sha256": "ab" * 32}]}})
 
 
+HPA: Values = {"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}}
+
+
 def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
     cluster.install({"engine": {"replicas": 3}})
-    cluster.upgrade({"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}})
+    cluster.upgrade(HPA)
     assert cluster.replicas() == 3
     cluster.release.scale(ENGINE, 5)
     cluster.upgrade({"gateway": {"replicas": 3}})
     assert cluster.replicas() == 5
+
+
+def test_neither_upgrade_nor_rollback_changes_the_number_of_an_autoscaler(cluster: Cluster) -> None:
+    cluster.install(HPA)
+    assert cluster.replicas() == 1
+    cluster.release.scale(ENGINE, 3)
+    cluster.upgrade({"gateway": {"replicas": 3}})
+    assert cluster.replicas() == 3
+    cluster.release.run_helm("rollback", "1")
+    assert cluster.replicas() == 3
 
 
 def test_a_claim_for_each_pod_can_be_added_later(cluster: Cluster) -> None:

@@ -91,7 +91,7 @@ EVERYTHING: Values = {
         "aliases": {"gpt-4o-mini": "demo"},
         "fallbacks": {"large": "demo"},
         "imageHosts": ["images.example.com", "images.example.org:8443"],
-        "settings": {"max_in_flight": 2048},
+        "settings": {"max_in_flight": 2048, "usage_keys": 50},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},
         "ingress": {
@@ -122,7 +122,12 @@ EVERYTHING: Values = {
     },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
+        "rules": {
+            "enabled": True,
+            "runbookURL": "https://docs.example.com/operations",
+            "extraLabels": {"team": "search"},
+            "objectives": {"ranker": {"availability": 0.999, "latency": 0.99, "seconds": 2.5}},
+        },
         "dashboards": {"enabled": True},
     },
 }

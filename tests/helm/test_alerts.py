@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.chart import CHART, Values, manifests, one
+from tests.helm.chart import CHART, ROOT, Values, manifests, one
 from tests.parts import need
 
-RULES: Values = {"monitoring": {"rules": {"enabled": True}}}
+OBJECTIVES = {"a": {"availability": 0.999, "latency": 0.99, "seconds": 1}}
+RULES: Values = {"monitoring": {"rules": {"enabled": True, "extraLabels": {"team": "search"}, "objectives": OBJECTIVES}}}
+OWN = {"namespace": "apps", "release": "yardstick", "team": "search"}
+"""Labels of every alert."""
 MINUTES = 12
 """Duration of the made-up series, with a sample each minute: longer than the rate's window and the alert's delay together."""
+GATEWAYS = 'namespace="apps",service="yardstick"'
+OF_ENGINES = ("requests_waiting", "slots", "last_step", "grammar")
 Series = dict[str, str]
 
 
@@ -34,12 +39,14 @@ def promtool(*arguments: str | Path) -> None:
 
 
 def requests(per_minute: int, status: int, model: str = "a", route: str = "/v1/score", start: int = 0) -> Series:
-    labels = f'namespace="apps",route="{route}",status="{status}",model="{model}"'
+    labels = f'{GATEWAYS},route="{route}",status="{status}",model="{model}"'
     return {"series": f"yardstick_requests_total{{{labels}}}", "values": f"{start}+{per_minute}x{MINUTES}"}
 
 
 def counted(metric: str, per_minute: int, model: str = "a", pod: str = "one", **labels: str) -> Series:
-    told = ",".join(f'{name}="{value}"' for name, value in {"namespace": "apps", "model": model, "pod": pod, **labels}.items())
+    service = "yardstick-engine" if metric.startswith(tuple(f"yardstick_engine_{part}" for part in OF_ENGINES)) else "yardstick"
+    own = {"namespace": "apps", "service": service, "model": model, "pod": pod}
+    told = ",".join(f'{name}="{value}"' for name, value in (own | labels).items())
     return {"series": f"{metric}{{{told}}}", "values": f"0+{per_minute}x{MINUTES}"}
 
 
@@ -88,7 +95,7 @@ def case(name: str, alert: str, series: list[Series], expected: list[dict[str, A
 
 
 def fired(severity: str, summary: str, **labels: str) -> dict[str, Any]:
-    return {"exp_labels": {"severity": severity} | labels, "exp_annotations": {"summary": summary}}
+    return {"exp_labels": {"severity": severity} | labels | OWN, "exp_annotations": {"summary": summary}}
 
 
 PROBES = requests(60, 503, "", "/readyz")
@@ -113,7 +120,7 @@ def signal(alert: str, summary: str, quiet: list[Series], loud: list[Series], **
 
 
 def redis_errors(kind: str) -> Series:
-    return {"series": f'yardstick_redis_errors_total{{namespace="apps",kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
+    return {"series": f'yardstick_redis_errors_total{{{GATEWAYS},kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
 
 
 TESTS = [
@@ -260,19 +267,103 @@ TESTS = [
         [counted("yardstick_engine_grammar_compile_seconds_total", 24, "a", pool="blue")],
         [counted("yardstick_engine_grammar_compile_seconds_total", 36, "a", pool="blue")],
         model="a",
-        namespace="apps",
+        service="yardstick-engine",
         pod="one",
         pool="blue",
     ),
 ]
 
+HOURS = 7
+"""Duration of the series for error budgets, whose longest window has six hours."""
+
+
+def budget(name: str, alert: str, series: list[Series], **firing: float) -> dict[str, Any]:
+    """A case after ``HOURS``. ``firing``: burn rate by severity."""
+    what = "Requests to the model a fail" if alert == "YardstickErrorBudget" else "Answers of the model a take more than 1 s"
+    hours = {14.4: "1h", 6: "6h"}
+    expected = [
+        fired(severity, f"{what} {rate} times as often as its objective allows, over {hours[rate]}.", model="a")
+        for severity, rate in firing.items()
+    ]
+    test = {"eval_time": f"{HOURS}h", "alertname": alert, "exp_alerts": expected}
+    return {"name": f"{alert}: {name}", "interval": "1m", "input_series": series, "alert_rule_test": [test]}
+
+
+def over(series: Series, *phases: tuple[int, int]) -> Series:
+    """``series`` as a counter that grows by so much a minute for so many minutes, phase by phase."""
+    total, parts = 0, []
+    for growth, minutes in phases:
+        parts.append(f"{total}+{growth}x{minutes - 1}")
+        total += growth * minutes
+    return series | {"values": " ".join(parts)}
+
+
+GOOD, BAD = requests(0, 200), requests(0, 503)
+ALL = 60 * HOURS + 1
+QUICK, ANY = (counted(f"{FIRST}_{part}", 0, route="/v1/score", **le) for part, le in (("bucket", {"le": "1.0"}), ("count", {})))
+BUDGETS = [
+    budget("within it", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(BAD, (50, ALL))]),
+    budget("slowly", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(BAD, (70, ALL))], warning=6),
+    budget("fast", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(BAD, (0, ALL - 60), (200, 60))], critical=14.4),
+    budget(
+        "a fault that is over", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(BAD, (0, ALL - 90), (900, 59), (0, 31))]
+    ),
+    budget("a moment", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(BAD, (0, ALL - 4), (900, 4))]),
+    budget("another model", "YardstickErrorBudget", [over(GOOD, (10_000, ALL)), over(requests(0, 503, "b"), (900, ALL))]),
+    budget("no requests", "YardstickErrorBudget", [over(GOOD, (0, ALL))]),
+    budget("quick", "YardstickLatencyBudget", [over(QUICK, (950, ALL)), over(ANY, (1000, ALL))]),
+    budget("slowly", "YardstickLatencyBudget", [over(QUICK, (930, ALL)), over(ANY, (1000, ALL))], warning=6),
+    budget("fast", "YardstickLatencyBudget", [over(QUICK, (800, ALL)), over(ANY, (1000, ALL))], critical=14.4, warning=6),
+    budget(
+        "long chats",
+        "YardstickLatencyBudget",
+        [
+            over(counted(f"{FIRST}_bucket", 0, route=CHATS, stream="false", le="1.0"), (0, ALL)),
+            over(counted(f"{FIRST}_count", 0, route=CHATS, stream="false"), (9, ALL)),
+        ],
+    ),
+]
+"""Each series grows by its numbers a minute, so the objectives allow 10 errors, or 10 slow answers, of 10,000 and 1,000."""
+
+
+def elsewhere(test: dict[str, Any]) -> dict[str, Any]:
+    """``test`` with series of another release in the same namespace, of which no alert of this one tells."""
+    text = json.dumps(test["input_series"]).replace('service=\\"yardstick', 'service=\\"other-yardstick')
+    (alert,) = test["alert_rule_test"]
+    return test | {
+        "name": f"{test['name']}, elsewhere",
+        "input_series": json.loads(text),
+        "alert_rule_test": [alert | {"exp_alerts": []}],
+    }
+
 
 def test_alerts_fire_when_they_should(rules: Path) -> None:
     """All series in one run of promtool, which names those whose alerts differ."""
     promtool("check", "rules", rules)
+    firing = [test for test in TESTS if test["alert_rule_test"][0]["exp_alerts"]]
+    run_cases(rules, [*TESTS, *map(elsewhere, firing)], "1m")
+
+
+def test_error_budgets(rules: Path) -> None:
+    (group,) = yaml.safe_load(rules.read_text())["groups"]
+    own = rules.with_name("budgets.yaml")
+    alerts = [rule for rule in group["rules"] if rule["alert"].endswith("Budget")]
+    own.write_text(yaml.safe_dump({"groups": [group | {"rules": alerts}]}))
+    run_cases(own, BUDGETS, f"{HOURS}h")
+
+
+def run_cases(rules: Path, cases: list[dict[str, Any]], evaluation_interval: str) -> None:
     file = rules.with_name("tests.yaml")
-    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": TESTS}))
+    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": evaluation_interval, "tests": cases}))
     promtool("test", "rules", file)
+
+
+def test_alerts_of_two_releases_differ() -> None:
+    for name in ("yardstick", "other"):
+        found = manifests(RULES, name=name)
+        (rules,) = [manifest for manifest in found if manifest["kind"] == "PrometheusRule"]
+        alerts = rules["spec"]["groups"][0]["rules"]
+        assert all((OWN | {"release": name}).items() <= alert["labels"].items() for alert in alerts)
 
 
 def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> None:
@@ -282,13 +373,34 @@ def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> N
         by_model = re.search(r"by \([^)]*\bmodel\b", expression)
         assert not by_model or 'model=~"$model"' in expression, expression
     assert {variable["name"] for variable in dashboard["templating"]["list"]} >= set(re.findall(r"\$([a-z]\w*)", " ".join(asked)))
-    recorded = [{"record": f"panel:{i}", "expr": text.replace("$__rate_interval", "5m")} for i, text in enumerate(asked)]
+    recorded = [{"record": f"panel:{i}", "expr": re.sub(r"\$__\w+", "5m", text)} for i, text in enumerate(asked)]
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
     promtool("check", "rules", file)
 
 
-NAMED = 'namespace="apps",service="yardstick"'
+def test_the_recorded_use_of_keys_adds_up(tmp_path: Path) -> None:
+    """The example of docs/operations.md, with two gateways, one of which restarts, and a key that is used later."""
+    values = {"gateway": {"settings": {"usage_keys": 10}}, **RULES}
+    (rules,) = [group for group in one(manifests(values), "PrometheusRule", "yardstick")["spec"]["groups"] if "interval" in group]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [rules]}))
+    tokens = "yardstick_key_tokens_total"
+    series = [
+        counted(tokens, 0, key="search", kind="prompt") | {"values": "0+60x170 10200x9"},
+        counted(tokens, 0, pod="two", key="search", kind="prompt") | {"values": "0+60x60 0+60x109 6540x9"},
+        counted(tokens, 0, key="chat", kind="prompt") | {"values": "0x60 0+30x109 3270x9"},
+        counted(tokens, 0, key="chat", kind="prompt_cached") | {"values": "0x60 0+10x109 1090x9"},
+        counted(tokens, 0, key="chat", kind="completion") | {"values": "0x60 0+30x109 3270x9"},
+    ]
+    (asked,) = re.findall(r"```promql\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), flags=re.S)
+    asked = f"round({asked.replace('30d', '3h')}, 100)"
+    samples = [{"labels": f'{{key="{key}"}}', "value": value} for key, value in (("chat", 15_300), ("search", 20_300))]
+    cases = [{"expr": asked, "eval_time": "3h", "exp_samples": samples}]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [file.name], "evaluation_interval": "1m", "tests": [test]}))
+    promtool("test", "rules", tests)
 
 
 def query(minReplicas: int) -> str:
@@ -303,11 +415,14 @@ def gauge(name: str, labels: str, value: int) -> dict[str, str]:
 
 def missed(values: str) -> dict[str, str]:
     """The counter of requests without an engine, read every 15 seconds."""
-    return {"series": f'yardstick_model_requests_without_engine_total{{{NAMED},model="yardstick-demo"}}', "values": values}
+    return {"series": f'yardstick_model_requests_without_engine_total{{{GATEWAYS},model="yardstick-demo"}}', "values": values}
 
 
-GATEWAY = [gauge("yardstick_engines_ready", NAMED, 0), gauge("yardstick_model_engines_ready", f'{NAMED},model="yardstick-demo"', 0)]
-IDLE = gauge("yardstick_model_requests_waiting", f'{NAMED},model="yardstick-demo"', 0)
+GATEWAY = [
+    gauge("yardstick_engines_ready", GATEWAYS, 0),
+    gauge("yardstick_model_engines_ready", f'{GATEWAYS},model="yardstick-demo"', 0),
+]
+IDLE = gauge("yardstick_model_requests_waiting", f'{GATEWAYS},model="yardstick-demo"', 0)
 ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
 
 
@@ -324,17 +439,30 @@ ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
         pytest.param(
             1,
             [gauge("yardstick_engine_requests_running", ENGINE, 30), gauge("yardstick_engine_requests_waiting", ENGINE, 12)],
+            {"1m": None},
+            id="engines without gateways",
+        ),
+        pytest.param(1, [IDLE], {"1m": None}, id="gateways without engines"),
+        pytest.param(1, [], {"1m": None}, id="no series is no idle pool"),
+        pytest.param(
+            1,
+            [
+                IDLE,
+                gauge("yardstick_engine_requests_running", ENGINE, 30),
+                gauge("yardstick_engine_requests_waiting", ENGINE, 12),
+            ],
             {"1m": 42},
             id="requests of engines",
         ),
     ],
 )
 def test_a_request_without_an_engine_wakes_its_pool(
-    tmp_path: Path, fewest: int, series: list[dict[str, str]], expected: dict[str, int]
+    tmp_path: Path, fewest: int, series: list[dict[str, str]], expected: dict[str, int | None]
 ) -> None:
     """What KEDA asks of Prometheus. It starts a pod where the answer is above 0, and another for each 32."""
     asked = query(fewest)
-    cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": [{"value": value}]} for time, value in expected.items()]
+    samples = {time: [] if value is None else [{"value": value}] for time, value in expected.items()}
+    cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": found} for time, found in samples.items()]
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump({"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": cases}]}))
     promtool("test", "rules", file)

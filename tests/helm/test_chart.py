@@ -153,6 +153,7 @@ def test_the_schema_knows_exactly_the_values():
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     values["engine"]["resources"] = {"requests": {}, "limits": {}, "claims": []}
+    values["engine"]["autoscaling"]["authenticationRef"] = {"name": "", "kind": ""}
     values["gateway"]["settings"] = dict.fromkeys(set(Settings.__struct_fields__) - set(OTHER_VALUES))
     check(values, schema, "")
 
@@ -345,7 +346,8 @@ def expressions() -> list[str]:
     dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found = manifests(EVERYTHING)
-    rules = [rule["expr"] for rule in one(found, "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]]
+    groups = one(found, "PrometheusRule", "yardstick")["spec"]["groups"]
+    rules = [rule["expr"] for group in groups for rule in group["rules"]]
     queries = [m["spec"]["triggers"][0]["metadata"]["query"] for m in found if m["kind"] == "ScaledObject"]
     scaler = one(found, "HorizontalPodAutoscaler", "yardstick-engine-small")
     adapters = [metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]]

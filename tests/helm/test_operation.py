@@ -25,18 +25,35 @@ def query_of(found: list[Manifest]) -> str:
 def test_pods_that_compute_count_as_much_as_pods_that_queue():
     query = query_of(scaled({}))
     for what in ("yardstick_engine_requests_running", "yardstick_engine_requests_waiting"):
-        assert f'(sum({what}{{namespace="apps",service="yardstick-engine"}}) or vector(0))' in query
+        assert f'(sum({what}{{namespace="apps",service="yardstick-engine"}}))' in query
     hpa = one(scaled({}, kind="hpa"), "HorizontalPodAutoscaler", "yardstick-engine")
     names = [metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]]
     assert names == ["yardstick_engine_requests"], "of several, an HPA takes the largest, not the sum"
 
 
-def test_an_autoscaled_pool_begins_with_its_replicas():
-    """Without the field a StatefulSet would have one pod from its creation, or from an upgrade, until the autoscaler acts."""
-    assert one(scaled({}, replicas=5), "StatefulSet", "yardstick-engine")["spec"]["replicas"] == 5
-    assert one(scaled({}, replicas=1, minReplicas=3), "StatefulSet", "yardstick-engine")["spec"]["replicas"] == 3
-    gateway = manifests({"gateway": {"replicas": 4, "autoscaling": {"enabled": True}}})
-    assert one(gateway, "Deployment", "yardstick")["spec"]["replicas"] == 4
+def test_an_autoscaler_has_the_number_of_pods_to_itself():
+    """tests/cluster/test_chart_upgrades.py has what happens to objects that have a number already."""
+    found = scaled({"gateway": {"replicas": 4, "autoscaling": {"enabled": True}}}, replicas=5)
+    for manifest in (one(found, "StatefulSet", "yardstick-engine"), one(found, "Deployment", "yardstick")):
+        assert "replicas" not in manifest["spec"]
+        assert manifest["metadata"]["annotations"] == {"yardstick/replicas": "autoscaler"}
+    fixed = one(manifests({"engine": {"replicas": 5}}), "StatefulSet", "yardstick-engine")
+    assert (fixed["spec"]["replicas"], "annotations" in fixed["metadata"]) == (5, False)
+
+
+def test_keda_takes_what_the_values_add():
+    advanced = {"restoreToOriginalReplicaCount": True, "horizontalPodAutoscalerConfig": {"name": "mine"}}
+    cron = {"type": "cron", "metadata": {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *", "desiredReplicas": "3"}}
+    keda = {"authenticationRef": {"name": "prometheus"}, "authModes": "bearer", "extraTriggers": [cron], "advanced": advanced}
+    fallback = {"failureThreshold": 3, "replicas": 4}
+    spec = one(scaled({}, fallback=fallback, **keda), "ScaledObject", "yardstick-engine")["spec"]
+    trigger, other = spec["triggers"]
+    assert (trigger["authenticationRef"], trigger["metadata"]["authModes"], other) == ({"name": "prometheus"}, "bearer", cron)
+    assert spec["fallback"] == fallback
+    assert spec["advanced"]["restoreToOriginalReplicaCount"] is True
+    config = spec["advanced"]["horizontalPodAutoscalerConfig"]
+    assert (config["name"], config["behavior"]["scaleDown"]["stabilizationWindowSeconds"]) == ("mine", 600)
+    assert trigger["metadata"]["ignoreNullValues"] == "false", "KEDA takes an empty answer for 0 otherwise"
 
 
 def test_a_pool_may_be_scaled_to_zero():

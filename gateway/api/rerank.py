@@ -48,22 +48,22 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
         have the form of Cohere, Jina, vLLM (`documents`) or Text Embeddings Inference (`texts`), whose answer is a bare list. A
         text that is too long is an error unless the request allows cutting it. Scores are cached like those of `/v1/score`.
         """
-        async with reader.open(request, RerankRequest, data) as body:
-            fields = body.fields
-            _check(fields)
-            priority = priority_of(request, fields.priority)
-            if fields.catalogue is not None and fields.ids is None:
-                return await rerank_catalogue(scanner, request, data, body)
-            if fields.catalogue is not None:
-                items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
-                model = items.model
-                preset = preset_of(request, model, items.spec)
-                prepared = await scanner.read(body, items, reads_labels=preset is None)
-                fitted = preset or by_labels(prepared.labels)
-            else:
-                model = requested_model(request, pool, fields.model)
-                fitted = fitted_of(request, model, "rerank")
-                prepared = await body.read(model)
+        body = await reader.body(request, RerankRequest, data)
+        fields = body.fields
+        _check(fields)
+        priority = priority_of(request, fields.priority)
+        if fields.catalogue is not None and fields.ids is None:
+            return await rerank_catalogue(scanner, request, data, body)
+        if fields.catalogue is not None:
+            items = await scanner.find(request, fields.catalogue, fields.ids or [], fields.model)
+            model = items.model
+            preset = preset_of(request, model, items.spec)
+            prepared = await scanner.read(body, items, reads_labels=preset is None)
+            fitted = preset or by_labels(prepared.labels)
+        else:
+            model = requested_model(request, pool, fields.model)
+            fitted = fitted_of(request, model, "rerank")
+            prepared = await body.read(model)
         id, raw = f"rerank-{new_id()}", fields.raw
 
         def closing(scores: Scores) -> RerankResponse:

@@ -96,21 +96,19 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
     ) -> Response[Any]:
         """Answer a request whose form, or whose form of ``inputs``, is one of ``accepts``. ``asks``: the readout, if the path says
         it."""
-        async with reader.open(request, TeiRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            if asks is not None:
-                require(model, "sparse" if isinstance(asks, wire.Sparse) else "token_vectors", "model")
-            asked, fitted = _of_task(request, model, fields)
-            if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
-                message = (
-                    f"{request.scope['path']} does not take this; see /schema for its fields, and the endpoint / for all forms."
-                )
-                raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
-            embeds = isinstance(asked, EmbeddingsRequest)
-            readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, TeiRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        if asks is not None:
+            require(model, "sparse" if isinstance(asks, wire.Sparse) else "token_vectors", "model")
+        asked, fitted = _of_task(request, model, fields)
+        if not isinstance(asked, accepts) and not isinstance(fields.inputs, accepts):
+            message = f"{request.scope['path']} does not take this; see /schema for its fields, and the endpoint / for all forms."
+            raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
+        embeds = isinstance(asked, EmbeddingsRequest)
+        readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         if embeds:
             check_numbers(prepared, readout, model, "inputs")
         job = ScoringJob(

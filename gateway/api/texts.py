@@ -62,12 +62,12 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
         A model with a classification head gives the probability of each class, and a reward model its reward. A guard model gives
         the probability of its verdicts and of the categories that it knows. Results are cached like those of `/v1/score`.
         """
-        async with reader.open(request, ClassifyRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            fitted = fitted_of(request, model, "classify")
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, ClassifyRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        fitted = fitted_of(request, model, "classify")
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         job = ScoringJob(
             request=request,
             model=model,
@@ -154,13 +154,13 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         Queries and documents are prompted as the model's preset prescribes. With `inputs`, the answer has the form of Text
         Embeddings Inference: a list of lists of numbers. Embeddings are cached like the scores of `/v1/score`.
         """
-        async with reader.open(request, EmbeddingsRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            fitted = fitted_of(request, model, "embed")
-            readout = readout_of(model, fields)
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, EmbeddingsRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        fitted = fitted_of(request, model, "embed")
+        readout = readout_of(model, fields)
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         check_numbers(prepared, readout, model, "input" if fields.inputs is None else "inputs")
         job = ScoringJob(
             request=request,
@@ -193,13 +193,13 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
 
         Texts that are longer than the model's context are cut at their end unless `truncate` says otherwise.
         """
-        async with reader.open(request, CohereEmbedRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            fitted_of(request, model, "embed")
-            readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, CohereEmbedRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        fitted_of(request, model, "embed")
+        readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
         check_numbers(prepared, readout, model, "texts", forms=len(kinds))
         job = ScoringJob(request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=None)
@@ -298,13 +298,13 @@ def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
         For each text, the length model's value and what it means in tokens. Give whole texts as `input`, or a `prompt` or
         `messages` with the `partial` answers that have been written so far. Values are cached like scores, see `/v1/score`.
         """
-        async with reader.open(request, LengthRequest, data) as body:
-            fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            own_gamma = require_lenvm(model, "model")
-            gamma = fields.gamma or own_gamma
-            priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+        body = await reader.body(request, LengthRequest, data)
+        fields = body.fields
+        model = requested_model(request, pool, fields.model)
+        own_gamma = require_lenvm(model, "model")
+        gamma = fields.gamma or own_gamma
+        priority = priority_of(request, fields.priority)
+        prepared = await body.read(model)
         job = ScoringJob(
             request=request,
             model=model,

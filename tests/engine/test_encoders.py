@@ -94,9 +94,9 @@ def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:
     (scored,) = run(loop, wire.Score("s", [], sent, wire.Sparse()))
     with torch.inference_mode():
         expected = [model(torch.tensor([tokens])).logits[0].amax(0).relu().log1p() for tokens in sent]
-    for row, weights in zip(scored.rows, expected, strict=True):
-        assert row[::2] == weights.nonzero().flatten().tolist()
-        torch.testing.assert_close(torch.tensor(row[1::2]), weights[weights > 0], atol=1e-4, rtol=1e-4)
+    for row, wanted in zip(scored.rows, expected, strict=True):
+        assert row[::2] == wanted.nonzero().flatten().tolist()
+        torch.testing.assert_close(torch.tensor(row[1::2]), wanted[wanted > 0], atol=1e-4, rtol=1e-4)
 
 
 def test_modernbert_reads_the_mean_where_its_configuration_says_so(tmp_path: Path) -> None:

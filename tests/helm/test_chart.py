@@ -126,6 +126,14 @@ def test_what_cannot_work_is_refused_in_words(values: Values, words: str):
         render(values)
 
 
+def test_values_may_be_removed_as_helm_allows():
+    """``--set auth.keys=null`` leaves a value out."""
+    rules = {"enabled": True, "extraLabels": None, "objectives": None}
+    scaling = {"enabled": True, "fallback": None, "authenticationRef": None, "extraTriggers": None, "advanced": None}
+    removed: Values = {"auth": {"keys": None}, "gateway": {"settings": None}, "monitoring": {"rules": rules}}
+    assert manifests(removed | {"engine": {"autoscaling": scaling}})
+
+
 def test_every_part_of_the_schema_is_strict():
     def objects(schema: Any) -> list[dict[str, Any]]:
         if isinstance(schema, list):

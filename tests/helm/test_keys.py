@@ -101,4 +101,3 @@ def test_the_generated_key_may_give_its_name_away() -> None:
         base64.b64decode(one(found, "Secret", "yardstick-api-keys")["data"]["keys.json"])
         == json.dumps({"keys": [FIRST]}, separators=(",", ":")).encode()
     )
-    manifests({"auth": {"keys": None}})

@@ -142,7 +142,7 @@ def test_a_model_that_embeds(tmp_path: Path):
     directory = make_checkpoint(tmp_path / "checkpoint", "qwen3", tie_word_embeddings=True, **SHAPE)
     write_gguf(directory, tmp_path / "model.gguf", change=lambda writer: writer.add_pooling_type(gguf.PoolingType.LAST))
     config = load_config(tmp_path / "model.gguf")
-    assert (config.architecture, config.pooling, config.lm_head) == ("Qwen3Model", "last", False)
+    assert (config.architecture, config.pooling.mode, config.lm_head) == ("Qwen3Model", "last", False)
     load_model(tmp_path / "model.gguf")
 
 

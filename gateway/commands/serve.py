@@ -69,6 +69,7 @@ from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key={key})
 """
 SDK_POST = "print(client.post({path!r}, cast_to=object, body={body}))\n"
+SDK_EMBED = "print(client.embeddings.create(model={model!r}, input={texts}).data[0].embedding)\n"
 SDK_CHAT = """\
 chat = client.chat.completions.create(model={model!r}, messages=[{{"role": "user", "content": "Describe: {query}"}}])
 print(chat.choices[0].message.content)
@@ -407,7 +408,9 @@ def show_calls(console: Console, url: str, model: str, abilities: set[str], *, w
     key = f'os.environ["{KEY_VARIABLE}"]' if with_key else '"none"'
     sdk = ("import os\n" if with_key else "") + SDK.format(url=url, key=key)
     path, body = _first_call(model, abilities)
-    if path not in ("/chat/completions", "/completions"):
+    if path == "/embeddings":
+        sdk += SDK_EMBED.format(model=model, texts=list(ITEMS))
+    elif path not in ("/chat/completions", "/completions"):
         sdk += SDK_POST.format(path=path, body=body)
     for ability, lines in SDK_OF.items():
         needed = {"generate"} if ability == "generate" else {"chat", ability}

@@ -140,6 +140,9 @@ def test_what_tei_serves(gateway: Program) -> None:
     assert (info["model_type"], info["max_input_length"]) == ({"embedding": {}}, 256)
     assert gateway.client.get("/info", params={"model": "cross"}).json()["model_type"]["reranker"]
     assert post(gateway, "/embed", model="minilm", inputs=TEXTS) == close_to(embed(gateway, TEXTS))
+    (vectors,) = post(gateway, "/embed_all", model="minilm", inputs=TEXTS[0])
+    mean = normalize(torch.tensor(vectors).mean(dim=0), dim=0)
+    assert mean.tolist() == pytest.approx(embed(gateway, TEXTS[:1])[0], abs=1e-5), "the model pools by the mean"
     inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:3]}
     assert post(gateway, "/similarity", model="minilm", inputs=inputs) == pytest.approx([0.6946, 0.2565], abs=1e-3)
     cohere = post(gateway, "/v2/embed", model="minilm", texts=TEXTS, input_type="search_query", embedding_types=["float"])

@@ -194,8 +194,7 @@ class Encoder(nn.Module):
         self.projected = Projected(() if config.pooling is None else config.pooling.projections)
         self.token_weight = Linear(size, 1) if config.sparse == "tokens" else None
         """bge-m3: the weight of each token."""
-        own_vectors = config.token_vectors and config.pooling is not None and config.pooling.mode is not None
-        self.token_projection = Linear(size, config.token_vectors) if own_vectors else None
+        self.token_projection = Linear(size, config.token_vectors) if config.token_head else None
         """bge-m3: the vector of each token."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         self._ropes = [each for each in dict.fromkeys(ropes) if each is not None]
@@ -258,8 +257,10 @@ class Encoder(nn.Module):
 
     def token_vectors(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, hidden]. -> [tokens, size] float32."""
-        project = self.projected if self.token_projection is None else self.token_projection
-        return project(hidden.float())  # type: ignore[no-any-return]
+        pools = self.config.pooling is not None and self.config.pooling.mode is not None
+        if self.token_projection is not None:
+            return self.token_projection(hidden.float())  # type: ignore[no-any-return]
+        return hidden.float() if pools else self.projected(hidden.float())  # type: ignore[no-any-return]
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of each rotation, [tokens, head_dim / 2] float32."""

@@ -349,6 +349,9 @@ class EncoderConfig:
     that of a head with one number for each token (bge-m3)."""
     token_vectors: int = 0
     """Length of the vector of each token; 0 where the model makes none."""
+    token_head: bool = False
+    """Whether a projection of its own makes the vectors of tokens (bge-m3). Without one, modules that pool nothing do (ColBERT), or
+    they are the hidden states."""
     ignored: tuple[int, ...] = ()
     """Tokens without a weight in ``sparse`` of ``tokens``."""
     tied: bool = True
@@ -431,10 +434,9 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
             f"The architecture {config.architecture} in config.json has no head that is read, and there is no {MODULES_FILE} with "
             "a Pooling or Dense module; add the model's sentence-transformers files."
         )
-    vectors = pooling.size(config.hidden_size) if pooling.mode is None else 0
-    if (directory / TOKEN_HEAD).is_file():
-        vectors = config.hidden_size
-    config = dataclasses.replace(config, pooling=pooling, token_vectors=vectors)
+    vectors = pooling.size(config.hidden_size) if pooling.mode is None else config.hidden_size
+    own = pooling.mode is not None and (directory / TOKEN_HEAD).is_file()
+    config = dataclasses.replace(config, pooling=pooling, token_vectors=vectors, token_head=own)
     if not (directory / SPARSE_HEAD).is_file():
         return config
     return dataclasses.replace(config, sparse="tokens", ignored=_special_tokens(directory))

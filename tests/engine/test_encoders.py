@@ -59,7 +59,9 @@ def test_embeddings_equal_transformers(tmp_path: Path, family: str) -> None:
     model = load_reference(directory, family, "embed")
     expected = [hidden_of(model, tokens).mean(0) for tokens in sent]
     loop = build(directory, max_batched_tokens=150)
-    assert (loop.info.encoder, loop.info.capabilities, loop.info.max_context) == (True, ["embed"], CONTEXT)
+    assert (loop.info.encoder, loop.info.capabilities, loop.info.max_context) == (True, ["embed", "token_vectors"], CONTEXT)
+    (vectors,) = run(loop, wire.Score("tokens", [], sent[:4], wire.TokenVectors(normalize=False)))
+    assert_equal_rows(vectors.rows, [hidden_of(model, tokens).flatten().tolist() for tokens in sent[:4]], 1e-4)
     (packed,) = run(loop, wire.Score("packed", [], sent, wire.Embedding(normalize=False)))
     assert_equal_rows(packed.rows, [vector.tolist() for vector in expected], 1e-4)
     assert packed.computed_tokens == sum(LENGTHS)

@@ -62,48 +62,60 @@ class PeerError(RuntimeError):
     """A runtime cannot be started."""
 
 
-class Peer:
-    """A runtime in a process of its own, which answers each line of JSON with one."""
+class Lines:
+    """A program that answers each line of JSON with one."""
 
-    def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
-        command = [str(python), str(PROGRAM), runtime, str(checkpoint), form, str(torch.get_num_threads())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own code
-        self.spent = Spent(0.0, 0.0)
-        """Time of the last request in the runtime's process."""
-        self.version: str = self._read()["ready"]
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - our own code
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
-    def score(self, message: wire.Score) -> Scores:
-        """Score all prompts of a request as one batch."""
-        assert isinstance(message.readout, wire.Labels)
-        return self._ask([message.prefix + branch for branch in message.branches], message.readout.tokens)
-
-    def write(self, prompts: list[list[int]], tokens: int) -> Spent:
-        """Write as many greedy tokens after each prompt, all at once; only llama.cpp can. Returns the time that it took."""
-        self._ask(prompts, [], tokens)
-        return self.spent
-
-    def _ask(self, *asked: Any) -> Scores:
+    def ask(self, asked: Any) -> Any:
+        """Return the answer. Raises :class:`PeerError`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        answer = self._read()
-        self.spent = Spent(answer["seconds"], answer["cpu"])
-        return answer["rows"]  # type: ignore[no-any-return]
+        return self.read()
 
-    def _read(self) -> dict[str, Any]:
-        """The next line that it prints. Raises :class:`PeerError`."""
+    def read(self) -> Any:
+        """Return the next line that it prints. Raises :class:`PeerError`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             self.close()
             raise PeerError(f"it ended with exit code {code}")
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.communicate()  # closes the pipes
+
+
+class Peer(Lines):
+    """A runtime in a process of its own."""
+
+    def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
+        super().__init__([str(python), str(PROGRAM), runtime, str(checkpoint), form, str(torch.get_num_threads())])
+        self.spent = Spent(0.0, 0.0)
+        """Time of the last request in the runtime's process."""
+        self.version: str = self.read()["ready"]
+
+    def score(self, message: wire.Score) -> Scores:
+        """Score all prompts of a request as one batch."""
+        assert isinstance(message.readout, wire.Labels)
+        return self._compute([message.prefix + branch for branch in message.branches], message.readout.tokens)
+
+    def write(self, prompts: list[list[int]], tokens: int) -> Spent:
+        """Write as many greedy tokens after each prompt, all at once; only llama.cpp can. Returns the time that it took."""
+        self._compute(prompts, [], tokens)
+        return self.spent
+
+    def _compute(self, *asked: Any) -> Scores:
+        answer = self.ask(asked)
+        self.spent = Spent(answer["seconds"], answer["cpu"])
+        return answer["rows"]  # type: ignore[no-any-return]
 
 
 def main(arguments: Sequence[str]) -> int:

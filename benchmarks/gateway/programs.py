@@ -62,7 +62,8 @@ def drained(program: Program) -> Iterator[Program]:
         yield program
     finally:
         program.process.kill()
-        reader.join()
+        if reader.ident is not None:  # else it was not ready, which the caller learns
+            reader.join()
         program.close()
 
 

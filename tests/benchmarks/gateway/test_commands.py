@@ -30,3 +30,18 @@ def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < summary["gateway, 1 short, CPU"] < summary["gateway, 20 long, CPU"]
     assert summary["ratios"]["gateway / other checkout, 5 short, CPU"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_encoders_and_all_libraries_compute_the_same(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["encoders", "--quick", "--out", str(tmp_path)]) == 0
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert set(summary["left_out"]) <= {"sentence-transformers, int8", "int8"}
+    assert {"sentence-transformers, float32", "onnxruntime, float32", "openvino, float32"} <= set(summary["versions"])
+    assert len(summary["texts_per_s"]) == 6
+    for programs in summary["texts_per_s"].values():
+        assert all(rate["median"] > 0 for rate in programs.values())
+        assert len(programs) == 1 + len(summary["versions"]) + ("Yardstick, int8" in programs)
+    assert 0 < max(summary["largest_difference"].values()) < 0.05, "int8 is close to float32"
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6

@@ -1,0 +1,442 @@
+"""Encoders over HTTP beside sentence-transformers, ONNX Runtime and OpenVINO, in one run: ``python -m benchmarks encoders``.
+
+Engines and a gateway run as processes, as in production, and are sent one text a request, 1, 8 and 64 at a time. Each library
+runs in a process of its own with as many threads, without HTTP. It gets as many texts in a call and computes at most 32 at once,
+which is sentence-transformers' default. The texts of a figure have equal numbers of tokens, so the libraries compute no padding.
+Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights. Every round measures all
+programs in turn; ratios are medians of the rounds' ratios. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import uvloop
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from benchmarks.engine.peers import Lines, PeerError
+from benchmarks.engine.records import Records, add_output, describe, opened
+from benchmarks.engine.servers import ServerError
+from benchmarks.gateway.programs import WORDS, drained, tree_seconds
+from tests import weights
+from tests.clients.environments import OFFLINE, python_environment
+from tests.encoders import make_encoder
+from tests.processes import Pod, Program
+from yardstick_llm.engine.server.loop_client import HUGE_PAGES, MALLOC
+from yardstick_llm.kernels.int8 import instructions
+
+PROGRAM = Path(__file__).with_name("encoder_process.py")
+ENVIRONMENT = "encoder-peers"
+LIBRARIES = ("sentence-transformers", "onnxruntime", "openvino")
+FORMATS = ("float32", "int8")
+OURS = "Yardstick"
+EMBED, CROSS = "all-MiniLM", "cross-encoder"
+MINILM_MARKS, PAIR_MARKS = 2, 4
+"""Tokens that the tokeniser adds to a text, and to a pair."""
+QUERY_TOKENS = 30
+"""At most a quarter of a pair."""
+TOLERANCE = 1e-4
+"""Largest difference of a number in float32."""
+CHECKED = 8
+"""Texts that all programs compute before they are measured, which also warms them up."""
+SLACK = 1.2
+"""Share of the expected time of a round's figures that must be left for them to begin."""
+XLM_R_BASE = {
+    "vocab_size": 250_002,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 514,
+}
+"""The published shape (https://huggingface.co/FacebookAI/xlm-roberta-base/blob/main/config.json), but for its 12 layers."""
+TINY: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 130}
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+ANSWER_HEADER = b"\r\ncontent-length:"
+
+Text = str | tuple[str, str]
+"""A text to embed, or a query and a document."""
+
+
+class Model(NamedTuple):
+    """An encoder to measure."""
+
+    folder: Path
+    pairs: bool
+    words: list[str]
+    """Words of one token each."""
+
+    def texts(self, count: int, tokens: int, seed: str) -> list[Text]:
+        """Return different texts of as many tokens, with those that the tokeniser adds."""
+        draws = random.Random(seed)
+
+        def text(length: int) -> str:
+            return " ".join(draws.choices(self.words, k=length))
+
+        if not self.pairs:
+            return [text(tokens - MINILM_MARKS) for _ in range(count)]
+        query = min(QUERY_TOKENS, tokens // 4)
+        return [(text(query), text(tokens - PAIR_MARKS - query)) for _ in range(count)]
+
+
+class Case(NamedTuple):
+    """What a figure is measured with."""
+
+    model: str
+    tokens: int
+    in_flight: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.tokens} tokens, {self.in_flight} in flight"
+
+
+class Spent(NamedTuple):
+    """Texts computed, and the seconds that they took, of the clock and of CPU time."""
+
+    texts: int
+    seconds: float
+    cpu: float
+
+    @property
+    def rate(self) -> float:
+        """Texts per second."""
+        return self.texts / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """Milliseconds of CPU time per text."""
+        return self.cpu / self.texts * 1e3
+
+
+class Subject(Protocol):
+    """A program that computes texts."""
+
+    def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
+        """[texts] -> [texts, numbers]."""
+
+    def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
+        """Compute texts, again and again, ``in_flight`` at a time; after ``seconds`` no further ones begin."""
+
+
+class Library:
+    """One of :data:`LIBRARIES` in its process."""
+
+    def __init__(self, python: Path, name: str, form: str, given: Mapping[str, Any]) -> None:
+        """Start it; :meth:`wait_ready` waits for it. ``given``: the models, as ``encoder_process.py`` takes them."""
+        threads = str(torch.get_num_threads())
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
+        environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads}
+        command = [str(python), "-W", "ignore", str(PROGRAM), name, form, threads, json.dumps(given)]
+        self._lines = Lines(command, environment)
+        self.close = self._lines.close
+        self.version = ""
+
+    def wait_ready(self) -> None:
+        """Return when its models are loaded. Raises :class:`PeerError`."""
+        self.version = self._lines.read()["ready"]
+
+    def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
+        """[texts] -> [texts, numbers]."""
+        return np.array(self._ask(model, texts, len(texts), 0.0)["rows"])
+
+    def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
+        """Compute batches of ``in_flight`` texts."""
+        found = self._ask(case.model, texts, case.in_flight, seconds)
+        return Spent(found["texts"], found["seconds"], found["cpu"])
+
+    def _ask(self, model: str, texts: list[Text], in_flight: int, seconds: float) -> Any:
+        return self._lines.ask({"model": model, "texts": texts, "in_flight": in_flight, "seconds": seconds})
+
+
+class Served:
+    """A gateway, and an engine for each model in one number format."""
+
+    def __init__(self, gateway: Program, pods: Mapping[str, Pod], form: str) -> None:
+        self._gateway, self._pods, self._form = gateway, pods, form
+
+    def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
+        """[texts] -> [texts, numbers]."""
+        found: list[Any] = []
+        for text in texts:
+            path, body = self._asked(model, text)
+            answer = self._gateway.client.post(path, json=body, headers={"cache-control": "no-store"}).raise_for_status().json()
+            if model == CROSS:
+                found.append([answer["results"][0]["relevance_score"]])
+            else:
+                found.append(np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), np.float32))
+        return np.array(found)
+
+    def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
+        """Send one text a request through ``in_flight`` connections."""
+        requests = []
+        for text in texts:
+            path, body = self._asked(case.model, text)
+            content = json.dumps(body).encode()
+            head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncache-control: no-store\r\n"
+            requests.append(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        pids = self._gateway.process.pid, self._pods[case.model].process.pid
+        began, cpu = time.perf_counter(), sum(map(tree_seconds, pids))
+        count = uvloop.run(_send(self._gateway.port, requests, case.in_flight, seconds))
+        return Spent(count, time.perf_counter() - began, sum(map(tree_seconds, pids)) - cpu)
+
+    def _asked(self, model: str, text: Text) -> tuple[str, dict[str, Any]]:
+        name = f"{model}-{self._form}"
+        if isinstance(text, str):
+            return "/v1/embeddings", {"model": name, "input": text, "encoding_format": "base64"}
+        return "/v1/rerank", {"model": name, "query": text[0], "documents": [text[1]]}
+
+
+async def _send(port: int, requests: Sequence[bytes], connections: int, seconds: float) -> int:
+    """Send requests, one after the other through each connection, and return their number. The client shares the cores with what
+    it measures, so it reads only status and length of an answer. Raises :class:`ServerError` if a status is not 200."""
+    left, end, count = cycle(requests), time.perf_counter() + seconds, 0
+
+    async def connection() -> None:
+        nonlocal count
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:
+            writer.write(next(left))
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.lower().partition(ANSWER_HEADER)[2].partition(b"\r\n")[0]))
+            if head.split(b" ", 2)[1] != b"200":
+                raise ServerError(f"the gateway answered {body[:500]!r}")
+            count += 1
+            if time.perf_counter() >= end:
+                writer.close()
+                return
+
+    await asyncio.gather(*[connection() for _ in range(connections)])
+    return count
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print tables and one line of JSON; returns the exit code: 1 where numbers in float32 differ."""
+    parser = argparse.ArgumentParser("python -m benchmarks encoders", description="Encoders over HTTP beside other libraries.")
+    parser.add_argument("--layers", type=int, default=12, help="of the cross-encoder (%(default)s)")
+    parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="texts at a time (1 8 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of each figure, at least (%(default)s)")
+    parser.add_argument("--models", type=Path, help="folder that keeps the cross-encoder and the libraries' files for the next run")
+    parser.add_argument("--quick", action="store_true", help="tiny models, one short round, to check that it works")
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    lengths = [(EMBED, 32), (EMBED, 256), (CROSS, 512)]
+    if options.quick:
+        options.rounds, options.seconds, options.in_flight = 1, 0.05, [1, 4]
+        lengths = [(EMBED, 16), (EMBED, 64), (CROSS, 128)]
+    cases = [Case(*length, in_flight) for length in lengths for in_flight in options.in_flight]
+    records = opened(options)
+    with ExitStack() as stack:
+        folder: Path = options.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="yardstick-encoders-")))
+        measured = {EMBED: minilm(folder, options.quick), CROSS: cross_encoder(folder, options.layers, options.quick)}
+        left_out: dict[str, str] = {}
+        subjects = start(measured, folder, options, left_out, stack)
+        differences = compare(subjects, measured, dict(lengths))
+        found = measure(subjects, measured, cases, options, records)
+    summary: dict[str, Any] = {"bench": "encoders", "machine": describe(), "layers": options.layers, "left_out": left_out}
+    summary["versions"] = {name: each.version for name, each in subjects.items() if isinstance(each, Library)}
+    summary |= summarise(found) | {"largest_difference": differences, "not_measured": records.store.left_out}
+    show(summary, records)
+    records.finish(summary)
+    wrong = [name for name, difference in differences.items() if "float32" in name and difference > TOLERANCE]
+    if wrong:
+        print(f"numbers differ from those of {OURS}, float32: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def minilm(folder: Path, quick: bool) -> Model:
+    """Return all-MiniLM-L6-v2, or a tiny model in its place."""
+    if quick:
+        directory = folder / "tiny"
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            make_encoder(directory, "bert", **TINY)
+            write_tokenizer(directory)
+    else:
+        directory = weights.minilm()
+    vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
+    return Model(directory, False, plain_words(vocabulary))
+
+
+def cross_encoder(folder: Path, layers: int, quick: bool) -> Model:
+    """Return a cross-encoder with random weights and one score, tiny or in the shape of XLM-RoBERTa base. Its tokeniser is a
+    WordPiece with words of one token; that of XLM-RoBERTa is a Unigram."""
+    directory = folder / ("tiny-cross" if quick else f"cross-{layers}")
+    if not (directory / "tokenizer_config.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        shape: dict[str, Any] = TINY if quick else XLM_R_BASE | {"num_hidden_layers": layers}
+        make_encoder(directory, "xlm_roberta", "classes", num_labels=1, **shape)
+        write_tokenizer(directory)
+    return Model(directory, True, plain_words(WORDS))
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokeniser whose ids of control tokens, and whose pairs, are those of XLM-RoBERTa."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *plain_words(WORDS)])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))  # noqa: S106 - the name of a token
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([*SPECIAL])
+    marks = [(token, vocabulary[token]) for token in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> </s> $B:0 </s>:0", marks)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "unk_token": "<unk>"}
+    inputs = {"model_input_names": ["input_ids", "attention_mask"]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | names | inputs))
+
+
+def plain_words(given: Sequence[str] | Mapping[str, int]) -> list[str]:
+    """Return words of at least three small letters, at most 900."""
+    return sorted({word for word in given if len(word) > 2 and word.isascii() and word.isalpha() and word.islower()})[:900]
+
+
+def start(
+    measured: Mapping[str, Model], folder: Path, options: argparse.Namespace, left_out: dict[str, str], stack: ExitStack
+) -> dict[str, Subject]:
+    """Start all programs; in ``left_out``, why others are not measured."""
+    subjects: dict[str, Subject] = {}
+    pods: dict[str, dict[str, Pod]] = {}
+    for form in options.formats.split(","):
+        if form == "int8" and instructions() is None:
+            left_out[form] = "the processor has no instructions for it"
+            continue
+        flags = ["--threads", str(torch.get_num_threads()), *(["--quantize", form] if form == "int8" else [])]
+        pods[form] = {}
+        for name, model in measured.items():  # one after the other, so that each starts in time
+            pods[form][name] = pod = Pod(model.folder, "--name", f"{name}-{form}", *flags)
+            stack.enter_context(drained(pod))
+    gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
+    stack.enter_context(drained(gateway))
+    libraries: dict[str, Library] = {}
+    python = python_environment(ENVIRONMENT) / "bin" / "python"
+    for form in pods:
+        subjects[f"{OURS}, {form}"] = Served(gateway, pods[form], form)
+        for library in options.libraries.split(","):
+            name = f"{library}, {form}"
+            if name == "sentence-transformers, int8":
+                left_out[name] = "it computes in int8 through the others"
+                continue
+            given = {
+                key: {
+                    "folder": str(model.folder),
+                    "made": str(folder / "made" / f"{model.folder.name}-{library}-{form}"),
+                    "pairs": model.pairs,
+                    "calibration": model.texts(32, 64, "calibration"),
+                }
+                for key, model in measured.items()
+            }
+            libraries[name] = Library(python, library, form, given)
+            stack.callback(libraries[name].close)
+    for name, started in libraries.items():
+        try:
+            started.wait_ready()
+        except PeerError as error:
+            left_out[name] = str(error)
+            print(f"left out: {name}: {error}", file=sys.stderr)
+            continue
+        subjects[name] = started
+    return subjects
+
+
+def compare(subjects: Mapping[str, Subject], measured: Mapping[str, Model], lengths: Mapping[str, int]) -> dict[str, float]:
+    """Return the largest difference of each program's numbers from those of the engine in float32, by program and model."""
+    found: dict[str, float] = {}
+    for model, tokens in lengths.items():
+        texts = measured[model].texts(CHECKED, tokens, "checked")
+        answers = {name: subject.answers(model, texts) for name, subject in subjects.items()}
+        base = next(iter(answers.values()))
+        assert len(np.unique(base.round(6), axis=0)) == CHECKED, "the texts have different numbers"
+        found |= {f"{name}, {model}": float(np.abs(rows - base).max()) for name, rows in answers.items()}
+    return found
+
+
+def measure(
+    subjects: Mapping[str, Subject],
+    measured: Mapping[str, Model],
+    cases: Sequence[Case],
+    options: argparse.Namespace,
+    records: Records,
+) -> dict[Case, list[dict[str, Spent]]]:
+    """Measure all programs in turn in each round, in every other round in reverse order. A round leaves out the cases for which too
+    little time is left. Each case is printed and stored as it is measured."""
+    found: dict[Case, list[dict[str, Spent]]] = {case: [] for case in cases}
+    rates: dict[tuple[str, int], dict[str, float]] = {}
+    for number in range(1, options.rounds + 1):
+        for case in cases:
+            texts = measured[case.model].texts(2 * case.in_flight, case.tokens, f"{number} {case}")
+
+            def work(case: Case = case, texts: list[Text] = texts, number: int = number) -> dict[str, Spent]:
+                order = [*subjects] if number % 2 else [*subjects][::-1]
+                return {name: subjects[name].spend(case, texts, options.seconds) for name in order}
+
+            known = rates.get(case[:2], {})
+            expected = SLACK * sum(max(options.seconds, case.in_flight / rate) for rate in known.values())
+            key = f"round {number}, {case}"
+            result = records.store.measure(key, expected, work)
+            if result is None:
+                continue
+            spent = {name: Spent(*result[name]) for name in subjects if name in result}
+            rates[case[:2]] = {name: each.rate for name, each in spent.items()}
+            found[case].append(spent)
+            records.rows += [{"key": key, "name": name, **each._asdict()} for name, each in spent.items()]
+            figures = ", ".join(f"{name} {each.rate:.1f} ({each.cpu_ms:.2f})" for name, each in spent.items())
+            print(f"{key}: texts/s (ms of CPU): {figures}", flush=True)
+    return found
+
+
+def summarise(found: Mapping[Case, Sequence[Mapping[str, Spent]]]) -> dict[str, Any]:
+    """Medians of the rounds by case and program, and our ratios to the others of the same format: texts/s, and inverse CPU time."""
+    summary: dict[str, Any] = {"texts_per_s": {}, "cpu_ms_per_text": {}, "ratios": {}, "cpu_ratios": {}, "rounds": {}}
+    for case, rounds in found.items():
+        if not rounds:
+            continue
+        summary["rounds"][str(case)] = len(rounds)
+        for name in rounds[0]:
+            ours = f"{OURS}, {name.rpartition(', ')[2]}"
+            each = [(spent[name], spent[ours]) for spent in rounds]
+            values = {
+                "texts_per_s": [own.rate for own, _ in each],
+                "cpu_ms_per_text": [own.cpu_ms for own, _ in each],
+                "ratios": [our.rate / own.rate for own, our in each],
+                "cpu_ratios": [own.cpu_ms / our.cpu_ms for own, our in each],
+            }
+            for kind, numbers in values.items():
+                spread = {"median": statistics.median(numbers), "least": min(numbers), "most": max(numbers)}
+                summary[kind].setdefault(str(case), {})[name] = spread
+    return summary
+
+
+def show(summary: Mapping[str, Any], records: Records) -> None:
+    """Print a table for each case."""
+    for case, programs in summary["texts_per_s"].items():
+        columns = "texts/s", f"{OURS} ÷ it", "ms of CPU a text", f"it ÷ {OURS}"
+        table = Table("", *columns, title=f"{case}: median (least–most) of {summary['rounds'][case]} rounds")
+        for name in programs:
+            row = []
+            for kind, digits in (("texts_per_s", 1), ("ratios", 2), ("cpu_ms_per_text", 2), ("cpu_ratios", 2)):
+                middle, least, most = summary[kind][case][name].values()
+                row.append(f"{middle:.{digits}f} ({least:.{digits}f}–{most:.{digits}f})")
+            table.add_row(name, *row)
+        records.console.print(table)
+    for name, reason in summary["left_out"].items():
+        records.console.print(f"left out: {name}: {reason}")

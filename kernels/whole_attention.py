@@ -167,7 +167,7 @@ def whole_attention_triton(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec
         q, k, v, out, layout.blocks, LOG2E * spec.scale_of(head_dim), LOG2E * spec.soft_cap, reach,
         q.stride(0), k.stride(0), v.stride(0), heads, heads // k.shape[1], head_dim, width, ROWS, block_keys(width, q.dtype),
         precision(q.dtype), spec.soft_cap != NO_CAP, spec.window is not None,
-        num_warps=4, num_stages=2,
+        num_warps=8 if width == 256 else 4, num_stages=2,
     )  # fmt: skip
     return out
 

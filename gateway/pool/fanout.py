@@ -32,7 +32,7 @@ between."""
 MESSAGE_IMAGE_TOKENS = 1 << 12
 """Most image tokens of a message with several branches: with 2352 bytes each, encoding them takes the event loop some 4 ms."""
 BRANCHES_IN_FLIGHT = 32
-"""Branches of one request in flight at least for each ready replica, where the messages are small."""
+"""Branches of one request in flight at least for each ready encoder, where the messages are small."""
 USUAL_SPARSE = 512
 """Numbers of a usual row of :class:`engine.wire.Sparse`, whose longest one has two for each token of the vocabulary."""
 MAX_SPOILT = 8
@@ -140,7 +140,9 @@ class FanOut:
             sub_batches = self._evenly(model, prompts, branches)
         sub_batches = divided_by_images(sub_batches, prompts, branches, model.info.vision)
         self._telemetry.engines.sub_batches.observe(len(sub_batches))
-        messages = max(SUB_BATCHES_PER_REPLICA, BRANCHES_IN_FLIGHT * len(sub_batches) // max(1, len(branches)))
+        messages = SUB_BATCHES_PER_REPLICA
+        if model.info.encoder:  # whose pairs share a message only if their queries are equal
+            messages = max(messages, BRANCHES_IN_FLIGHT * len(sub_batches) // max(1, len(branches)))
         in_flight, building = asyncio.Semaphore(messages * max(1, len(model.ready))), asyncio.Lock()
         await all_or_cancel([compute(sub_batch) for sub_batch in sub_batches])
 

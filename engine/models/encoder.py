@@ -260,7 +260,7 @@ class Encoder(nn.Module):
         pools = self.config.pooling is not None and self.config.pooling.mode is not None
         if self.token_projection is not None:
             return self.token_projection(hidden.float())  # type: ignore[no-any-return]
-        return hidden.float() if pools else self.projected(hidden.float())  # type: ignore[no-any-return]
+        return hidden.float() if pools else self.projected(hidden.float())
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of each rotation, [tokens, head_dim / 2] float32."""

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def of_engine(path: Path, form: str) -> dict[str, Callable[[int], float]]:
-    """What the engine is measured at, in units a second; the argument is the number of the round."""
+    """Measurements of the engine by name. Each takes the number of the round and returns units a second."""
     name, quantize = NUMBER_FORMATS[form]
     dtype = getattr(torch, name)
     decoder = load_model(path, dtype, format_of(quantize, torch.device("cpu"), dtype))
@@ -97,7 +97,7 @@ def of_engine(path: Path, form: str) -> dict[str, Callable[[int], float]]:
 
 
 def of_peer(peer: Peer, vocab_size: int) -> dict[str, Callable[[int], float]]:
-    """The same of llama.cpp."""
+    """Measurements of llama.cpp, in the form of :func:`of_engine`."""
 
     def write(streams: int) -> Callable[[int], float]:
         def rate(place: int) -> float:

@@ -27,7 +27,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 Compute = Callable[[list[Any]], Any]
 """[texts] -> [texts, numbers]: normalised embeddings, or one score of each pair."""
 BATCH = 32
-"""Texts computed at once, as by sentence-transformers unless it is told otherwise."""
+"""Texts in a batch: the default of sentence-transformers."""
 INPUTS = ["input_ids", "attention_mask"]
 CALIBRATION = 8
 """Batches that the ranges of OpenVINO's activations are found with."""

@@ -96,7 +96,7 @@ class Model(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a figure is measured with."""
+    """The model and the load of one figure."""
 
     model: str
     tokens: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
-from yardstick_llm.engine.models.gguf.config import configuration, pooling_of
+from yardstick_llm.engine.models.gguf.config import configuration
 from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
@@ -208,7 +208,7 @@ class ModelConfig:
     head_mean: bool = False
     """Whether the classification head reads the mean of all hidden states, and not that of the last token."""
     class_divisor: float = 1.0
-    """Of the logits of classes."""
+    """The logits of classes are divided by it."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
 
@@ -268,11 +268,7 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     if config.vision is not None:
         vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
         config = dataclasses.replace(config, vision=vision)
-    if is_gguf(directory):
-        mode = pooling_of(directory)
-        pooling = None if mode is None else Pooling(mode)
-    else:
-        pooling = load_pooling(directory, config.hidden_size)
+    pooling = load_pooling(directory, config.hidden_size)
     if pooling is None and not (config.lm_head or config.classes):
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head, and there is no {MODULES_FILE} with a Pooling "

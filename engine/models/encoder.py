@@ -95,7 +95,7 @@ class FeedForward(nn.Module):
         return self.down_proj(self.activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
     def activated(self, x: Tensor) -> Tensor:
-        """What is between the projections: [tokens, inner or 2 · inner] -> [tokens, inner]"""
+        """The activation between the projections: [tokens, inner or 2 · inner] -> [tokens, inner]"""
         if not self.gated:
             return self.activation(x)
         first, second = x.chunk(2, 1)
@@ -295,7 +295,7 @@ class Encoder(nn.Module):
 
 
 Model = Decoder | Encoder
-"""What a runner computes with."""
+"""A model that the runner computes."""
 Layer = DecoderLayer | EncoderLayer
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.gguf.config import pooling_of
 
 Mode = Literal["cls", "last", "mean", "mean_sqrt", "max", "weightedmean"]
 """What is pooled: the first or the last token, or all tokens of the prompt: their mean, their sum divided by the square root of
@@ -80,6 +81,9 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
 
     ``hidden_size``: width of hidden states, if the widths of projections are to be checked.
     """
+    if is_gguf(directory):
+        mode = pooling_of(directory)
+        return None if mode is None else Pooling(mode)
     path = directory / MODULES_FILE
     if not path.is_file():
         return None

@@ -46,8 +46,9 @@ from yardstick_llm.gateway.text.prepared import Prepared
 RESULTS_PER_EVENT = 200
 NUMBERS_PER_EVENT = 1 << 12
 """Most results of one event, and most numbers of several; building it takes about a millisecond."""
-COMPARED_NUMBERS = 1 << 22
-"""Most numbers of the embeddings that one request compares; they take about 130 MiB."""
+MAX_NUMBERS = 1 << 22
+"""Most numbers of the embeddings that one request compares or is answered, such as 1,024 embeddings of 4,096; the gateway holds
+them all, in about 130 MiB."""
 NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
 
 
@@ -129,10 +130,8 @@ class Scoring:
         policy = CachePolicy.of(job.request)
         compares = prepared.queries > 0
         numbers = sum(wire.row_length(job.readout, row, job.model.info) for row in prepared.rows) if compares else 0
-        if numbers > COMPARED_NUMBERS:
-            message = (
-                f"The embeddings have {numbers} numbers; at most {COMPARED_NUMBERS} are compared at once. Send several requests."
-            )
+        if numbers > MAX_NUMBERS:
+            message = f"The embeddings have {numbers} numbers; at most {MAX_NUMBERS} are compared at once. Send several requests."
             raise InvalidRequest(message, param=prepared.param.removesuffix("[]"))
         scores = await self.scorer.score(
             job.model, prompts, policy, lease, arrived=None if compares else arrived, partial=job.partial

@@ -19,7 +19,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import priority_of, requested_model
 from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
-from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import require_lenvm, value_and_remaining
 from yardstick_llm.gateway.pool.fanout import usual_row
@@ -138,8 +138,6 @@ def _categories(fitted: Fitted, row: Row) -> list[Category]:
     return sorted(categories, key=lambda category: -category.prob)
 
 
-MAX_NUMBERS = 1 << 22
-"""Most numbers of an answer, such as 1,024 embeddings of 4,096; the gateway holds them all, in about 130 MiB."""
 LARGE_EMBEDDINGS = 4000
 """Numbers of an answer above which it is built in slices; this many take about a millisecond."""
 

@@ -137,8 +137,8 @@ def stack(weights: Sequence[CodedWeight]) -> CodedWeight | None:
 
 
 def _levelled(weights: Sequence[CodedWeight]) -> list[CodedWeight]:
-    """The same matrices in int8, with groups of the narrowest width and without zeros; empty where one of them has another form.
-    GGUF files often have values in more bits than queries and keys."""
+    """Convert matrices of different formats to int8 without zeros, with groups of the narrowest width. Return an empty list if one
+    of them cannot be converted. GGUF files often have values in more bits than queries and keys."""
     width = min(weight.block[1] for weight in weights)
     level = []
     for weight in weights:

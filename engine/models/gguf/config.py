@@ -35,7 +35,7 @@ BODIES = {
 _ROTATED_IN_PAIRS = ("llama", "granite")
 """Architectures whose rotation llama.cpp applies to neighbours."""
 POOLINGS: dict[int, Literal["last", "mean"] | None] = {0: None, 1: "mean", 3: "last"}
-"""Of ``pooling_type``."""
+"""Pooling by the value of ``pooling_type``."""
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 """Control tokens that end a generation in llama.cpp, whatever the metadata say."""
 CONTROL = 3

@@ -61,7 +61,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     """As in torch: the axis whose numbers are neighbours is the last one."""
     offset: int
-    """Of its first byte in the file."""
+    """Place of its first byte in the file."""
 
     @property
     def block_bytes(self) -> int:

@@ -46,7 +46,8 @@ EXPRESSIONS = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT_4O),
     "tekken": _TEKKEN,
 }
-"""What divides texts, by ``tokenizer.ggml.pre``: an expression, that of GPT-2, or the same with digits apart."""
+"""How texts are divided before tokens are merged, by ``tokenizer.ggml.pre``: a regular expression, or GPT-2's division with or
+without separate digits."""
 _WHOLE_PIECES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken")
 """Kinds whose pieces are tokens without merging where the vocabulary has them."""
 _STARTING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken")

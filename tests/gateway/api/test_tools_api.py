@@ -297,6 +297,16 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
             "tools",
             "cannot be named",
         ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"minimum": 2**53 + 1}}}}}
+                ],
+            },
+            "tools",
+            "too many digits",
+        ),
         ({"functions": [TIME["function"]]}, "functions", "use `tools`"),
         ({"tool_choice": "sometimes"}, "tool_choice", "enum"),
     ],

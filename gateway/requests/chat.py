@@ -24,14 +24,7 @@ from yardstick_llm.gateway.output.answer import (
     is_open,
     thinking_of,
 )
-from yardstick_llm.gateway.output.constraint import (
-    REGEX_START,
-    GrammarTextError,
-    InexactNumber,
-    OutputConstraint,
-    constraint_of,
-    grammar_of,
-)
+from yardstick_llm.gateway.output.constraint import REGEX_START, GrammarTextError, OutputConstraint, constraint_of, grammar_of
 from yardstick_llm.gateway.output.families import FAMILIES, Function, SchemaError, family_of, is_text
 from yardstick_llm.gateway.output.lark import quoted
 from yardstick_llm.gateway.process.bounds import TimeIsUp, at_most
@@ -366,7 +359,7 @@ def _grammar(calls: Calls | None, constraint: str, thinking: Thinking | None, mo
             thinking=THINKING[thinking.format] if thinking else None,
             opened=thinking is not None and thinking.opened,
         )
-    except (SchemaError, InexactNumber) as error:
+    except SchemaError as error:
         raise InvalidRequest(f"`tools`: the parameters of a function cannot be guaranteed: {error}.", param="tools") from None
     if len(grammar) > MAX_GRAMMAR_BYTES:
         message = f"The grammar of the answer has {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are possible. Send fewer tools."

@@ -78,7 +78,7 @@ MISSPELT: list[tuple[str, dict[str, Any], str, str]] = [
     ("score", {"apply_soft_max": True}, "apply_soft_max", "`apply_softmax`"),
     ("embeddings", {"dimension": 2}, "dimension", "`dimensions`"),
     ("score", {"priorty": 1}, "priorty", "`priority`"),
-    ("chat", {"steam": True}, "steam", "`stream`"),
+    ("chat", {"logprob": True}, "logprob", "`logprobs`"),
 ]
 
 

@@ -413,7 +413,7 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
     if log is None:
         return None
     telemetry.watch(lambda: dropped_lines(log.dropped))
-    return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
+    return None if settings.access_log == "off" else AccessLog(log)
 
 
 def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:

@@ -25,15 +25,7 @@ from yardstick_llm.gateway.api.answers import DONE, event_with_rows, sse, while_
 from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
 from yardstick_llm.gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
-from yardstick_llm.gateway.errors import (
-    EngineLost,
-    EngineSilent,
-    GatewayError,
-    InvalidRequest,
-    NotReady,
-    Overloaded,
-    StoreUnavailable,
-)
+from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.pool.fanout import Prompts
@@ -46,7 +38,6 @@ from yardstick_llm.gateway.requests.catalogue import Opened
 from yardstick_llm.gateway.requests.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
 from yardstick_llm.gateway.requests.score import ScoreChunk, ScoreRequest, ScoreResponse
 from yardstick_llm.gateway.schemas.common import MAX_ITEMS, PromptTokensDetails, Usage, new_id
-from yardstick_llm.gateway.scoring.scorer import Scores
 from yardstick_llm.gateway.store.results import CachePolicy, Row
 from yardstick_llm.gateway.text.catalogue import row_of, tail_bytes, tokens_of
 from yardstick_llm.gateway.text.prepared import Bounds, Prepared
@@ -62,15 +53,6 @@ PARTS_PER_ENGINE, MOST_PARTS = 2, 32
 them."""
 SLACK = 1000
 """Results that are kept besides the best ones: an item that is scored again may leave its place to one of them."""
-WAIT_SECONDS = 60.0
-"""Longest time that a request which has results already waits for engines that are away, full or lost, or for its store."""
-RETRY_SECONDS = 0.25
-"""Pause before a part is sent again. :class:`gateway.pool.dispatch.Dispatcher` waits for a ready engine by itself, but refuses at
-once when too many requests wait."""
-MOST_LOSSES = 3
-"""Times that engines may be lost while they compute one part: the part may be the reason."""
-_AWAY = NotReady, Overloaded
-_LOST = EngineLost, EngineSilent
 
 
 class Named(NamedTuple):
@@ -200,9 +182,11 @@ class Scanner:
         beginning, there come as many as a request may have.
         """
         state, after, left = scan.state, 0, scan.state.box.entries + MOST_ITEMS
+        store, space = self.catalogues.store, self.catalogues.space
         query = _Query(scan.body, scan.model, state.spec, self.bounds, reads_labels=scan.fitted is None)
         while left > 0:
-            page = await self._page(scan, after)
+            with self.catalogues.errors(state.name):
+                page = await store.page(space, owner_of(scan.request), after, PAGE_ITEMS, box=state.name, epoch=state.box.epoch)
             for part in await query.divided(page.entries[:left], scan.size) if page.entries else ():
                 prepared = await query.prompts([record for _, record in part], "ids")
                 scan.labels = prepared.labels
@@ -217,26 +201,13 @@ class Scanner:
                 return
             after = page.next
 
-    async def _page(self, scan: Scan, after: int) -> Any:
-        """Return some items. A later page than the first is asked for again while the store is away."""
-        store, space, until = self.catalogues.store, self.catalogues.space, time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                with self.catalogues.errors(scan.state.name):
-                    owner, epoch = owner_of(scan.request), scan.state.box.epoch
-                    return await store.page(space, owner, after, PAGE_ITEMS, box=scan.state.name, epoch=epoch)
-            except StoreUnavailable:
-                if not after or time.monotonic() >= until:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
-
     async def _score(self, scan: Scan, first: int, ids: list[str], prepared: Prepared) -> list[Result]:
         """Score a part, and count its cost. ``first``: index of its first item. Raises :class:`GatewayError`."""
         raw = scan.relative and len(prepared.labels) > 1
         readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
         caller = caller_of(scan.request, cache_salt=scan.body.fields.cache_salt)
         prompts = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
-        scores = await self._scores(scan, prompts, retries=first > 0)
+        scores = await self.scoring.scorer.score(scan.model, prompts, CachePolicy.of(scan.request), scan.lease)
         account = RequestContext.of(scan.request).account
         scan.items += len(ids)
         scan.hits += scores.hits
@@ -249,22 +220,6 @@ class Scanner:
         if scan.lease is not None:
             scan.lease.used_tokens = scan.tokens
         return [Result(first + place, id, row) for place, (id, row) in enumerate(zip(ids, scores.rows, strict=True))]
-
-    async def _scores(self, scan: Scan, prompts: Prompts, *, retries: bool) -> Scores:
-        """Score prompts; with ``retries``, again after engines were away, full or lost, because giving up would lose the results of
-        other parts. Raises :class:`GatewayError`."""
-        policy, until, losses = CachePolicy.of(scan.request), 0.0, 0
-        while True:
-            try:
-                return await self.scoring.scorer.score(scan.model, prompts, policy, scan.lease)
-            except GatewayError as error:
-                now = time.monotonic()
-                until = until or now + WAIT_SECONDS
-                losses += isinstance(error, _LOST)
-                if not retries or not isinstance(error, _AWAY + _LOST) or now >= until or losses > MOST_LOSSES:
-                    raise
-                self.scoring.telemetry.engines.retries.labels(scan.model.name, error.code or error.type).inc()
-            await asyncio.sleep(RETRY_SECONDS)
 
     def _model(self, request: Request[Any, Any, Any], name: str, spec: Spec, asked: str | None) -> ServedModel:
         """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,

@@ -26,7 +26,7 @@ from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
 from yardstick_llm.gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
 from yardstick_llm.gateway.errors import InvalidRequest
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.pool.fanout import Prompts
 from yardstick_llm.gateway.pool.placement import cut
@@ -37,8 +37,8 @@ from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.catalogue import Opened
 from yardstick_llm.gateway.requests.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
 from yardstick_llm.gateway.requests.score import ScoreChunk, ScoreRequest, ScoreResponse
-from yardstick_llm.gateway.schemas.common import MAX_ITEMS, PromptTokensDetails, Usage, new_id
-from yardstick_llm.gateway.store.results import CachePolicy, Row
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, new_id, usage_of_prompts
+from yardstick_llm.gateway.scoring.scorer import Row
 from yardstick_llm.gateway.text.catalogue import row_of, tail_bytes, tokens_of
 from yardstick_llm.gateway.text.prepared import Bounds, Prepared
 
@@ -373,7 +373,7 @@ async def score_catalogue(
             created=int(time.time()),
             model=scan.model.name,
             scores=[],
-            usage=_usage(scan),
+            usage=usage_of_prompts(scan.tokens, scan.cached_tokens),
             ids=[result.id for result in best],
         )
 
@@ -409,7 +409,7 @@ async def rerank_catalogue(
             created=int(time.time()),
             model=scan.model.name,
             results=[],
-            usage=_usage(scan),
+            usage=usage_of_prompts(scan.tokens, scan.cached_tokens),
             meta=RerankMeta(tokens=RerankTokens(input_tokens=scan.tokens)),
         )
 
@@ -438,10 +438,6 @@ async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> Asyn
     kept = best.results
     yield await event_with_rows(form.closing(kept), form.field, map(form.row, kept))
     yield DONE
-
-
-def _usage(scan: Scan) -> Usage:
-    return Usage(scan.tokens, scan.tokens, prompt_tokens_details=PromptTokensDetails(scan.cached_tokens))
 
 
 def preset_of(request: Request[Any, Any, Any], model: ServedModel, spec: Spec) -> Fitted | None:

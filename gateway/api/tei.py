@@ -15,7 +15,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed
 from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
@@ -49,9 +49,8 @@ from yardstick_llm.gateway.requests.tei import (
     request_of_task,
 )
 from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
-from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.scoring.scorer import Row, Scores
 from yardstick_llm.gateway.scoring.similarity import vectors_of
-from yardstick_llm.gateway.store.results import Row
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.tracing.version import project_version
 
@@ -107,14 +106,10 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
             raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
         embeds = isinstance(asked, EmbeddingsRequest)
         readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
         if embeds:
             check_numbers(prepared, readout, model, "inputs")
-        job = ScoringJob(
-            request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=fields.cache_salt
-        )
-        scores = await scoring.score(job)
+        scores = await scoring.score(ScoringJob(body, model, prepared, readout))
         if asks is not None:
             size = model.info.token_vector_size
             rows = (_weights(row) if isinstance(asks, wire.Sparse) else vectors_of(row, size) for row in scores.rows)

@@ -24,7 +24,7 @@ from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_m
 from yardstick_llm.gateway.api.answers import DONE, event_with_rows, sse, while_connected, with_rows
 from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
-from yardstick_llm.gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
+from yardstick_llm.gateway.api.scoring import LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
@@ -335,8 +335,6 @@ class Best:
 
 _BY_LABELS = Preset(name="catalogue", task="rerank")
 """The formula for items of a catalogue: the probability of the first label among all."""
-LARGE_RESULTS = 500
-"""Number of results of a rerank above which the response is built in slices; this many take about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +343,6 @@ class _Form:
 
     field: str
     """Field of the answer that holds the results."""
-    large: int
-    """Number of results above which the answer is built in slices."""
     rank: Callable[[Row], float]
     """Returns the rank of an item; the best one has the highest."""
     row: Callable[[Result], object]
@@ -379,7 +375,6 @@ async def score_catalogue(
 
     form = _Form(
         LabelForm.field,
-        LARGE_SCORES,
         rank=labels.rank,
         row=lambda result: labels.item(result.index, result.id, result.row).scores,
         chunk=lambda results: ScoreChunk(id=id, data=[labels.item(result.index, result.id, result.row) for result in results]),
@@ -413,7 +408,7 @@ async def rerank_catalogue(
             meta=RerankMeta(tokens=RerankTokens(input_tokens=scan.tokens)),
         )
 
-    form = _Form("results", LARGE_RESULTS, rank, row, lambda results: RerankChunk(id=id, results=[*map(row, results)]), closing)
+    form = _Form("results", rank, row, lambda results: RerankChunk(id=id, results=[*map(row, results)]), closing)
     return await _answer(scanner, scan, form, stream=bool(fields.stream), top_n=fields.top_n or 0)
 
 
@@ -423,7 +418,7 @@ async def _answer(scanner: Scanner, scan: Scan, form: _Form, *, stream: bool, to
         return scanner.scoring.streams.response(_events(scanner, scan, form, top_n), scan.request)
     best = await scanner.best(scan, form.rank, top_n)
     headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
-    return await with_rows(form.closing(best), form.field, map(form.row, best), large=len(best) > form.large, headers=headers)
+    return await with_rows(form.closing(best), form.field, map(form.row, best), numbers=4 * len(best), headers=headers)
 
 
 async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> AsyncGenerator[bytes, None]:

@@ -13,7 +13,7 @@ from litestar.params import JSONBody
 
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, sse, with_rows
-from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS, Scanner, by_labels, preset_of, rerank_catalogue
+from yardstick_llm.gateway.api.catalogue_scores import Scanner, by_labels, preset_of, rerank_catalogue
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
@@ -81,10 +81,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             return await scoring.stream(job, chunk, last)
         scores = await scoring.score(job)
         ranks = (await ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
-        headers, large = headers_of(prepared, scores), len(ranks) > LARGE_RESULTS
+        headers, numbers = headers_of(prepared, scores), 4 * len(ranks)
         if fields.texts is not None:
-            return await listed(tei_ranks(ranks, prepared), large=large, headers=headers)
-        return await with_rows(closing(scores), "results", _results(ranks, prepared), large=large, headers=headers)
+            return await listed(tei_ranks(ranks, prepared), numbers=numbers, headers=headers)
+        return await with_rows(closing(scores), "results", _results(ranks, prepared), numbers=numbers, headers=headers)
 
     return rerank
 

@@ -15,7 +15,6 @@ from yardstick_llm.gateway.api.answers import event_with_rows, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, score_catalogue
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.scoring import (
-    LARGE_SCORES,
     ScoreAnswer,
     Scoring,
     ScoringJob,
@@ -77,7 +76,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
         await form.arrange(scores)
-        large, rows = form.numbers(scores) > LARGE_SCORES, form.rows(prepared, scores)
-        return await with_rows(closing(scores), form.field, rows, large=large, headers=headers_of(prepared, scores))
+        numbers, rows = form.numbers(scores), form.rows(prepared, scores)
+        return await with_rows(closing(scores), form.field, rows, numbers=numbers, headers=headers_of(prepared, scores))
 
     return score

@@ -227,8 +227,6 @@ def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -
 
 
 ScoreAnswer = ScoreResponse | PairScores | Likelihoods
-LARGE_SCORES = 2000
-"""Number of scores above which the response is built in slices; this many take about a millisecond."""
 
 
 class Form(ABC):

@@ -17,14 +17,11 @@ from litestar.params import FromQuery, JSONBody
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed
-from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.api.texts import (
-    LARGE_EMBEDDINGS,
-    LARGE_NUMBERS,
     check_numbers,
     class_names,
     probabilities,
@@ -113,8 +110,7 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         if asks is not None:
             size = model.info.token_vector_size
             rows = (_weights(row) if isinstance(asks, wire.Sparse) else vectors_of(row, size) for row in scores.rows)
-            large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
-            return await listed(rows, large=large, headers=headers_of(prepared, scores))
+            return await listed(rows, numbers=sum(map(len, scores.rows)), headers=headers_of(prepared, scores))
         return await _answered(fields, asked, fitted, model, prepared, scores)
 
     @get("/info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
@@ -153,11 +149,11 @@ async def _answered(
     headers, numbers = headers_of(prepared, scores), sum(map(len, scores.rows))
     if isinstance(asked, EmbeddingsRequest):
         if isinstance(fields.inputs, Sentences):
-            return await listed(await _similarities(scores.rows), large=len(scores.rows) > LARGE_RESULTS, headers=headers)
-        return await listed(scores.rows, large=numbers > LARGE_EMBEDDINGS, headers=headers)
+            return await listed(await _similarities(scores.rows), numbers=len(scores.rows), headers=headers)
+        return await listed(scores.rows, numbers=numbers, headers=headers)
     if isinstance(asked, RerankRequest):
         ranks = await ranked(fitted, prepared, scores, raw=fields.raw)
-        return await listed(tei_ranks(ranks, prepared), large=len(ranks) > LARGE_RESULTS, headers=headers)
+        return await listed(tei_ranks(ranks, prepared), numbers=4 * len(ranks), headers=headers)
     if isinstance(asked, ClassifyRequest):
         predictions = _classes(fields, fitted, model, scores.rows)
     else:
@@ -165,7 +161,7 @@ async def _answered(
         predictions = ([Prediction(label=label, score=fitted.score(row, raw=fields.raw))] for row in scores.rows)
     # InferenceClient, which alone sends `parameters`, reads the first list of a list
     single = not fields.batched and fields.parameters is None
-    return await listed(next(predictions) if single else predictions, large=not single and numbers > LARGE_NUMBERS, headers=headers)
+    return await listed(next(predictions) if single else predictions, numbers=0 if single else 4 * numbers, headers=headers)
 
 
 def _weights(row: Row) -> list[SparseValue]:

@@ -48,9 +48,6 @@ from yardstick_llm.gateway.scoring.scorer import Row
 from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.text.prepared import Prepared
 
-LARGE_NUMBERS = 1000
-"""Number of probabilities above which the response is built in slices; this many take about a millisecond."""
-
 
 def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
     """Create the route."""
@@ -78,8 +75,8 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
             data=[],
             usage=usage_of(prepared, scores),
         )
-        large = sum(map(len, scores.rows)) > LARGE_NUMBERS
-        return await with_rows(answer, "data", rows, large=large, headers=headers_of(prepared, scores))
+        numbers = 4 * len(scores.rows) + sum(map(len, scores.rows))
+        return await with_rows(answer, "data", rows, numbers=numbers, headers=headers_of(prepared, scores))
 
     return classify
 
@@ -128,10 +125,6 @@ def _categories(fitted: Fitted, row: Row) -> list[Category]:
     return sorted(categories, key=lambda category: -category.prob)
 
 
-LARGE_EMBEDDINGS = 4000
-"""Numbers of an answer above which it is built in slices; this many take about a millisecond."""
-
-
 def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
     """Create the routes."""
 
@@ -150,8 +143,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         prepared = await body.read(model)
         check_numbers(prepared, readout, model, "input" if fields.inputs is None else "inputs")
         scores = await scoring.score(ScoringJob(body, model, prepared, readout))
-        headers = headers_of(prepared, scores)
-        large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
+        headers, numbers = headers_of(prepared, scores), sum(map(len, scores.rows))
         rows: Sequence[Row | list[Row]] = scores.rows
         if fields.embedding_type == "multi":
             skipped = set() if is_query(fields) else set(fitted.skipped)
@@ -160,9 +152,9 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
             first = int("embed" in model.info.capabilities and fitted.preset.late_interaction is None)
             rows = [vectors_of(row[first * size :], size, ids[first:], skipped) for row, ids in texts]
         if fields.inputs is not None:
-            return await listed(rows, large=large, headers=headers)
+            return await listed(rows, numbers=numbers, headers=headers)
         answer = EmbeddingsResponse(data=[], model=model.name, usage=usage_of(prepared, scores))
-        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), large=large, headers=headers)
+        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), numbers=numbers, headers=headers)
 
     @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
     async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
@@ -259,10 +251,6 @@ FORMS: dict[EmbeddingType, Callable[[Row], object]] = {
 """Forms of an embedding in Cohere's answer."""
 
 
-LARGE_TEXTS = 500
-"""Number of texts above which the response is built in slices; this many take about a millisecond."""
-
-
 def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
     """Create the route."""
 
@@ -289,7 +277,7 @@ def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
             usage=usage_of(prepared, values),
         )
         rows = (_remaining(index, logit, gamma) for index, (logit,) in enumerate(values.rows))
-        return await with_rows(answer, "data", rows, large=len(prepared.rows) > LARGE_TEXTS, headers=headers_of(prepared, values))
+        return await with_rows(answer, "data", rows, numbers=4 * len(prepared.rows), headers=headers_of(prepared, values))
 
     return length
 

@@ -62,7 +62,6 @@ from yardstick_llm.gateway.store.base import Store
 from yardstick_llm.gateway.store.link import Link, open_client
 from yardstick_llm.gateway.store.memory import MemoryStore
 from yardstick_llm.gateway.store.redis import RedisStore
-from yardstick_llm.gateway.store.results import ResultCache
 from yardstick_llm.gateway.text.prepared import Bounds
 from yardstick_llm.gateway.workers.queue import Capacity
 from yardstick_llm.gateway.workers.workers import Workers, default_workers
@@ -234,7 +233,7 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(KEEPALIVE_SECONDS)
-    scoring = Scoring(Scorer(ResultCache(stores.store), fleet.fan_out, telemetry), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(stores.store, fleet.fan_out, telemetry), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
     scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
@@ -413,7 +412,7 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
     if log is None:
         return None
     telemetry.watch(lambda: dropped_lines(log.dropped))
-    return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
+    return None if settings.access_log == "off" else AccessLog(log)
 
 
 def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:

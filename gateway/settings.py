@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from yardstick_llm.gateway.ops.access_log import Format
 from yardstick_llm.gateway.output.answer import NO_FORMAT, THINKING, Formats
 from yardstick_llm.gateway.output.families import FAMILIES
 from yardstick_llm.gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
@@ -148,8 +147,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
     """Extra work for sending late scores to a second engine, as a share of the tokens that engines compute. 0: none are sent."""
 
-    access_log: Format = "text"
-    """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
+    access_log: Literal["json", "off"] = "json"
+    """Format of the access log on stderr, which has a line for each request: ``json`` or ``off``."""
     metrics_names: bool = False
     """On a server with keys: whether ``/metrics`` names API keys and engines to everybody who reaches it, and not only to keys with
     ``admin``. Without it, series with the labels ``key`` and ``engine`` are left out."""

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.schemas.common import CacheSalt, Priority
-from yardstick_llm.gateway.schemas.parameters import Parameters
+from yardstick_llm.gateway.schemas.common import ModelRequest
 
 Scale = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Gamma = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -182,7 +181,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """The output is a JSON object."""
 
 
-class StructuredRequest(Parameters, kw_only=True):
+class StructuredRequest(ModelRequest, kw_only=True):
     """Fields that constrain the output. At most one of those before `allowed_token_ids` is given."""
 
     response_format: ResponseFormat | None = None
@@ -270,8 +269,6 @@ class PromptLookup(msgspec.Struct, forbid_unknown_fields=True):
 class TextRequest(StructuredRequest, kw_only=True):
     """Fields of all generating endpoints. Null always means the default."""
 
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     """Up to 16 texts that end the completion. They are not part of it."""
     stream: bool | None = False
@@ -288,8 +285,6 @@ class TextRequest(StructuredRequest, kw_only=True):
     """Makes tokens less probable with each time that they have occurred."""
     logit_bias: dict[int, Bias] | None = None
     """Numbers to add to the logits of tokens, by token id."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     """Draw from this many most probable tokens; 0 or -1 means all."""
     min_p: Fraction | None = None
@@ -306,10 +301,6 @@ class TextRequest(StructuredRequest, kw_only=True):
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool | None = False
     """Keep the text or token that ended the completion."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     prompt_lookup: PromptLookup | None = None
     """Draft tokens from the text so far, which saves time where the output repeats parts of it. It changes no token. The default
     is the engine's setting."""

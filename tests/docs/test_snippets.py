@@ -40,10 +40,7 @@ NOT_RUN = {
     ("README.md", "make images VARIANT=cuda"): CLUSTER,
     ("README.md", "yardstick load run"): LONG_WORK,
     ("docs/caching.md", "redis://cache:6379"): OTHER_SERVERS,
-    (
-        "docs/catalogue.md",
-        "yardstick catalogue load",
-    ): "names a file of the reader; tests/gateway/commands/test_catalogue_command.py runs it",
+    ("docs/catalogue.md", "split --lines"): "names a file of the reader",
     ("docs/catalogue.md", "python -m benchmarks"): LONG_WORK,
     ("docs/limits.md", "http://engine:8100"): OTHER_SERVERS,
     ("docs/generation.md", "--lenvm-model /models"): "names models of the reader",

@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 
 from benchmarks.engine.load import Job, Workload, drive, summarise
-from benchmarks.engine.records import percentiles
 
 WORKLOAD = Workload(query=4, item=3, items=4)
 
@@ -76,10 +75,3 @@ async def test_failures_are_counted_by_kind():
     summary = summarise(samples)
     assert summary["failures"] == {"http 429": 1, "lost": 1, "timeout": 1, "wrong": 1}
     assert summary["items_per_s"] == pytest.approx(4 / samples[-1].done)
-
-
-def test_percentiles_are_measured_values():
-    values = [float(value) for value in range(1, 201)]
-    assert percentiles(values[::-1]) == {"p50": 100.0, "p90": 180.0, "p99": 198.0}
-    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
-    assert percentiles([]) == {}

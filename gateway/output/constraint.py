@@ -167,23 +167,159 @@ class GrammarTextError(ValueError):
     """The text of a grammar cannot be read. The message is a clause for the client."""
 
 
-def _with_whitespace(schema: Any) -> Any:
-    """Return ``schema`` for llguidance, with :data:`WHITESPACE`. Raises :class:`InexactNumber`."""
+def json_of(schema: Any, style: dict[str, Any]) -> str:
+    """An expression of Lark for JSON that ``schema`` describes. ``style``: options of ``x-guidance``; those of the schema take
+    precedence. Raises :class:`InexactNumber`."""
+    whole, style = _with_style(schema, style)
+    try:
+        return _embedded(for_llguidance(whole) | {"x-guidance": style})
+    except InexactNumber as error:
+        if not isinstance(style, dict):
+            raise
+        return _Spread(whole, style, error).expression(whole)
+
+
+def _embedded(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps(schema, ensure_ascii=False, separators=(',', ':'))}"
+
+
+def _with_style(schema: Any, style: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     whole: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-    options = whole.get("x-guidance", {})
-    if isinstance(options, dict) and options.get("whitespace_flexible", True):
-        whole["x-guidance"] = {"whitespace_pattern": WHITESPACE, **options}
-    return for_llguidance(whole)
+    options = whole.pop("x-guidance", {})
+    flexible = not isinstance(options, dict) or options.get("whitespace_flexible", True)
+    if not flexible:
+        style = {key: value for key, value in style.items() if key != "whitespace_pattern"}
+    return whole, style | options if isinstance(options, dict) else options
+
+
+_NOTES = ("type", "title", "description", "$schema", "$id", "x-guidance", *_DATA, *_DEFINITIONS)
+_SHAPES = {"enum": list, "anyOf": list, "properties": dict, "required": list, "minItems": int, "maxItems": int}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+class _Spread:
+    """A schema as an expression of Lark in which numbers that llguidance would round are literals, such as ids of 19 digits in
+    ``enum``. Objects and lists around them are spelled out, and have only the properties that the schema names."""
+
+    def __init__(self, root: dict[str, Any], style: dict[str, Any], problem: InexactNumber) -> None:
+        """``problem``: raised where a part around a number cannot be spelled out."""
+        self._root, self._style, self._problem = root, style, problem
+        self._space = style.get("whitespace_pattern", "") if style.get("whitespace_flexible", True) else ""
+        self._spent = 0
+
+    def _spend(self, amount: int) -> None:
+        """Count bytes that are written and values that are visited: references may lead to one part many times."""
+        self._spent += amount
+        if self._spent > MAX_BYTES:
+            raise self._problem
+
+    def expression(self, schema: Any, depth: int = 0) -> str:
+        """Return the expression for a part of the schema. Raises :class:`InexactNumber`."""
+        if depth > MAX_DEPTH:  # a `$ref` that leads to itself
+            raise self._problem
+        if isinstance(schema, dict):
+            schema = resolved(self._root, schema)
+        try:
+            text = _embedded(for_llguidance(self._alone(schema)) | {"x-guidance": self._style})
+        except InexactNumber:
+            text = self._spelled(schema, depth)
+        self._spend(len(text))
+        return text
+
+    def _spelled(self, schema: dict[str, Any], depth: int) -> str:
+        asked = {key for key in schema if key not in _NOTES}
+        given = schema.get("type", list(_TYPES))
+        types = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)]
+        if any(key in _SHAPES and not isinstance(schema[key], _SHAPES[key]) for key in asked):
+            raise self._problem
+        if asked in ({"const"}, {"enum"}):
+            values = schema["enum"] if "enum" in asked else [schema["const"]]
+            fitting = [each for each in values if type(each) in {kind for name in types for kind in _TYPES.get(name, ())}]
+            found = [json.dumps(json.dumps(each, ensure_ascii=False)) for each in fitting]
+        elif asked == {"anyOf"}:
+            found = [self.expression(each, depth + 1) for each in schema["anyOf"]]
+        elif "properties" in asked and asked <= {"properties", "required", "additionalProperties"}:
+            found = [self._object(schema, depth), *self._others(schema, types, "object")]
+        elif "items" in asked and asked <= {"items", "minItems", "maxItems"}:
+            found = [self._array(schema, depth), *self._others(schema, types, "array")]
+        else:
+            found = []
+        if not found:
+            raise self._problem
+        return f"({' | '.join(found)})"
+
+    def _others(self, schema: dict[str, Any], types: list[str], spelled: str) -> list[str]:
+        others = [each for each in types if each != spelled] if "type" in schema else []
+        return [_embedded({"type": others, "x-guidance": self._style})] if others else []
+
+    def _object(self, schema: dict[str, Any], depth: int) -> str:
+        """The properties in the order of the schema. The first one that is there is followed by the others with a comma each."""
+        properties, required = schema["properties"], [each for each in schema.get("required", []) if isinstance(each, str)]
+        colon, comma = self._mark(self._style.get("key_separator", ":")), self._mark(self._style.get("item_separator", ","))
+        values = {name: self.expression(properties.get(name, True), depth + 1) for name in [*properties, *required]}
+        members = {name: f"{json.dumps(json.dumps(name, ensure_ascii=False))} {colon} {value}" for name, value in values.items()}
+        alternatives: list[str] = []
+        names = list(members)
+        for place, name in enumerate(names):
+            rest = " ".join(f"({comma} {members[each]}){'' if each in required else '?'}" for each in names[place + 1 :])
+            alternatives.append(f"{members[name]} {rest}")
+            self._spend(len(rest))
+            if name in required:
+                break
+        else:
+            alternatives.append('""')
+        return f"{self._mark('{', before=False)} ({' | '.join(alternatives)}) {self._mark('}', after=False)}"
+
+    def _array(self, schema: dict[str, Any], depth: int) -> str:
+        item, comma = self.expression(schema["items"], depth + 1), self._mark(self._style.get("item_separator", ","))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        more = f"{{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
+        items = f"({item} ({comma} {item}){more}){'' if least else '?'}" if most != 0 else '""'
+        return f"{self._mark('[', before=False)} {items} {self._mark(']', after=False)}"
+
+    def _mark(self, mark: str, *, before: bool = True, after: bool = True) -> str:
+        space = f"({self._space})" if self._space else ""
+        return f"/{space if before else ''}{re.escape(mark)}{space if after else ''}/"
+
+    def _alone(self, schema: Any) -> Any:
+        """Return ``schema`` with the definitions that it needs."""
+        if not isinstance(schema, dict):
+            return {"allOf": [schema]}
+        alone = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        kept: dict[str, dict[str, Any]] = {}
+        waiting: list[Any] = [alone]
+        while waiting:
+            value = waiting.pop()
+            waiting += _parts(value)
+            self._spend(1)
+            if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+                _, *path = unquote(value["$ref"]).split("/")
+                if len(path) < 2 or path[0] not in _DEFINITIONS:
+                    raise self._problem
+                name = path[1].replace("~1", "/").replace("~0", "~")
+                if name not in kept.setdefault(path[0], {}):
+                    kept[path[0]][name] = found = target(self._root, "/".join(["#", *path[:2]]))
+                    waiting.append(found)
+        return alone | kept
 
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
     """A grammar for JSON that a schema describes. Raises :class:`GrammarTextError` for numbers that cannot be enforced exactly."""
     try:
-        return msgspec.json.encode({"grammars": [{"json_schema": _with_whitespace(schema)}]}).decode()
-    except InexactNumber as error:
+        expression = json_of(schema, {"whitespace_pattern": WHITESPACE})
+    except (InexactNumber, RecursionError) as error:
         raise GrammarTextError(str(error)) from None
-    except (OverflowError, msgspec.MsgspecError, RecursionError) as error:
-        raise GrammarTextError(str(error)) from None
+    if expression.startswith("%json "):
+        return f'{{"grammars":[{{"json_schema":{expression.removeprefix("%json ")}}}]}}'
+    return f"start: {expression}"
 
 
 def of_json_object() -> str:
@@ -225,7 +361,8 @@ def _with_schemas(grammar: str) -> str:
         at = found.end()
         if found[1]:
             schema, at = json.JSONDecoder().raw_decode(grammar, at)
-            pieces.append(json.dumps(_with_whitespace(schema)))
+            pieces[-1] = pieces[-1][: found.start() - found.end()]
+            pieces.append(json_of(schema, {"whitespace_pattern": WHITESPACE}))
     return "".join([*pieces, grammar[at:]])
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from yardstick_llm.gateway.output.constraint import GrammarTextError, for_llguidance
+from yardstick_llm.gateway.output.constraint import GrammarTextError, json_of
 
 ANY_TEXT = r"/(.|\n)*/"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
@@ -67,10 +67,7 @@ class Lark:
 
     def json(self, schema: dict[str, Any] | bool) -> str:
         """Match JSON that fits ``schema``, in :data:`JSON_STYLE` unless its ``x-guidance`` says otherwise."""
-        whole = for_llguidance(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-        options = whole.get("x-guidance", {})
-        style = JSON_STYLE | options if isinstance(options, dict) else options
-        return f"%json {json.dumps(whole | {'x-guidance': style})}"
+        return json_of(schema, JSON_STYLE)
 
     def text_until(self, name: str, marker: str, without: Iterable[str] = (), begin: str = ANY_TEXT) -> str:
         """Match text that fits the expression ``begin``, without the texts ``without``, and the first ``marker`` after it.

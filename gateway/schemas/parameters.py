@@ -339,8 +339,8 @@ SEARCHED_BYTES = 64 << 10
 """Longest body that is searched for unknown fields. The second decoding and the search take at most 3 ms."""
 MAX_IGNORED = 32
 """Most names that are returned."""
-MIN_NAME = 8
-"""Fewest characters of a name with a wrong character. Shorter names of other servers are too near to ours."""
+MIN_NAME = 7
+"""Fewest characters of a name with a wrong character. Shorter names of other servers, such as ``texts``, are too near to ours."""
 _MAX_ACCEPTED_BYTES = 64
 """Longest JSON of a value that is compared with :attr:`Refused.accepts`; a longer one is not decoded."""
 

@@ -137,6 +137,15 @@ def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool
 
 
 @each_family
+def test_integers_that_float64_lacks_are_exact(family: str) -> None:
+    days = {"anyOf": [{"const": 2**60 + 1}, {"type": "null"}]}
+    functions = [Function(0, "find", SCHEMA | {"properties": SCHEMA["properties"] | {"days": days}}), FUNCTIONS[1]]
+    grammar = answer_grammar(token_of, calls=Calls(family, functions, True, True))
+    for value in (2**60 + 1, 2**60):
+        assert accepts(grammar, TWO_CALLS[family].replace("3", str(value)), controls=True) == (value % 2 == 1)
+
+
+@each_family
 @with_controls
 def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, controls: bool) -> None:
     grammar = grammar_of(family, controls=controls, forced=False)

@@ -16,6 +16,8 @@ from tests.gateway.output.test_grammar import accepts
 from tests.processes import wait_until
 from yardstick_llm.gateway.schemas.generation import MAX_ALLOWED_TOKENS
 
+ID = 1234567890123456789
+"""An integer that float64 lacks."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
@@ -287,7 +289,41 @@ PAIR = [{"type": "integer"}, {"type": "string"}]
         ({"$schema": "https://example.com/own", "type": "integer"}, ["1"], ['"a"']),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "integer"}, ["1"], ['"a"']),
         ({"type": "array"}, ["[1, 2]", "[\n    1,\n    2\n]"], ["[1,  2]", "[\n\n1]", f"[\n{' ' * 21}1]"]),
+        ({"enum": [ID, 1, "x"], "type": "integer"}, [str(ID), "1"], [str(ID - 1), '"x"', "1234567890123456768"]),
+        ({"const": {"ids": [1, -ID]}}, [f'{{"ids": [1, {-ID}]}}'], [f'{{"ids": [1, {-ID - 1}]}}']),
+        ({"enum": [0.5, 98693.53375553725]}, ["0.5", "98693.53375553725"], ["98693.53375553726"]),
+        (
+            {
+                "type": ["object", "null"],
+                "$defs": {"id": {"enum": [ID, ID + 1]}, "name": {"type": "string", "maxLength": 3}},
+                "properties": {
+                    "first": {"$ref": "#/$defs/name"},
+                    "ids": {"type": "array", "items": {"$ref": "#/$defs/id"}, "minItems": 2, "maxItems": 3},
+                    "size": {"anyOf": [{"const": ID}, {"type": "boolean"}]},
+                },
+                "required": ["ids"],
+            },
+            [
+                "null",
+                f'{{"ids":[{ID},{ID + 1}]}}',
+                f'{{"first": "a", "ids": [{ID}, {ID}], "size": {ID}}}',
+                f'{{"ids":[{ID},\n {ID}],"size":true}}',
+            ],
+            [
+                "{}",
+                f'{{"ids":[{ID}]}}',
+                f'{{"ids":[{ID},{ID + 2}]}}',
+                f'{{"first":"abcd","ids":[{ID},{ID}]}}',
+                f'{{"ids":[{ID},{ID}],}}',
+            ],
+        ),
+        (
+            {"properties": {"a": {"const": ID}, "b": True}},
+            ["{}", f'{{"a":{ID}}}', '{"b":[1]}', f'{{"a":{ID},"b":0}}'],
+            ['{"b":0,"a":1}', '{"a":1}'],
+        ),
         ({"type": "array", "x-guidance": {"whitespace_flexible": False}}, ["[1,2]"], ["[1, 2]"]),
+        ({"items": {"const": ID}, "x-guidance": {"whitespace_flexible": False}}, [f"[{ID},{ID}]", "[]"], [f"[{ID}, {ID}]"]),
         ({"type": "array", "x-guidance": {"whitespace_pattern": "[ ]{0,2}"}}, ["[1,  2]"], ["[1,\n2]"]),
     ],
 )
@@ -310,11 +346,12 @@ def test_a_schema_is_one_where_a_grammar_has_it_as_such(engine: FakeEngine, clie
 @pytest.mark.parametrize(
     "schema",
     [
-        {"enum": [1234567890123456789]},
-        {"properties": {"id": {"const": -1234567890123456789}}},
-        {"enum": [{"ids": [1, 2**53 + 1]}]},
-        {"enum": [0.5, 98693.53375553725]},
         {"type": "integer", "minimum": 2**53 + 1},
+        {"allOf": [{"const": ID}, {"type": "integer"}]},
+        {"properties": {"id": {"const": ID}}, "patternProperties": {"^x": {"type": "null"}}},
+        {"$ref": "#/$defs/node", "$defs": {"node": {"properties": {"id": {"const": ID}, "next": {"$ref": "#/$defs/node"}}}}},
+        {"anyOf": [{"$ref": "#/$defs/a"}] * 3000, "$defs": {"a": {"enum": [ID, *range(7000)]}}},
+        {"properties": {"id": {"const": ID}}, "required": 3},
         {"items": {"anyOf": [{"type": "integer", "exclusiveMaximum": 2**54}]}},
     ],
 )

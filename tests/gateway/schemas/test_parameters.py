@@ -77,6 +77,8 @@ MISSPELT: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {"max_output_token": 5}, "max_output_token", "`max_output_tokens`"),
     ("score", {"apply_soft_max": True}, "apply_soft_max", "`apply_softmax`"),
     ("embeddings", {"dimension": 2}, "dimension", "`dimensions`"),
+    ("score", {"priorty": 1}, "priorty", "`priority`"),
+    ("chat", {"logprob": True}, "logprob", "`logprobs`"),
 ]
 
 

@@ -567,6 +567,9 @@ def evaluate(
     end_min_p: Annotated[
         float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First give the length model a calibration, measured on the validation prompts.")
+    ] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -598,7 +601,7 @@ def evaluate(
             most_prompts=prompts,
             concurrency=concurrency,
         )
-    become("engine.training", arguments + (["--device", device] if device else []))
+    become("engine.training", arguments + (["--device", device] if device else []) + (["--calibrate"] if calibrate else []))
 
 
 if __name__ == "__main__":

@@ -513,6 +513,9 @@ def sample(
     stray_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers with stray tokens, besides the first of each prompt.")
     ] = 0.25,
+    branch: Annotated[
+        int, typer.Option(min=0, max=8, help="Further answers to each prompt that differ in one token of its first answer.")
+    ] = 0,
     validation_share: Shares = 0.05,
     test_share: Shares = 0.05,
     concurrency: Concurrency = 64,
@@ -537,6 +540,7 @@ def sample(
         prompts=prompts,
         magpie=magpie,
         samples=samples,
+        branch=branch,
         concurrency=concurrency,
         allow_cut=allow_censored,
     )

@@ -463,6 +463,9 @@ def sample(
     stray_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers with stray tokens, besides the first of each prompt.")
     ] = 0.25,
+    branch: Annotated[
+        int, typer.Option(min=0, max=8, help="Further answers to each prompt that differ in one token of its first answer.")
+    ] = 0,
     validation_share: Shares = 0.05,
     test_share: Shares = 0.05,
     concurrency: Concurrency = 64,
@@ -487,6 +490,7 @@ def sample(
         prompts=prompts,
         magpie=magpie,
         samples=samples,
+        branch=branch,
         concurrency=concurrency,
         allow_cut=allow_censored,
     )
@@ -517,6 +521,9 @@ def evaluate(
     end_min_p: Annotated[
         float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First give the length model a calibration, measured on the validation prompts.")
+    ] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -548,7 +555,7 @@ def evaluate(
             most_prompts=prompts,
             concurrency=concurrency,
         )
-    become("engine.training", arguments + (["--device", device] if device else []))
+    become("engine.training", arguments + (["--device", device] if device else []) + (["--calibrate"] if calibrate else []))
 
 
 if __name__ == "__main__":

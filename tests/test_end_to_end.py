@@ -213,6 +213,20 @@ def test_a_target_is_met_and_told_of(demo: Program):
     assert any(top["value"] is not None for top in tops)
 
 
+def test_a_target_holds_at_every_temperature(demo: Program):
+    """Continuously from 0 up: a constraint draws nothing, so the same request gives the same text at each."""
+    ask = {"model": "demo", "prompt": "Describe: red shoes\n", "max_tokens": 200}
+    for guide in ({"target_length": 40}, {"target_length": 40, "constraint": "ge"}, {"target_length": 9, "constraint": "le"}):
+        texts = {}
+        for temperature in (0, 0.001, 0.01, 0.3, 1, 1.5):
+            body = ask | {"temperature": temperature, "length_guidance": guide}
+            (choice,) = demo.client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+            texts[temperature] = choice["text"]
+        assert len(set(texts.values())) == 1, texts
+    plain = demo.client.post("/v1/completions", json=ask | {"temperature": 0}).json()["choices"][0]["text"]
+    assert plain not in texts.values()
+
+
 def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod: Pod):
     body = {"model": "tiny", "prompt": "the", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with gateway.client.stream("POST", "/v1/completions", json=body) as response:

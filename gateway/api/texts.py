@@ -21,7 +21,7 @@ from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
-from yardstick_llm.gateway.generation.length import require_lenvm, value_and_remaining
+from yardstick_llm.gateway.generation.length import intervals, require_lenvm, value_and_remaining
 from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -276,12 +276,14 @@ def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
             data=[],
             usage=usage_of(prepared, values),
         )
-        rows = (_remaining(index, logit, gamma) for index, (logit,) in enumerate(values.rows))
+        calibration = model.info.lenvm_calibration if gamma == own_gamma else None
+        rows = (_remaining(index, logit, gamma, calibration) for index, (logit,) in enumerate(values.rows))
         return await with_rows(answer, "data", rows, numbers=4 * len(prepared.rows), headers=headers_of(prepared, values))
 
     return length
 
 
-def _remaining(index: int, logit: float, gamma: float) -> Remaining:
+def _remaining(index: int, logit: float, gamma: float, calibration: wire.Calibration | None) -> Remaining:
     value, tokens = value_and_remaining(logit, gamma)
-    return Remaining(index=index, value=value, remaining_tokens=tokens)
+    bounds = None if calibration is None else intervals(calibration, value, tokens)
+    return Remaining(index=index, value=value, remaining_tokens=tokens, intervals=bounds)

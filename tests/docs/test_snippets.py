@@ -44,7 +44,7 @@ NOT_RUN = {
     ("docs/catalogue.md", "python -m benchmarks"): LONG_WORK,
     ("docs/limits.md", "http://engine:8100"): OTHER_SERVERS,
     ("docs/generation.md", "--lenvm-model /models"): "names models of the reader",
-    ("docs/generation.md", "yardstick lenvm train"): "names models of the reader; tests/test_lenvm_end_to_end.py runs the commands",
+    ("docs/length.md", "yardstick lenvm train"): "names models of the reader; tests/test_lenvm_end_to_end.py runs the commands",
     ("docs/models.md", "--lora support"): "names models of the reader",
     ("docs/models.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
     ("docs/models.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",

@@ -137,7 +137,7 @@ imagePullSecrets:
 
 {{/* "true" if gateways use the Kubernetes API */}}
 {{- define "yardstick.asksAPI" -}}
-{{- if contains "kubernetes://" (include "yardstick.engines" .) }}true{{ end -}}
+{{- if or .Values.auth.watch (contains "kubernetes://" (include "yardstick.engines" .)) }}true{{ end -}}
 {{- end }}
 
 {{- define "yardstick.serviceAccount" -}}

@@ -162,11 +162,7 @@ def create_app(
     stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
     adapters = AdapterManager(fleet.pool, stores.store, telemetry, interval=settings.probe_seconds)
-    keys = (
-        KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation)
-        if settings.api_keys_file
-        else None
-    )
+    keys = _key_ring(settings)
     origins = Origins(settings.cors_origins)
     access_log = _access_log(settings, log, telemetry)
     exporter = _exporter(settings, telemetry)
@@ -208,6 +204,18 @@ def create_app(
         plugins=[DocumentedStructs()],
         logging_config=None,
     )
+
+
+def _key_ring(settings: Settings) -> KeyRing | None:
+    """Return the keys of the settings; None if requests need none. Raises :class:`SettingsError`."""
+    if settings.api_keys_file is None:
+        return None
+    secret = None
+    if settings.api_keys_secret is not None:
+        from yardstick_llm.gateway.process.kubernetes import WatchedSecret  # importing the package takes half a second
+
+        secret = WatchedSecret(settings.api_keys_secret, "keys.json")
+    return KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation, secret=secret)
 
 
 def _v1(

@@ -1,18 +1,14 @@
-"""Presets give exactly the token ids of the models' published code.
-
-``make_golden.py`` computed the ids without this project's code; ``golden/README.md`` says from what.
-"""
+"""Presets give exactly the token ids of the models' published code."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.gateway.presets.published import DOCUMENT, FOLDER, Case, cases, encode
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.presets.preset import builtin_presets
 from yardstick_llm.gateway.requests.endpoint import Model, TextSide
@@ -28,8 +24,6 @@ from yardstick_llm.gateway.text.preset_template import PresetTemplate
 from yardstick_llm.gateway.text.prompts import PrefixAndBranches
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
-FOLDER = Path(__file__).parent / "golden"
-GOLDEN = json.loads((FOLDER / "golden.json").read_text("utf-8"))
 CHAT_TEMPLATES = {"qwen3guard-gen": "qwen3guard-gen.jinja", "skywork-reward": "qwen3.jinja"}
 ENDS = {"qwen3-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
 """Token that the post-processor of a model's tokenizer.json appends. The other models' adds none."""
@@ -51,9 +45,9 @@ def appending(token: str, id: int) -> dict[str, Any]:
 
 @cache
 def template_of(preset: str) -> PresetTemplate:
-    document = json.loads((FOLDER / "tokenizer.json").read_bytes())
+    document = DOCUMENT
     if preset in ENDS:
-        document["post_processor"] = appending(ENDS[preset], document["model"]["vocab"][ENDS[preset]])
+        document = DOCUMENT | {"post_processor": appending(ENDS[preset], DOCUMENT["model"]["vocab"][ENDS[preset]])}
     files = TokenizerFiles(msgspec.json.encode(document), None, {})
     return PresetTemplate(builtin_presets()[preset], Tokenizer.from_files(files))
 
@@ -65,38 +59,22 @@ def model_of(preset: str) -> Model:
     return Model(Facts("m", 4096, 151_936, 64), template._tokenizer, UNBOUND, side)
 
 
-class Case:
-    """One query with documents, and the ids of each prompt."""
-
-    def __init__(self, case: dict[str, Any]) -> None:
-        self.query: str = case["query"]
-        self.instruction: str = case["instruction"]
-        self.documents: list[str] = case["documents"]
-        self.prompts: list[list[int]] = [[*case["begin"], *middle, *case["end"]] for middle in case["middles"]]
-        self.template = template_of(case["preset"])
-
-    def build(self, documents: list[str]) -> PrefixAndBranches:
-        return self.template.prompts(
-            documents,
-            query=self.query,
-            instruction=self.instruction or self.template.preset.instruction,
-            instructed=bool(self.instruction),
-        )
+def build(case: Case, documents: list[str]) -> list[list[int]]:
+    template = template_of(case.preset)
+    instruction = case.instruction or template.preset.instruction
+    built = template.prompts(documents, query=case.query, instruction=instruction, instructed=bool(case.instruction))
+    return joined(built)
 
 
-def name(case: dict[str, Any]) -> str:
-    return f"{case['preset']}-{case['instruction'][:6]}-{case['query'][:8]}"
+def name(case: Case) -> str:
+    return f"{case.preset}-{case.instruction[:6]}-{case.query[:8]}"
 
 
-CASES: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+CASES: dict[bool, list[Case]] = {True: [], False: []}
 """The cases, by whether their preset has a template of its own; the others use the model's chat template."""
-for each in GOLDEN["cases"]:
-    CASES[each["preset"] not in CHAT_TEMPLATES].append(each)
-
-
-@pytest.fixture(params=CASES[True], ids=name)
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case(request.param)
+for each in cases():
+    CASES[each.preset not in CHAT_TEMPLATES].append(each)
+own_template = pytest.mark.parametrize("case", CASES[True], ids=name)
 
 
 def joined(built: PrefixAndBranches) -> list[list[int]]:
@@ -104,23 +82,18 @@ def joined(built: PrefixAndBranches) -> list[list[int]]:
     return [[*prefix, *branch] for branch in branches]
 
 
-def test_each_document_alone(case: Case) -> None:
+@own_template
+def test_documents_alone_and_together(case: Case) -> None:
     for document, expected in zip(case.documents, case.prompts, strict=True):
-        assert joined(case.build([document])) == [expected], document
+        assert build(case, [document]) == [expected], document
+        assert build(case, [document] * 3) == [expected] * 3, document
+    assert build(case, case.documents) == case.prompts
+    assert build(case, case.documents[::-1]) == case.prompts[::-1]
 
 
-def test_all_documents_together(case: Case) -> None:
-    assert joined(case.build(case.documents)) == case.prompts
-    assert joined(case.build(case.documents[::-1])) == case.prompts[::-1]
-
-
-def test_equal_documents(case: Case) -> None:
-    for document, expected in zip(case.documents, case.prompts, strict=True):
-        assert joined(case.build([document] * 3)) == [expected] * 3, document
-
-
+@own_template
 def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
-    template, model = case.template, model_of(case.template.preset.name)
+    template, model = template_of(case.preset), model_of(case.preset)
     as_query = template.preset.task == "embed" and bool(case.instruction)
     pairs = Pairs(model, template, Truncation(), "documents", case.query, case.instruction or None, as_query)
     prepared = pairs.prepared(case.documents)
@@ -128,16 +101,18 @@ def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
     assert bool(prepared.suffix) is template.preset.item_first
 
 
+@own_template
 def test_a_catalogue_gives_the_same_prompts(case: Case) -> None:
     """Items are tokenised without the query, which may be any."""
-    preset = case.template.preset
+    template = template_of(case.preset)
+    preset = template.preset
     if not preset.item_first:
         with pytest.raises(TemplateError, match="query before the document"):
             template_for_items(preset)
         return
     if case.instruction:
         preset = msgspec.structs.replace(preset, template=preset.instructed or preset.template, instruction=case.instruction)
-    frame = Frame(template_for_items(preset), case.template._tokenizer)
+    frame = Frame(template_for_items(preset), template._tokenizer)
     stored = frame.store(case.documents, 4096)
     tails = list(dict.fromkeys(item.tail for item in stored))
     seams = frame.seams(tails, case.query, 4096, UNBOUND)
@@ -147,17 +122,15 @@ def test_a_catalogue_gives_the_same_prompts(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[False], ids=name)
-def test_the_chat_template_gives_the_same_prompts(case: dict[str, Any]) -> None:
-    of = Case(case)
-    model = model_of(case["preset"])
-    for documents, expected in [([text], [ids]) for text, ids in zip(of.documents, of.prompts, strict=True)] + [
-        (of.documents, of.prompts)
-    ]:
-        if of.template.preset.task == "classify":
+def test_the_chat_template_gives_the_same_prompts(case: Case) -> None:
+    model = model_of(case.preset)
+    alone = [([text], [ids]) for text, ids in zip(case.documents, case.prompts, strict=True)]
+    for documents, expected in [*alone, (case.documents, case.prompts)]:
+        if template_of(case.preset).preset.task == "classify":
             prepared = CLASSIFY.read(ClassifyRequest(input=documents), model)
-            expected = [ids for prompt in expected for ids in (prompt, prompt + GOLDEN["labels"]["category"])]
+            expected = [ids for prompt in expected for ids in (prompt, prompt + encode(" Unsafe\nCategories:"))]
         else:
-            prepared = RERANK.read(RerankRequest(query=of.query, documents=[*documents]), model)
+            prepared = RERANK.read(RerankRequest(query=case.query, documents=[*documents]), model)
         assert [[*prepared.prefix, *row] for row in prepared.rows] == expected
 
 
@@ -168,20 +141,17 @@ READ = ["qwen3-reranker", "mxbai-rerank-v2", "zerank-1", "zerank-2", "ctxl-reran
 def test_the_labels(preset: str) -> None:
     fitted = template_of(preset).fitted
     groups = [(group,) if isinstance(group, str) else group for group in fitted.preset.labels]
-    known = GOLDEN["labels"]
-    assert fitted.labels == [[id for label in group for id in known.get(label, [])] for group in groups]
-    assert fitted.categories == [id for label in getattr(fitted.preset.categories, "names", ()) for id in known[label]]
-
-
-def test_a_verdict_of_several_tokens_is_read_by_its_first_one() -> None:
-    fitted = template_of("qwen3guard-gen").fitted
-    assert (fitted.labels, fitted.names) == ([[73067], [2093], [22291]], ["Unsafe", "Controversial", "Safe"])
+    spelled = [[encode(label) for label in group] for group in groups]
+    assert fitted.labels == [[ids[0] for ids in group if len(ids) == 1] for group in spelled]
+    assert fitted.categories == [id for label in getattr(fitted.preset.categories, "names", ()) for id in encode(label)]
 
 
 def test_the_ids_that_the_sources_name() -> None:
     assert template_of("qwen3-reranker").fitted.labels == [[9693], [2152]]
     assert template_of("zerank-1").fitted.labels == template_of("zerank-2").fitted.labels == [[9454]]
     assert template_of("ctxl-rerank-v2").fitted.labels == [[0]]
+    guard = template_of("qwen3guard-gen").fitted
+    assert (guard.labels, guard.names) == ([[73067], [2093], [22291]], ["Unsafe", "Controversial", "Safe"])
 
 
 @pytest.mark.parametrize(("preset", "joins"), [("qwen3-reranker", True), ("mxbai-rerank-v2", False)])

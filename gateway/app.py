@@ -44,8 +44,7 @@ from yardstick_llm.gateway.http.origins import answer_refusal as answer_early
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
 from yardstick_llm.gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
 from yardstick_llm.gateway.ops.access_log import AccessLog, LineWriter
-from yardstick_llm.gateway.ops.collectors import dropped_lines, dropped_spans
-from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.metrics import Telemetry, dropped_lines, dropped_spans
 from yardstick_llm.gateway.ops.tracing import Tracer
 from yardstick_llm.gateway.pool.client import EngineClient, EngineToken
 from yardstick_llm.gateway.pool.discovery import discover

@@ -104,6 +104,7 @@ def plan(
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
+    lookup = fields.prompt_lookup
     request = wire.Generate(
         id=new_id(),
         prompt=prompt,
@@ -112,7 +113,7 @@ def plan(
         length_guidance=guidance,
         grammar=prepared.grammar,
         thinking_limit=thinking_limit,
-        prompt_lookup=_prompt_lookup(fields),
+        prompt_lookup=None if lookup is None else wire.DraftOptions(lookup.max_tokens, lookup.ngram),
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
@@ -157,11 +158,6 @@ def _text_options(fields: GenerationRequest, format: AnswerFormat | None, *, log
         format=format,
         token_ids=bool(fields.return_token_ids),
     )
-
-
-def _prompt_lookup(fields: GenerationRequest) -> wire.DraftOptions | None:
-    given = fields.prompt_lookup
-    return None if given is None else wire.DraftOptions(given.max_tokens, given.ngram)
 
 
 def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:

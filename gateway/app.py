@@ -44,8 +44,7 @@ from yardstick_llm.gateway.http.origins import answer_refusal as answer_early
 from yardstick_llm.gateway.images.fetch import ImageFetcher, ImageRoom
 from yardstick_llm.gateway.limits.limiter import Limiter, LocalLimiter, SharedLimiter
 from yardstick_llm.gateway.ops.access_log import AccessLog, LineWriter
-from yardstick_llm.gateway.ops.collectors import dropped_lines, dropped_spans
-from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.metrics import Telemetry, dropped_lines, dropped_spans
 from yardstick_llm.gateway.ops.tracing import Tracer
 from yardstick_llm.gateway.pool.client import EngineClient, EngineToken
 from yardstick_llm.gateway.pool.discovery import discover
@@ -84,7 +83,7 @@ led to a model yet. A loading engine names its model; requests for that model ar
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines of a gateway. :class:`~gateway.app.Background` starts and stops its parts."""
+    """The engines of a gateway."""
 
     dispatcher: Dispatcher
     fan_out: FanOut
@@ -166,16 +165,35 @@ def create_app(
     origins = Origins(settings.cors_origins)
     access_log = _access_log(settings, log, telemetry)
     exporter = _exporter(settings, telemetry)
-    background = Background(
-        watchdog=Watchdog(telemetry),
-        workers=workers,
-        fleet=fleet,
-        adapters=adapters,
-        keys=keys,
-        stores=stores,
-        exporter=exporter,
-        telemetry=telemetry,
-    )
+    watchdog = Watchdog(telemetry)
+
+    @asynccontextmanager
+    async def running(_: Litestar) -> AsyncIterator[None]:
+        """Run the parts with work in the background. What requests use stops after what sends requests."""
+        watchdog.start(after=START_SECONDS)
+        workers.start()
+        fleet.pool.start()
+        adapters.start()
+        if exporter:
+            exporter.start()
+        if keys:
+            keys.start(telemetry)
+        for task in reversed(stores.tasks):
+            task.start()
+        try:
+            yield
+        finally:
+            if keys:
+                keys.stop()
+            await adapters.stop()
+            await fleet.pool.stop()
+            await workers.stop()
+            watchdog.stop()
+            for task in stores.tasks:
+                await task.stop()
+            if exporter:
+                await asyncio.to_thread(exporter.close)
+
     quotas = Quotas(stores.limiter, telemetry)
     v1 = Router(
         path="",
@@ -196,7 +214,7 @@ def create_app(
             asset_route(),
             *(console_routes() if settings.console else []),
         ],
-        lifespan=[background.running],
+        lifespan=[running],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
         cors_config=origins.config(),
@@ -346,53 +364,6 @@ class Stores:
         telemetry.catalogues.watch(lambda: store.totals(catalogues.space.name))
         responses = Kept(store, response_space(settings), telemetry, settings.stored_response_bytes)
         return cls(limiter=limiter, store=store, catalogues=catalogues, responses=responses, tasks=tasks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Background:
-    """Starts and stops these parts in order. What requests use stops after what sends requests."""
-
-    watchdog: Watchdog
-    workers: Workers
-    fleet: Fleet
-    adapters: AdapterManager
-    keys: KeyRing | None
-    stores: Stores
-    exporter: Exporter | None
-    telemetry: Telemetry
-
-    @asynccontextmanager
-    async def running(self, _: Litestar) -> AsyncIterator[None]:
-        """Run the parts while the application does."""
-        self._start()
-        try:
-            yield
-        finally:
-            await self._stop()
-
-    def _start(self) -> None:
-        self.watchdog.start(after=START_SECONDS)
-        self.workers.start()
-        self.fleet.pool.start()
-        self.adapters.start()
-        if self.exporter:
-            self.exporter.start()
-        if self.keys:
-            self.keys.start(self.telemetry)
-        for task in reversed(self.stores.tasks):
-            task.start()
-
-    async def _stop(self) -> None:
-        if self.keys:
-            self.keys.stop()
-        await self.adapters.stop()
-        await self.fleet.pool.stop()
-        await self.workers.stop()
-        self.watchdog.stop()
-        for task in self.stores.tasks:
-            await task.stop()
-        if self.exporter:
-            await asyncio.to_thread(self.exporter.close)
 
 
 def text_capacity(settings: Settings) -> Capacity:

@@ -13,7 +13,6 @@ digest, so the time of a lookup depends only on the digest of the sent key and r
 from __future__ import annotations
 
 import hashlib
-import time
 from datetime import datetime
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -27,10 +26,6 @@ SHARED_GROUP = ""
 PRIORITY_RANGE = (-100, 100)
 """Allowed range of ``priority`` in requests, unless the key has its own range."""
 EMPTY_KEY = hashlib.sha256(b"").hexdigest()
-ENTRIES_A_TURN = 128
-"""Entries of a key file that are decoded before a pause for other threads; they take less than a millisecond."""
-PAUSE_SECONDS = 0.0005
-"""Length of the pause. Without it, this thread would get the interpreter's lock back at once."""
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -119,10 +114,7 @@ class _Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_keys(content: bytes) -> ParsedKeys:
-    """Return the valid entries of a key file, and what is wrong with the others. Raises :class:`ValueError` if it has no such form.
-
-    Entries are decoded one by one, with pauses, because decoding holds the interpreter's lock, which the event loop needs too.
-    """
+    """Return the valid entries of a key file, and what is wrong with the others. Raises :class:`ValueError` for another form."""
     decoded: list[ApiKey] = []
     problems: list[str] = []
     for place, raw in enumerate(_decode_file(content).keys):
@@ -130,8 +122,6 @@ def parse_keys(content: bytes) -> ParsedKeys:
             decoded.append(_entry.decode(raw))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problems.append(f"keys[{place}]: {error}")
-        if place % ENTRIES_A_TURN == ENTRIES_A_TURN - 1:
-            time.sleep(PAUSE_SECONDS)
     return ParsedKeys(_unambiguous(decoded, problems), problems)
 
 

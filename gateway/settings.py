@@ -238,22 +238,52 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def chosen_presets(self) -> dict[str, str]:
         """Name or file of the preset of each model in ``presets``. Raises :class:`SettingsError`."""
-        return read_presets(self.presets)
+        chosen = {}
+        for entry, model, preset in _of_models("presets", self.presets, "PRESET"):
+            if preset != NO_PRESET:
+                try:
+                    parse_preset(named(preset).encode())
+                except PresetError as error:
+                    raise invalid("presets", f"{entry!r}: {error}", "correct it") from None
+            chosen[model] = preset
+        return chosen
 
     @property
     def chosen_formats(self) -> dict[str, Formats]:
         """Formats of the answers of each model in ``tool_parsers`` and ``reasoning_parsers``. Raises :class:`SettingsError`."""
-        return read_formats(self.tool_parsers, self.reasoning_parsers)
+        formats: dict[str, Formats] = {}
+        settings: tuple[tuple[str, Sequence[str], Collection[str]], ...] = (
+            ("tool_parsers", self.tool_parsers, FAMILIES),
+            ("reasoning_parsers", self.reasoning_parsers, THINKING),
+        )
+        for setting, entries, known in settings:
+            field = setting.removesuffix("s")
+            for entry, model, name in _of_models(setting, entries, "FORMAT"):
+                if name != NO_FORMAT and name not in known:
+                    choices = ", ".join([*known, NO_FORMAT])
+                    raise invalid(setting, f"{entry!r} names no format", f"write one of {choices}")
+                formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
+        return formats
 
     @property
     def chosen_aliases(self) -> dict[str, str]:
         """Model of each alias in ``aliases``. Raises :class:`SettingsError`."""
-        return read_aliases(self.aliases)
+        chosen = _unique("aliases", self.aliases, "ALIAS=MODEL")
+        for alias, model in chosen.items():
+            if model in chosen:
+                raise invalid("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
+        return chosen
 
     @property
     def chosen_fallbacks(self) -> dict[str, str]:
         """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
-        return read_fallbacks(self.fallbacks, self.chosen_aliases)
+        aliases, chosen = self.chosen_aliases, _unique("fallbacks", self.fallbacks, "MODEL=FALLBACK")
+        for model, fallback in chosen.items():
+            if model in aliases:
+                raise invalid("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}")
+            if aliases.get(fallback, fallback) == model:
+                raise invalid("fallbacks", f"{model!r} cannot replace itself", "name another model")
+        return chosen
 
     @property
     def max_bytes_in_flight(self) -> int:
@@ -368,56 +398,6 @@ def check_tracing_endpoint(endpoint: str) -> None:
 
 
 # --- settings with an entry NAME=VALUE for each model
-
-
-def read_presets(entries: Sequence[str]) -> dict[str, str]:
-    """Return the name or file of the preset of each model."""
-    chosen = {}
-    for entry, model, preset in _of_models("presets", entries, "PRESET"):
-        if preset != NO_PRESET:
-            try:
-                parse_preset(named(preset).encode())
-            except PresetError as error:
-                raise invalid("presets", f"{entry!r}: {error}", "correct it") from None
-        chosen[model] = preset
-    return chosen
-
-
-def read_formats(tool_parsers: Sequence[str], reasoning_parsers: Sequence[str]) -> dict[str, Formats]:
-    """Return the formats of the answers of each model."""
-    formats: dict[str, Formats] = {}
-    settings: tuple[tuple[str, Sequence[str], Collection[str]], ...] = (
-        ("tool_parsers", tool_parsers, FAMILIES),
-        ("reasoning_parsers", reasoning_parsers, THINKING),
-    )
-    for setting, entries, known in settings:
-        field = setting.removesuffix("s")
-        for entry, model, name in _of_models(setting, entries, "FORMAT"):
-            if name != NO_FORMAT and name not in known:
-                choices = ", ".join([*known, NO_FORMAT])
-                raise invalid(setting, f"{entry!r} names no format", f"write one of {choices}")
-            formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
-    return formats
-
-
-def read_aliases(entries: Sequence[str]) -> dict[str, str]:
-    """Return the model of each alias."""
-    chosen = _unique("aliases", entries, "ALIAS=MODEL")
-    for alias, model in chosen.items():
-        if model in chosen:
-            raise invalid("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
-    return chosen
-
-
-def read_fallbacks(entries: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the fallback of each model. ``aliases``: from :func:`read_aliases`."""
-    chosen = _unique("fallbacks", entries, "MODEL=FALLBACK")
-    for model, fallback in chosen.items():
-        if model in aliases:
-            raise invalid("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}")
-        if aliases.get(fallback, fallback) == model:
-            raise invalid("fallbacks", f"{model!r} cannot replace itself", "name another model")
-    return chosen
 
 
 def _of_models(setting: str, entries: Sequence[str], kind: str) -> Iterator[tuple[str, str, str]]:

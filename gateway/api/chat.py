@@ -48,7 +48,6 @@ from yardstick_llm.gateway.schemas.chat import (
 )
 from yardstick_llm.gateway.schemas.common import Usage, new_id
 from yardstick_llm.gateway.schemas.generation import LengthGuidance
-from yardstick_llm.gateway.text.prepared import as_list
 
 _encoder = msgspec.json.Encoder()
 
@@ -255,17 +254,12 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         generation = plan(
             model,
             fields,
-            as_list(prepared.rows[0]),
+            prepared,
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
             thinking_limit=thinking_limit(fields.thinking_token_budget, prepared.format),
-            grammar=prepared.grammar,
-            bad_words=prepared.bad_words,
-            param="messages",
             priority=priority,
-            format=prepared.format,
-            images=prepared.images,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )
         answer = ChatAnswer(model, fields, prompt_ids(generation, fields), gamma=gamma_of_values(model, guidance))

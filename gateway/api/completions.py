@@ -23,7 +23,6 @@ from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.requests.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from yardstick_llm.gateway.schemas.common import Usage, new_id
-from yardstick_llm.gateway.text.prepared import as_list
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -51,19 +50,15 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
             plan(
                 model,
                 fields,
-                as_list(prompt),
+                prepared,
+                place,
                 max_tokens=_default_max_tokens(guidance) if fields.max_tokens is None else fields.max_tokens,
                 logprobs=logprobs,
                 guidance=guidance,
-                grammar=prepared.grammar,
-                bad_words=prepared.bad_words,
-                first_index=index * fields.sequences,
-                echo=prepared.texts[index] if prepared.texts else None,
-                param=prepared.param_of(index),
                 priority=priority,
                 caller=caller,
             )
-            for index, prompt in enumerate(prepared.rows)
+            for place in range(len(prepared.rows))
         ]
         answer = CompletionAnswer(model, fields, generations, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, generations, answer, fields)

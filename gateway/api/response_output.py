@@ -133,13 +133,17 @@ class _Open(ABC):
     def __init__(self, output: Output) -> None:
         self.number = output.number
         self.id = f"{self.prefix}_{new_id()}"
-        self.place = len(output.items)
+        self.index = len(output.items)
         self.texts: list[str] = []
 
     @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self.texts)
+
+    def head(self) -> dict[str, Any]:
+        """Return the first fields of the next event of the item."""
+        return {"sequence_number": self.number(), "output_index": self.index, "item_id": self.id}
 
     @abstractmethod
     def item(self, status: Status) -> OutputItem:
@@ -148,7 +152,7 @@ class _Open(ABC):
     def begin(self) -> Iterator[Event]:
         """Return the events that introduce the item."""
         item = self.item("in_progress")
-        yield ItemEvent(type="response.output_item.added", sequence_number=self.number(), output_index=self.place, item=item)
+        yield ItemEvent(type="response.output_item.added", sequence_number=self.number(), output_index=self.index, item=item)
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
@@ -157,7 +161,7 @@ class _Open(ABC):
     def end(self, status: Status) -> Iterator[Event]:
         """Return the events that complete the item."""
         item = self.item(status)
-        yield ItemEvent(type="response.output_item.done", sequence_number=self.number(), output_index=self.place, item=item)
+        yield ItemEvent(type="response.output_item.done", sequence_number=self.number(), output_index=self.index, item=item)
 
 
 class _OpenPart(_Open):
@@ -170,13 +174,7 @@ class _OpenPart(_Open):
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        yield PartEvent(
-            type="response.content_part.added",
-            sequence_number=self.number(),
-            item_id=self.id,
-            output_index=self.place,
-            part=self.part,
-        )
+        yield PartEvent(type="response.content_part.added", part=self.part, **self.head())
 
 
 class _Text(_OpenPart):
@@ -205,13 +203,12 @@ class _Text(_OpenPart):
             encoded = _encoder.encode(logprobs)
             self._logprobs.append(encoded[1:-1])
             converted = msgspec.Raw(encoded)
-        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=converted)
+        yield TextDelta(**self.head(), delta=text, logprobs=converted)
 
     def end(self, status: Status) -> Iterator[Event]:
         self._whole = part = self.part
-        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
-        yield TextDone(sequence_number=self.number(), text=part.text, logprobs=part.logprobs, **place)
-        yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
+        yield TextDone(text=part.text, logprobs=part.logprobs, **self.head())
+        yield PartEvent(type="response.content_part.done", part=part, **self.head())
         yield from super().end(status)
 
 
@@ -237,20 +234,19 @@ class _Thinking(_OpenPart):
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)
-        yield ReasoningDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+        yield ReasoningDelta(**self.head(), delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
         part = self.part
-        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
-        yield ReasoningDone(sequence_number=self.number(), text=part.text, **place)
-        yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
+        yield ReasoningDone(text=part.text, **self.head())
+        yield PartEvent(type="response.content_part.done", part=part, **self.head())
         if self._summary:
             kind, text, summary = "response.reasoning_summary", part.text, SummaryText(text=part.text)
             empty = SummaryText(text="")
-            yield SummaryPart(type=f"{kind}_part.added", sequence_number=self.number(), part=empty, **place)  # type: ignore[arg-type]
-            yield SummaryDelta(sequence_number=self.number(), delta=text, **place)
-            yield SummaryDone(sequence_number=self.number(), text=text, **place)
-            yield SummaryPart(type=f"{kind}_part.done", sequence_number=self.number(), part=summary, **place)  # type: ignore[arg-type]
+            yield SummaryPart(type=f"{kind}_part.added", part=empty, **self.head())  # type: ignore[arg-type]
+            yield SummaryDelta(delta=text, **self.head())
+            yield SummaryDone(text=text, **self.head())
+            yield SummaryPart(type=f"{kind}_part.done", part=summary, **self.head())  # type: ignore[arg-type]
         yield from super().end(status)
 
 
@@ -269,12 +265,10 @@ class _Call(_Open):
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)
-        yield ArgumentsDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+        yield ArgumentsDelta(**self.head(), delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
-        yield ArgumentsDone(
-            sequence_number=self.number(), item_id=self.id, output_index=self.place, name=self._name, arguments=self.text
-        )
+        yield ArgumentsDone(**self.head(), name=self._name, arguments=self.text)
         yield from super().end(status)
 
 
@@ -288,8 +282,8 @@ class _CustomCall(_Call):
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)
-        yield InputDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+        yield InputDelta(**self.head(), delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
-        yield InputDone(sequence_number=self.number(), item_id=self.id, output_index=self.place, input=self.text)
+        yield InputDone(**self.head(), input=self.text)
         yield from _Open.end(self, status)

@@ -61,7 +61,7 @@ from yardstick_llm.gateway.schemas.responses import (
 )
 from yardstick_llm.gateway.settings import Settings
 from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
-from yardstick_llm.gateway.text.prepared import Items, as_list
+from yardstick_llm.gateway.text.prepared import Items
 
 
 class Draft:
@@ -446,14 +446,10 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
             generation = plan(
                 model,
                 chat,
-                as_list(prepared.rows[0]),
+                prepared,
                 max_tokens=fields.max_output_tokens,
                 logprobs=logprobs,
                 guidance=guidance,
-                grammar=prepared.grammar,
-                bad_words=prepared.bad_words,
-                format=prepared.format,
-                param="input",
                 priority=priority,
                 caller=caller_of(request, cache_salt=fields.cache_salt),
             )

@@ -16,6 +16,7 @@ from yardstick_llm.gateway.output.answer import AnswerFormat
 from yardstick_llm.gateway.pool.replica import ServedModel, paths_of
 from yardstick_llm.gateway.schemas.common import new_id
 from yardstick_llm.gateway.schemas.generation import GenerationRequest
+from yardstick_llm.gateway.text.prepared import Prepared, as_list
 
 UNSTATED_TOKENS = 1024
 """Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed
@@ -77,59 +78,55 @@ def _check_grammar(model: ServedModel, fields: GenerationRequest) -> None:
 def plan(
     model: ServedModel,
     fields: GenerationRequest,
-    prompt: list[int],
+    prepared: Prepared,
+    place: int = 0,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     guidance: wire.LengthGuidance | None,
     thinking_limit: wire.ThinkingLimit | None = None,
-    grammar: str = "",
-    bad_words: Sequence[Sequence[int]] = (),
-    first_index: int = 0,
-    echo: str | None = None,
-    format: AnswerFormat | None = None,
-    images: Sequence[wire.Image] = (),
-    param: str,
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
-    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar`` and ``bad_words``: see
-    :mod:`engine.wire`. ``format``: how answers are divided into parts. ``images``: those that ``prompt`` names. ``param``: the
-    field of the prompt."""
+    """Return the generation of the prompt at ``place``. ``max_tokens``: None for as many as the context holds, which limits it
+    in any case."""
+    prompt, param, format = as_list(prepared.rows[place]), prepared.param_of(place), prepared.format
+    echo = prepared.texts[place] if prepared.texts else None
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
-    if grammar:
+    if prepared.grammar:
         _check_grammar(model, fields)
-    if images and fields.prompt_logprobs is not None:
+    if prepared.images and fields.prompt_logprobs is not None:
         message = "`prompt_logprobs` does not go with images, whose tokens have no log-probabilities."
         raise InvalidRequest(message, param="prompt_logprobs")
     room = model.context - len(prompt)
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
+    lookup = fields.prompt_lookup
     request = wire.Generate(
         id=new_id(),
         prompt=prompt,
-        sampling=_sampling(fields, limit, guidance, bad_words),
+        sampling=_sampling(fields, limit, guidance, prepared.bad_words),
         logprobs=logprobs,
         length_guidance=guidance,
-        grammar=grammar,
+        grammar=prepared.grammar,
         thinking_limit=thinking_limit,
-        prompt_lookup=_prompt_lookup(fields),
+        prompt_lookup=None if lookup is None else wire.DraftOptions(lookup.max_tokens, lookup.ngram),
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
         priority=priority,
         caller=caller,
         adapter=model.adapter_digest,
-        images=[*images],
+        images=[*prepared.images],
     )
     return Generation(
         model,
         request,
         _text_options(fields, format, logprobs=logprobs is not None, echoes=echo is not None),
-        first_index=first_index,
+        first_index=place * fields.sequences,
         echo=echo,
         prompt_logprobs=fields.prompt_logprobs,
         most_expected=UNSTATED_TOKENS if max_tokens is None else limit,
@@ -161,11 +158,6 @@ def _text_options(fields: GenerationRequest, format: AnswerFormat | None, *, log
         format=format,
         token_ids=bool(fields.return_token_ids),
     )
-
-
-def _prompt_lookup(fields: GenerationRequest) -> wire.DraftOptions | None:
-    given = fields.prompt_lookup
-    return None if given is None else wire.DraftOptions(given.max_tokens, given.ngram)
 
 
 def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:

@@ -39,8 +39,7 @@ from yardstick_llm.gateway.http.body import HttpMiddleware
 from yardstick_llm.gateway.http.connection import Incoming
 from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.keys import SHARED_GROUP, ApiKey, parse_keys
-from yardstick_llm.gateway.ops.collectors import KeySample, key_file
-from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.metrics import KeySample, Telemetry, key_file
 from yardstick_llm.gateway.settings import CacheIsolation, SettingsError
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
@@ -402,7 +402,7 @@ class Telemetry(Metrics):
         self.engines.begin(model)
 
     def watch(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Report the metrics that ``collect`` yields whenever the metrics are read; see :mod:`gateway.ops.collectors`."""
+        """Report the metrics that ``collect`` yields whenever the metrics are read."""
         self._registry.register(_Collected(collect))
 
     def exposition(self, *, open_metrics: bool = False, names: bool = True) -> Iterator[bytes]:
@@ -425,3 +425,39 @@ class _Collected(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
+
+
+class KeySample(NamedTuple):
+    """State of the key file."""
+
+    keys: int
+    """Number of valid entries, including expired ones."""
+    age: float
+    """Seconds since a check confirmed that the keys are those of the file."""
+    stale: bool
+    """Whether the file cannot be read or is not valid."""
+    problems: int
+    """Number of problems of entries that do not count."""
+
+
+def dropped_lines(dropped: int) -> Iterator[Metric]:
+    """Yield the number of log lines ``dropped`` so far."""
+    help = "Log lines that were dropped because the log's reader is too slow or the disk is full."
+    yield CounterMetricFamily("yardstick_log_lines_dropped", help, value=dropped)
+
+
+def dropped_spans(dropped: int) -> Iterator[Metric]:
+    """Yield the number of spans ``dropped`` so far."""
+    help = "Spans that were dropped because the collector of traces is away, too slow, or refused them."
+    yield CounterMetricFamily("yardstick_spans_dropped", help, value=dropped)
+
+
+def key_file(sample: KeySample) -> Iterator[Metric]:
+    """Yield the state of the key file."""
+    yield GaugeMetricFamily("yardstick_api_keys", "API keys in use.", value=sample.keys)
+    age_help = "Time since the last check that the keys in use are those of the key file."
+    yield GaugeMetricFamily("yardstick_key_file_age_seconds", age_help, value=sample.age)
+    stale_help = "Whether the key file cannot be read or is not valid, and keys of an earlier version are used."
+    yield GaugeMetricFamily("yardstick_key_file_stale", stale_help, value=float(sample.stale))
+    problems_help = "Problems of entries of the key file, which do not count; its other entries do."
+    yield GaugeMetricFamily("yardstick_key_file_problems", problems_help, value=sample.problems)

@@ -6,15 +6,16 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady, UnusableModel
-from yardstick_llm.gateway.ops.collectors import ItemCacheSample, ModelSample, ReplicaSample, fleet, item_caches
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.adapters import AdapterDirectory
 from yardstick_llm.gateway.pool.client import REFUSED, UNANSWERED
@@ -120,8 +121,8 @@ class Pool:
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        telemetry.watch(lambda: fleet(self._replica_samples(), self._model_samples(), telemetry.begin))
-        telemetry.watch(lambda: item_caches(self._item_cache_samples()))
+        telemetry.watch(self._fleet)
+        telemetry.watch(self._item_caches)
 
     def start(self) -> None:
         """Start the background tasks."""
@@ -365,32 +366,61 @@ class Pool:
 
     # --- metrics
 
-    def _replica_samples(self) -> Iterator[ReplicaSample]:
-        names = {replica: model.name for model in self._served.values() for replica in model.replicas}
-        for url, replica in self._replicas.items():
-            yield ReplicaSample(url, names.get(replica, ""), replica.state, replica.in_flight, replica.tokens)
-
-    def _model_samples(self) -> Iterator[ModelSample]:
-        for name in sorted({model.name for model in self._served.values()}):
+    def _fleet(self) -> Iterator[Metric]:
+        """Yield metrics of all replicas and known models; a removed replica has no series, a model without replicas has."""
+        ready = sum(replica.state in ("ready", "half_open", "ejected") for replica in self._replicas.values())
+        yield GaugeMetricFamily("yardstick_engines_ready", "Engines that take requests.", value=ready)
+        model = ["model"]
+        by_model = GaugeMetricFamily("yardstick_model_engines_ready", "Engines of a model that take requests.", labels=model)
+        waiting = GaugeMetricFamily(
+            "yardstick_model_requests_waiting", "Requests that wait for an engine of a model to be ready.", labels=model
+        )
+        adapters = GaugeMetricFamily("yardstick_adapters", "Adapters of a model that an engine has.", labels=model)
+        for name in sorted({served.name for served in self._served.values()}):
             versions = self.versions(name)
-            adapters = {adapter.adapter.name for model in versions for adapter in model.adapters.values() if adapter.replicas}
-            ready, waiting = sum(len(model.ready) for model in versions), sum(model.waiting for model in versions)
-            yield ModelSample(name, ready, waiting, len(adapters))
+            self._telemetry.begin(name)
+            by_model.add_metric([name], sum(len(served.ready) for served in versions))
+            waiting.add_metric([name], sum(served.waiting for served in versions))
+            held = {each.adapter.name for served in versions for each in served.adapters.values() if each.replicas}
+            adapters.add_metric([name], len(held))
+        yield from (by_model, waiting, adapters)
+        names = {replica: served.name for served in self._served.values() for replica in served.replicas}
+        states = GaugeMetricFamily("yardstick_engines", "Engines by state.", labels=["model", "state"])
+        counts = Counter((names.get(replica, ""), replica.state) for replica in self._replicas.values())
+        for labels, count in counts.items():
+            states.add_metric(labels, count)
+        yield states
+        engine = ["engine", "model"]
+        in_flight = GaugeMetricFamily("yardstick_engine_requests_in_flight", "Requests in progress on an engine.", labels=engine)
+        tokens = GaugeMetricFamily(
+            "yardstick_engine_tokens_in_flight", "Tokens of the requests in progress on an engine.", labels=engine
+        )
+        for url, replica in self._replicas.items():
+            in_flight.add_metric([url, names.get(replica, "")], replica.in_flight)
+            tokens.add_metric([url, names.get(replica, "")], replica.tokens)
+        yield from (in_flight, tokens)
 
-    def _item_cache_samples(self) -> list[ItemCacheSample]:
-        """What engines reported last; engines that have reported nothing are missing."""
-        return [
-            ItemCacheSample(
-                url,
-                stats.slots_items,
-                stats.item_bytes,
-                stats.scored_items,
-                stats.cached_items,
-                stats.evicted_item_tokens,
-            )
-            for url, replica in self._replicas.items()
-            if (stats := replica.stats) is not None
-        ]
+    def _item_caches(self) -> Iterator[Metric]:
+        """Yield what engines reported last of their items, for each engine that has. Every gateway reports the same."""
+        for kind, families in ((GaugeMetricFamily, _ITEM_GAUGES), (CounterMetricFamily, _ITEM_COUNTERS)):
+            for reported, (name, text) in families.items():
+                family = kind(f"yardstick_item_cache_{name}", text, labels=["engine"])
+                for url, replica in self._replicas.items():
+                    if replica.stats is not None:
+                        family.add_metric([url], getattr(replica.stats, reported))
+                yield family
+
+
+_ITEM_GAUGES = {
+    "slots_items": ("tokens", "Tokens of items in the prefix cache of an engine."),
+    "item_bytes": ("bytes", "Bytes of keys and values of items in the prefix cache of an engine."),
+}
+_ITEM_COUNTERS = {
+    "scored_items": ("scored_items", "Items that an engine scored and that came before the query."),
+    "cached_items": ("found_items", "Of these, items that were in its prefix cache whole."),
+    "evicted_item_tokens": ("evicted_tokens", "Tokens of items evicted from the prefix cache of an engine."),
+}
+"""Metrics and their descriptions, by field of :class:`engine.wire.Stats`."""
 
 
 def _listed(names: set[str]) -> str:

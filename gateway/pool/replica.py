@@ -261,10 +261,6 @@ class ServedModel:
         """Whether the model is an adapter that is unloaded."""
         return False
 
-    def with_adapter(self, digest: str) -> ServedModel | None:
-        """Return this model with the adapter of ``digest``, or without one if it is empty; None if no replica has it."""
-        return next((each for each in self.adapters.values() if each.adapter_digest == digest), None) if digest else self
-
     def lacks(self, replica: Replica) -> None:
         """Note that ``replica`` does not have the adapter of a request."""
 

@@ -282,13 +282,11 @@ CATALOGUE = Endpoint(
     kind=CatalogueRequest,
     bulk={},
     read=_create,
-    is_light=lambda _: False,
     characters=lambda request, _: sum(map(len, request.template or ())) + sum(map(len, request.labels or ())),
 )
 CATALOGUE_ITEMS = _ItemsEndpoint(
     kind=ItemsRequest,
     bulk={"items": [CatalogueItem("0", text="")]},
     read=_register,
-    is_light=lambda _: False,
     characters=lambda request, _: sum(len(item.text or "") for item in request.items),
 )

@@ -579,7 +579,6 @@ CHAT = Endpoint(
         **BULK,
     },
     read=_read,
-    is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.messages),
     urls=lambda request: urls_of(image_parts(request.messages)),
 )

@@ -74,10 +74,10 @@ class Endpoint(Generic[T]):
     function that returns it."""
     read: Callable[[T, Model], Prepared]
     """Returns the prompts. Raises :class:`InvalidRequest`."""
-    is_light: Callable[[T], bool]
-    """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
+    is_light: Callable[[T], bool] = lambda _: False
+    """Whether ``read`` needs no texts and at most about a millisecond."""
     urls: Callable[[T], dict[str, str]] = lambda _: {}
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
     least_items: int = 0

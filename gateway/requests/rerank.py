@@ -191,7 +191,6 @@ RERANK = reading_content(
         kind=RerankRequest,
         bulk={"query": "", "documents": [""], "texts": [""], "instruction": "", "instruct": "", "user": ""},
         read=_read,
-        is_light=lambda _: False,
         characters=_characters,
         most_fields_bytes=NAMING_BYTES,
     )

@@ -294,7 +294,6 @@ RESPONSES = Endpoint(
     kind=ResponseRequest,
     bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, **BULK},  # the response repeats the other fields
     read=_read,
-    is_light=lambda _: False,
     characters=lambda request, _: _characters(request),
 )
 

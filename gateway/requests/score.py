@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 import msgspec
@@ -330,7 +329,7 @@ def fitting_items(
 def _tokenised(tokenise: Callable[..., T], request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> T:
     """Tokenise texts within the bounds of the model and of the server."""
     texts = [item for item in items if isinstance(item, str)]
-    with _too_long(model):
+    try:
         return tokenise(
             model.texts.tokenizer,
             query,
@@ -339,13 +338,6 @@ def _tokenised(tokenise: Callable[..., T], request: ScoreRequest, model: Model, 
             bounds=model.bounds,
             parse_special_tokens=request.parse_special_tokens is not False,
         )
-
-
-@contextmanager
-def _too_long(model: Model) -> Iterator[None]:
-    """Name the item whose prompt is too long."""
-    try:
-        yield
     except PromptTooLongError as error:
         raise model.facts.too_long(error.tokens, f"items[{error.index}]") from None
 

@@ -231,6 +231,5 @@ TEI = Endpoint(
     kind=TeiRequest,
     bulk={"inputs": outline, "query": "", "texts": [""]},
     read=_read,
-    is_light=lambda _: False,
     characters=_characters,
 )

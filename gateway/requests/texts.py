@@ -260,7 +260,6 @@ CLASSIFY = Endpoint(
     kind=ClassifyRequest,
     bulk={"input": "", "user": ""},
     read=read_classified,
-    is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.input),
 )
 EMBEDDINGS = Endpoint(
@@ -274,6 +273,5 @@ COHERE_EMBED = Endpoint(
     kind=CohereEmbedRequest,
     bulk={"texts": [""]},
     read=_cohere_embed,
-    is_light=lambda _: False,
     characters=lambda request, _: sum(map(len, request.texts)),
 )

@@ -153,7 +153,6 @@ TOKENIZE = Endpoint(
         "user": "",
     },
     read=_read,
-    is_light=lambda _: False,
     characters=lambda request, _: len(request.prompt or "") + chat.characters_of(request.messages),
 )
 

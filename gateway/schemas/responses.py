@@ -393,134 +393,110 @@ class ItemEvent(msgspec.Struct, kw_only=True):
     item: OutputItem
 
 
-class PartEvent(msgspec.Struct, kw_only=True):
+class OfItem(msgspec.Struct, kw_only=True):
+    """An event of one item of the output."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+
+
+class ContentEvent(OfItem, kw_only=True):
+    """An event of an item's only part."""
+
+    content_index: int = 0
+
+
+class SummaryEvent(OfItem, kw_only=True):
+    """An event of the only part of a reasoning item's summary."""
+
+    summary_index: int = 0
+
+
+class PartEvent(ContentEvent, kw_only=True):
     """A part of a message or of a reasoning item begins or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
     part: OutputText | ReasoningText
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
+class TextDelta(ContentEvent, kw_only=True):
     """New text of a message."""
 
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
     delta: str
     logprobs: list[TokenLogprob] = []
 
 
-class TextDone(msgspec.Struct, kw_only=True):
+class TextDone(ContentEvent, kw_only=True):
     """The whole text of a message."""
 
     type: Literal["response.output_text.done"] = "response.output_text.done"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
     text: str
     logprobs: list[TokenLogprob] = []
 
 
-class ReasoningDelta(msgspec.Struct, kw_only=True):
+class ReasoningDelta(ContentEvent, kw_only=True):
     """New text of a reasoning item."""
 
     type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
     delta: str
 
 
-class ReasoningDone(msgspec.Struct, kw_only=True):
+class ReasoningDone(ContentEvent, kw_only=True):
     """The whole text of a reasoning item."""
 
     type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
     text: str
 
 
-class SummaryPart(msgspec.Struct, kw_only=True):
+class SummaryPart(SummaryEvent, kw_only=True):
     """The summary of a reasoning item begins or is complete."""
 
     type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    summary_index: int = 0
     part: SummaryText
 
 
-class SummaryDelta(msgspec.Struct, kw_only=True):
+class SummaryDelta(SummaryEvent, kw_only=True):
     """Text of a summary."""
 
     type: Literal["response.reasoning_summary_text.delta"] = "response.reasoning_summary_text.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    summary_index: int = 0
     delta: str
 
 
-class SummaryDone(msgspec.Struct, kw_only=True):
+class SummaryDone(SummaryEvent, kw_only=True):
     """The whole text of a summary."""
 
     type: Literal["response.reasoning_summary_text.done"] = "response.reasoning_summary_text.done"
-    sequence_number: int
-    item_id: str
-    output_index: int
-    summary_index: int = 0
     text: str
 
 
-class ArgumentsDelta(msgspec.Struct, kw_only=True):
+class ArgumentsDelta(OfItem, kw_only=True):
     """New characters of a function call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int
     delta: str
 
 
-class ArgumentsDone(msgspec.Struct, kw_only=True):
+class ArgumentsDone(OfItem, kw_only=True):
     """All arguments of a function call."""
 
     type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
-    sequence_number: int
-    item_id: str
-    output_index: int
     name: str
     arguments: str
 
 
-class InputDelta(msgspec.Struct, kw_only=True):
+class InputDelta(OfItem, kw_only=True):
     """New text for a custom tool."""
 
     type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int
     delta: str
 
 
-class InputDone(msgspec.Struct, kw_only=True):
+class InputDone(OfItem, kw_only=True):
     """The whole text for a custom tool."""
 
     type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
-    sequence_number: int
-    item_id: str
-    output_index: int
     input: str
 
 

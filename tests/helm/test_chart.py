@@ -35,19 +35,11 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.server import metrics
 from yardstick_llm.engine.server.options import options_of, parser
 from yardstick_llm.engine.settings import EngineSettings, ServerSettings
-from yardstick_llm.gateway.ops.collectors import (
-    ItemCacheSample,
-    KeySample,
-    ModelSample,
-    ReplicaSample,
-    dropped_lines,
-    dropped_spans,
-    fleet,
-    item_caches,
-    key_file,
-)
-from yardstick_llm.gateway.ops.metrics import Telemetry
+from yardstick_llm.gateway.ops.metrics import KeySample, Telemetry, dropped_lines, dropped_spans, key_file
+from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.settings import PREFIX, Settings
+from yardstick_llm.gateway.workers.queue import Capacity
+from yardstick_llm.gateway.workers.workers import Workers
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
@@ -336,13 +328,12 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
-    replica, model = ReplicaSample("http://engine", "model", "ready", 0, 0), ModelSample("model", 1, 0)
-    telemetry.watch(lambda: fleet([replica], [model], telemetry.begin))
+    workers = Workers(Capacity(1, 1, 1, 1), telemetry)
+    Pool({}, lambda *_: pytest.fail("no engine"), telemetry, workers, probe_seconds=1, silence_seconds=1, startup_seconds=1)
+    telemetry.begin("model")
     telemetry.watch(lambda: key_file(KeySample(1, 0.0, False, 0)))
     telemetry.watch(lambda: dropped_lines(0))
     telemetry.watch(lambda: dropped_spans(0))
-    telemetry.text.queue.set_function(lambda: 0)
-    telemetry.watch(lambda: item_caches([ItemCacheSample("http://engine", 0, 0, 0, 0, 0)]))
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

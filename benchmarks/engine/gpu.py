@@ -39,7 +39,7 @@ END_SECONDS = 8.0
 """Time that a part has to write its tables after its own limit, before it is killed."""
 WELL = "well"
 NO_TIME_LEFT = "no time left"
-NEED_A_GPU = "tests", "kernels", "cross-encoder"
+NEED_A_GPU = "tests", "kernels"
 TESTS = ("engine,", "graphs", "gpu", "FlashInfer")
 """Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
@@ -63,7 +63,7 @@ class Part:
 
 def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     """Return the parts of a run in their order; their times fit two calls. ``quick``: on tiny models, which a CPU computes too;
-    tests, kernels and sentence-transformers are left out without a GPU."""
+    tests and kernels are left out without a GPU."""
     models = ["--models", str(out / MODELS)]
     bf16 = ["--dtype", "float32" if quick else "bfloat16"]
     fp8 = [*bf16, "--quantize", "fp8"]
@@ -95,8 +95,6 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     middle = "--requests 256 --prompt 1194 --output 64"
     offline = ["--offline", "--quick"]
     few_drafts = "" if quick else "--shape qwen3-0.6b --requests 8 --prompt 64 --output 96"
-    few_documents = "--layers 1 --hidden 128 --rounds 1" if quick else "--hidden 1024 --layers 28 --head-dim 128 --words 200 250"
-    peer = ["--sentence-transformers", sys.executable]
     runs = {
         "a": (
             Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
@@ -124,7 +122,6 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             score("rerank shape", 50, *bf16, *offline, "--workload", "3/8/4" if quick else "32/480/20"),
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
-            Part("cross-encoder", ["benchmarks", "rerank", *peer, *few_documents.split()], 80, resumes=False),
             step("adapters", 60, *bf16, "--adapters", "2" if quick else "8"),
             decode("drafts", 60, *logprobs, "--drafts", *few_drafts.split()),
         ),

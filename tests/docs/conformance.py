@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,7 @@ FORMS: dict[str, tuple[EndpointName, ...]] = {
 """Values that have a row of their own: the parameter and the type of its value, with the endpoints that accept it."""
 
 
+@cache
 def declared(endpoint: EndpointName) -> dict[str, msgspec.structs.FieldInfo]:
     """The fields of an endpoint's request."""
     return {field.encode_name: field for field in msgspec.structs.fields(KINDS[endpoint])}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +196,22 @@ def write_pooling(directory: Path, mode: str = "lasttoken", *, normalize: bool =
     return directory
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``: every byte is a token, with a few merges and a chat template."""
+def write_tokenizer(directory: Path, special: Sequence[str] = SPECIAL_TOKENS, template: str = CHAT_TEMPLATE) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``: every byte is a token, with a few merges and a chat template.
+
+    ``special``: special tokens, which begin as :data:`SPECIAL_TOKENS` does.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges, words = _merges()
-    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet, *words])}
+    vocab = {token: index for index, token in enumerate([*special, *alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
         "eos_token": SPECIAL_TOKENS[END_OF_TURN],
         "pad_token": SPECIAL_TOKENS[0],
     }

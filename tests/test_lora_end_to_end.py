@@ -13,37 +13,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import merge, write_adapter
 from tests.processes import Pod, Program, wait_until
 
 QUERY, ITEMS, LABELS = "Is it red? ", ["red shoes", "an oak table", "blue"], [5, 6]
-RANK, SCALE = 4, 2.0
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
-def make_adapter(model: Path, folder: Path, seed: int) -> Any:
-    """Write an adapter with random weights to ``folder``; returns the model with them merged."""
-    whole, noise, tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), torch.Generator(), {}
-    noise.manual_seed(seed)
-    for name, module in whole.named_modules():
-        if name.rpartition(".")[2] in TARGETS:
-            a, b = (torch.randn(shape, generator=noise) for shape in ((RANK, module.in_features), (module.out_features, RANK)))
-            a /= module.in_features**0.5
-            tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
-            module.weight.data += SCALE * b @ a
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": list(TARGETS)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return whole
 
 
 def score(client: httpx.Client, model: str, query: str = QUERY) -> httpx.Response:
@@ -68,8 +50,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def merged(model: Path, root: Path) -> dict[str, Any]:
-    whole = {"tiny": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()}
-    return whole | {name: make_adapter(model, root / name, seed) for seed, name in enumerate(("fixed", "one", "two"))}
+    """Models of transformers by the names of the adapters that are merged into them."""
+    whole = {
+        name: AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for name in ("tiny", "fixed", "one", "two")
+    }
+    for seed, name in enumerate(("fixed", "one", "two")):
+        merge(whole[name], write_adapter(root / name, whole[name], TARGETS, seed=seed))
+    return whole
 
 
 @pytest.fixture
@@ -109,7 +96,7 @@ def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod],
         assert refused.status_code == 400, path
         assert str(root.parent) not in refused.text
     odd = shutil.copytree(root / "two", root / "odd") / "adapter_config.json"
-    odd.write_text(json.dumps(json.loads(odd.read_text()) | {"rank_pattern": {"(?=q)q_proj": RANK}}))
+    odd.write_text(json.dumps(json.loads(odd.read_text()) | {"rank_pattern": {"(?=q)q_proj": 4}}))
     refused = client.post("/v1/load_lora_adapter", json=load | {"lora_path": str(odd.parent), "load_inplace": True})
     assert (refused.status_code, "no look-around" in refused.json()["error"]["message"]) == (400, True)
     assert score(client, "mine").json()["scores"] == expected(model, merged["one"])

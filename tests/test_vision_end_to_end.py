@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import torch
 from openai import OpenAI
 from PIL import Image as Pillow
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.checkpoints import SPECIAL_TOKENS, _merges
+from tests.checkpoints import SPECIAL_TOKENS, write_tokenizer
 from tests.engine.vision.models import IMAGE_PAD, make_vision_checkpoint
 from tests.pictures import VISION_TEMPLATE, data_url, picture
 from tests.processes import Pod, Program, wait_until
@@ -25,19 +23,6 @@ from tests.processes import Pod, Program, wait_until
 NAMED = (*SPECIAL_TOKENS, "<|a|>", "<|b|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 """Special tokens; their ids are those of the checkpoint's configuration."""
 Part = str | bytes
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Write a tokeniser with the tokens of images."""
-    merges, words = _merges()
-    vocabulary = {token: id for id, token in enumerate([*NAMED, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in NAMED])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": VISION_TEMPLATE, "eos_token": SPECIAL_TOKENS[2]}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 class Reference:
@@ -75,7 +60,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_vision_checkpoint(tmp_path_factory.mktemp("vision"))
-    write_tokenizer(directory)
+    write_tokenizer(directory, NAMED, VISION_TEMPLATE)
     return directory
 
 

@@ -136,18 +136,6 @@ def test_a_full_queue_is_shared(build, lines):
     assert sum('reason="queue_full"' in line for line in text) == 3
 
 
-def test_a_tenant_is_refused_for_its_own_wait_only(build):
-    loop = build(max_running_requests=1, max_wait_seconds=1e-9)
-    for place in range(6):
-        loop.submit(score(f"a{place}", "a"))
-    replies = [*loop.step(), *loop.step(), *loop.step()]
-    loop.submit(score("late", "a"))
-    loop.submit(score("other", "b"))
-    replies += run(loop)
-    assert [reply.id for reply in replies if isinstance(reply, wire.Failed)] == ["late"]
-    assert loop.stats.refused_wait == 1
-
-
 def test_metrics_name_reasons_and_no_tenants(build):
     loop = build(max_running_requests=1, max_waiting=1)
     for tenant in ("secret-a", "secret-b"):

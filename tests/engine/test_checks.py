@@ -25,11 +25,6 @@ def test_a_causal_model_leaves_no_prompt_out() -> None:
     assert found == "prompt_tokens needs a model whose tokens all attend to each other."
 
 
-@pytest.mark.parametrize("dimensions", [None, 1, 64])
-def test_dimensions_in_range(dimensions: int | None) -> None:
-    assert problem([], [[1]], wire.Embedding(dimensions=dimensions)) is None
-
-
 def test_a_likelihood_needs_a_prefix() -> None:
     message = problem([], [[1]], wire.Likelihood())
     assert message == "The prefix is empty; the likelihood of a branch needs at least one token before it."

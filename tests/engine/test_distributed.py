@@ -44,11 +44,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MODELS.get(request.param, {}))
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Start a pod whose model is in two processes."""
@@ -109,15 +104,17 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "more"),
     [
-        "qwen3",
-        *[pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "gemma2", "qwen2_moe")],
+        ("qwen3", ()),
+        *[pytest.param(family, (), marks=pytest.mark.slow) for family in ("qwen2", "gemma2", "qwen2_moe")],
+        *[pytest.param(family, ("--expert-parallel", "2"), marks=pytest.mark.slow) for family in ("qwen2_moe", "granitemoe")],
     ],
-    indirect=True,
+    indirect=["model"],
 )
-def test_two_processes_give_the_numbers_of_one(model: Path, start):
-    alone, pod = answers(model), start(model)
+def test_two_processes_give_the_numbers_of_one(model: Path, more: tuple[str, ...], start):
+    """Also with whole experts."""
+    alone, pod = answers(model), start(model, *more)
     for _ in range(2):  # the second time on cached keys and values
         status, scored = pod.ask("/score", SCORE)
         assert status == 200
@@ -127,19 +124,6 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
         torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
     (worker,) = workers(pod.loop_pid)
     assert alive(worker)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2_moe", "granitemoe"], indirect=True)
-def test_two_processes_with_whole_experts_give_the_numbers_of_one(model: Path, start):
-    alone, pod = answers(model), start(model, "--expert-parallel", "2")
-    for _ in range(2):
-        status, scored = pod.ask("/score", SCORE)
-        assert status == 200
-        torch.testing.assert_close(scored.rows, alone["s"][0].rows, rtol=0, atol=1e-5)
-        generated = pod.stream(GENERATE)
-        assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
-        torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tests import weights
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
 from tests.engine.parity import assert_equal_rows, some_tokens
@@ -249,16 +248,6 @@ def test_faulty_pickles(tmp_path: Path, content: object, message: str) -> None:
         build(directory)
 
 
-def test_a_cut_pickle(tmp_path: Path) -> None:
-    directory = make_encoder(tmp_path, "bert")
-    path = directory / "pytorch_model.bin"
-    torch.save(load_file(directory / "model.safetensors"), path)
-    (directory / "model.safetensors").unlink()
-    path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(ModelError, match="is damaged"):
-        build(directory)
-
-
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_formats_change_little(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
@@ -334,35 +323,6 @@ def test_the_files_that_gateways_need(tmp_path: Path) -> None:
     assert set(files.model_files) == {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
 
 
-SENTENCES = [
-    "The weather is lovely today.",
-    "It's so sunny outside!",
-    "He drove to the stadium.",
-    "A woman is reading a book in a quiet library, and outside of it the rain has not stopped for three days. " * 12,
-    "",
-]
-
-
-@pytest.mark.slow
-def test_all_minilm_equals_transformers() -> None:
-    """Published weights. ``tests/test_encoders_end_to_end.py`` compares them with sentence-transformers."""
-    from tokenizers import Tokenizer
-    from transformers import BertModel
-
-    folder = weights.minilm()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(256)
-    sent = [tokenizer.encode(text).ids for text in SENTENCES]
-    loop, model = build(folder), BertModel.from_pretrained(folder).eval()
-    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding()))
-    expected = torch.stack([normalize(hidden_of(model, tokens).mean(0), dim=0) for tokens in sent])
-    assert_equal_rows(scored.rows, expected.tolist())
-    similarities = (expected[:3] @ expected[:3].T).flatten()[1:3]
-    # The example on the model's page.
-    torch.testing.assert_close(similarities, torch.tensor([0.6660, 0.1046]), atol=2e-4, rtol=0)
-
-
 @torch.inference_mode()
 def both_ways(model: torch.nn.Module, tokens: list[int]) -> Tensor:
     """[tokens, hidden] of a decoder whose tokens all attend to each other."""
@@ -406,25 +366,3 @@ def test_llama_nemotron(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = [(model.score(both_ways(model, prefix + tokens).mean(0)) / 0.5).tolist() for tokens in sent]
     assert_equal_rows(scored.rows, expected, 1e-4)
-
-
-def test_colbert_fills_up_queries_with_tokens_that_no_token_sees(tmp_path: Path) -> None:
-    """A model with a Dense module and no Pooling, as PyLate writes it."""
-    directory = make_encoder(tmp_path, "bert")
-    (directory / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) / 8
-    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
-    add_module(directory, "Dense", {"in_features": 64, "out_features": 16, "bias": False} | identity, {"linear.weight": weight})
-    loop, model, sent = build(directory), load_reference(directory, "bert", "embed"), [tokens[:100] for tokens in texts()]
-    assert (loop.info.capabilities, loop.info.token_vector_size, loop.info.embedding_size) == (["token_vectors"], 16, 0)
-    for expansion in (0, 4):
-        queries = [tokens + [9] * expansion for tokens in sent]
-        (scored,) = run(loop, wire.Score("s", [], queries, wire.TokenVectors(expansion_tokens=expansion)))
-        with torch.inference_mode():
-            for tokens, row in zip(queries, scored.rows, strict=True):
-                mask = torch.tensor([[1] * (len(tokens) - expansion) + [0] * expansion])
-                hidden = model(torch.tensor([tokens]), attention_mask=mask).last_hidden_state[0]
-                expected = normalize(hidden @ weight.T, dim=1).flatten()
-                torch.testing.assert_close(torch.tensor(row), expected, atol=1e-4, rtol=1e-4)
-    (failed,) = run(loop, wire.Score("f", [], [[5]], wire.TokenVectors(expansion_tokens=1)))
-    assert "expansion_tokens is 1" in failed.message

@@ -19,7 +19,6 @@ from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.requests.core import Request
 from yardstick_llm.engine.runner.distributed.shard import part_of
 from yardstick_llm.engine.scheduling.allocation import Allocator
@@ -129,11 +128,6 @@ def test_the_columns_of_experts_are_shared_evenly(tmp_path: Path) -> None:
     config = load_config(make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=21))
     with pytest.raises(ModelError, match="inner columns of the model's experts cannot be shared evenly by 2 processes"):
         part_of(config, 0, 2)
-
-
-def test_experts_are_not_quantised_to_int8(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="--quantize int8 does not support mixtures of experts such as MixtralForCausalLM"):
-        load_model(make_checkpoint(tmp_path, "mixtral"), quantize="int8")
 
 
 def test_fp8_keys_need_norms_before_projections(tmp_path: Path) -> None:

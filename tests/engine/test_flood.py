@@ -111,10 +111,3 @@ def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(pod: Pod) -> None:
     busy, flooded = measure(pod, 3, 256)
     print(f"\nP99 beside 3 requests {busy:.3f} s, beside 256 {flooded:.3f} s: {flooded / busy:.2f}")
     assert flooded <= 1.2 * busy
-
-
-def test_within_one_tenant_the_same_flood_is_felt(pod: Pod) -> None:
-    """The bound above is the doing of the queue, not of the load."""
-    busy, flooded = measure(pod, 3, 24, tenant="quiet", rounds=1)
-    print(f"\nWithin one tenant: {busy:.3f} s, {flooded:.3f} s: {flooded / busy:.2f}")
-    assert flooded > 2 * busy

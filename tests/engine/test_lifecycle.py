@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens
@@ -20,17 +19,12 @@ LONG = wire.Generate("long", [5, 6], wire.Sampling(max_tokens=400, ignore_eos=Tr
 ENDLESS = wire.Generate("endless", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
 @pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., Pod]]:
+def start(qwen3: Path) -> Iterator[Callable[..., Pod]]:
     pods: list[Pod] = []
 
     def start_pod(*arguments: str) -> Pod:
-        pods.append(Pod(model, *arguments))
+        pods.append(Pod(qwen3, *arguments))
         return pods[-1].wait_ready()
 
     yield start_pod

@@ -79,6 +79,25 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def assert_merged(
+    loop: Loop, model: Model, rng: random.Random, prefix: list[int], branches: list[list[int]], prompt: list[int]
+) -> None:
+    """Scores and greedy texts of the base model and all adapters, which share steps, are those of merged weights."""
+    sampling = wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True)
+    messages: list[wire.Request] = []
+    for index, digest in enumerate(digests(loop)):
+        messages.append(wire.Score(f"s{index}", prefix, branches, wire.Labels(LABELS), adapter=digest))
+        messages.append(wire.Generate(f"g{index}", prompt, sampling, adapter=digest))
+    rng.shuffle(messages)
+    replies = run(loop, *messages, checked=True)
+    rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
+    for index, merged in enumerate(model.merged):
+        wanted = expected_logprobs(merged, prefix, branches)
+        torch.testing.assert_close(torch.tensor(rows[f"s{index}"]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+        assert tokens_of(replies, f"g{index}") == greedy(merged, prompt, 6), index
+    assert rows["s0"] != rows["s1"]
+
+
 FEW = {"max_total_tokens": 150, "max_batched_tokens": 33, "max_loras_device": 1, "overlap": True}
 
 
@@ -99,20 +118,8 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
     loop, rng = build(model, **settings), random.Random(1)
     prefix, branches = some_tokens(rng, 30, 30), [some_tokens(rng, 1, 12) for _ in range(3)]
     prompt = some_tokens(rng, 10, 10)
-    for again in ("cold", "warm"):
-        messages: list[wire.Request] = []
-        for index, digest in enumerate(digests(loop)):
-            messages.append(wire.Score(f"s{index}", prefix, branches, wire.Labels(LABELS), adapter=digest))
-            sampling = wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True)
-            messages.append(wire.Generate(f"g{index}", prompt, sampling, adapter=digest))
-        rng.shuffle(messages)
-        replies = run(loop, *messages, checked=True)
-        rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
-        for index, merged in enumerate(model.merged):
-            wanted = expected_logprobs(merged, prefix, branches)
-            torch.testing.assert_close(torch.tensor(rows[f"s{index}"]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
-            assert tokens_of(replies, f"g{index}") == greedy(merged, prompt, 6), (again, index)
-    assert rows["s0"] != rows["s1"]
+    for _ in ("cold", "warm"):
+        assert_merged(loop, model, rng, prefix, branches, prompt)
     assert loop.stats.adapters == len(model.adapters)
     assert loop.stats.adapter_swaps >= len(model.adapters)
 
@@ -138,18 +145,7 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
     loop, rng = build(own, lora_modules="all", max_loras_device=places, max_batched_tokens=40), random.Random(1)
     assert loop._runner._adapters._slots.modules == {"lm_head": {}, "embed_tokens": {}}
     prefix, branches, prompt = some_tokens(rng, 30, 30), [some_tokens(rng, 1, 9) for _ in range(3)], some_tokens(rng, 10, 10)
-    sampling = wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True)
-    messages: list[wire.Request] = []
-    for index, digest in enumerate(digests(loop)):
-        messages.append(wire.Score(f"s{index}", prefix, branches, wire.Labels(LABELS), adapter=digest))
-        messages.append(wire.Generate(f"g{index}", prompt, sampling, adapter=digest))
-    rng.shuffle(messages)
-    replies = run(loop, *messages, checked=True)
-    rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
-    for index, merged in enumerate(own.merged):
-        wanted = expected_logprobs(merged, prefix, branches)
-        torch.testing.assert_close(torch.tensor(rows[f"s{index}"]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
-        assert tokens_of(replies, f"g{index}") == greedy(merged, prompt, 6), index
+    assert_merged(loop, own, rng, prefix, branches, prompt)
     on_device = loop._runner._adapters._slots.modules
     assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
 
@@ -221,15 +217,6 @@ def test_catalogue_items_and_likelihoods(model: Model) -> None:
         logits = model.merged[1](torch.tensor([items[0] + query])).logits[0].log_softmax(-1)
     at = range(len(items[0]) - 1, len(items[0]) + len(query) - 1)
     torch.testing.assert_close(torch.tensor(row.rows[0][:-1]), logits[list(at), query], atol=1e-5, rtol=1e-5)
-
-
-def test_a_private_request_shares_nothing_with_an_adapter(model: Model) -> None:
-    loop = build(model)
-    digest, prefix = digests(loop)[1], list(range(10, 40))
-    (cold,) = run(loop, wire.Score("a", prefix, [[3]], wire.Labels(LABELS), adapter=digest))
-    (other,) = run(loop, wire.Score("b", prefix, [[3]], wire.Labels(LABELS)))
-    (warm,) = run(loop, wire.Score("c", prefix, [[3]], wire.Labels(LABELS), adapter=digest))
-    assert (cold.cached_tokens, other.cached_tokens, warm.cached_tokens) == (0, 0, len(prefix))
 
 
 def test_unloading_ends_no_request(model: Model) -> None:

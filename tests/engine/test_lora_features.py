@@ -21,6 +21,7 @@ from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
 from tests.engine.models.published_files import write_quantised
 from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
 from tests.engine.test_loop import run
+from tests.engine.test_lora import digests
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
@@ -39,11 +40,6 @@ def build(model: Path, *adapters: Path, **settings: Any) -> Loop:
 
 def load(model: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-
-def digests(loop: Loop) -> list[str]:
-    """Return the digests of the base model and of all adapters."""
-    return ["", *(adapter.digest for adapter in loop.adapters.description.adapters)]
 
 
 @torch.inference_mode()

@@ -235,15 +235,6 @@ def test_a_head_makes_a_classifier(registry: AdapterRegistry, base: tuple[Path, 
     assert renamed.digest != adapter.digest
 
 
-def test_ranks_and_scales_follow_patterns() -> None:
-    given = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.k_proj": 4}}
-    parsed = config.parse(json.dumps(given | {"alpha_pattern": {"layers.0.mlp.(up|gate)_proj": 4}}).encode())
-    assert parsed.rank_of("model.layers.3.self_attn.q_proj") == 2
-    assert [parsed.rank_of(f"model.layers.{layer}.self_attn.k_proj") for layer in (0, 1)] == [8, 4]
-    assert parsed.scale_of("model.layers.0.mlp.up_proj") == 0.5
-    assert parsed.scale_of("model.layers.1.mlp.up_proj") == 2.0
-
-
 def test_a_watched_adapter_follows_the_names_of_its_classes(
     base: tuple[Path, PreTrainedModel], registry: AdapterRegistry, tmp_path: Path
 ) -> None:

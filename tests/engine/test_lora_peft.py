@@ -18,7 +18,6 @@ from tests.engine.test_loop import run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
-from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.settings import EngineSettings
 
 # PEFT asks transformers for what transformers has renamed.
@@ -173,24 +172,3 @@ def test_a_classifier_with_a_trained_head(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = merged(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(torch.tensor(reply.rows[0]), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"use_dora": True}, "DoRA"),
-        ({"bias": "all"}, "bias"),
-        ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head.*--lora-modules lm_head"),
-        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.*--lora-modules all"),
-        ({"trainable_token_indices": [5]}, "trainable_token_indices"),
-    ],
-)
-def test_what_is_not_supported_is_refused_as_peft_writes_it(
-    model: Path, tmp_path: Path, config: dict[str, Any], named: str
-) -> None:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=default_targets(base), **config))
-    adapted.save_pretrained(str(tmp_path / "a"))
-    with pytest.raises(ModelError, match=named):
-        build(model, a=tmp_path / "a")

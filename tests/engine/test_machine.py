@@ -46,7 +46,7 @@ from yardstick_llm.engine.runner.machine import (
     step_threads,
     warn_of_slow_dtype,
 )
-from yardstick_llm.engine.server.loop_client import HUGE_PAGES, IDLE_THREADS, MALLOC, PRODUCTS, with_defaults
+from yardstick_llm.engine.server.loop_client import HUGE_PAGES, MALLOC, PRODUCTS, with_defaults
 from yardstick_llm.engine.settings import GPU_BATCHED_TOKENS, EngineSettings
 
 GIB = 1 << 30
@@ -297,11 +297,6 @@ SCORE = wire.Score("s", list(range(3, 40)), [[7, 8], [9]], wire.Labels([1, 2]))
 GREEDY = wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=4, temperature=0, ignore_eos=True))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -323,37 +318,37 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, int]]:
     return computed
 
 
-def build(checkpoint: Path, threads: int = THREADS, **settings: Any) -> Loop:
-    return build_loop(EngineSettings(model=str(checkpoint), name="t", threads=threads, max_total_tokens=512, **settings))
+def build(qwen3: Path, threads: int = THREADS, **settings: Any) -> Loop:
+    return build_loop(EngineSettings(model=str(qwen3), name="t", threads=threads, max_total_tokens=512, **settings))
 
 
 @pytest.fixture
-def small_and_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_large(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of up to 30 tokens are small."""
-    config = load_config(checkpoint)
+    config = load_config(qwen3)
     monkeypatch.setattr(module, "MOST_PRODUCTS", 30 * config.hidden_size * config.vocab_size)  # the head is larger than a layer
 
 
 @pytest.mark.usefixtures("small_and_large")
-def test_small_steps_use_one_thread(checkpoint: Path, computed: list[tuple[int, bool, int]]) -> None:
-    loop = build(checkpoint)
+def test_small_steps_use_one_thread(qwen3: Path, computed: list[tuple[int, bool, int]]) -> None:
+    loop = build(qwen3)
     computed.clear()
     found = run(loop, SCORE), tokens_of(run(loop, GREEDY), "g")
     assert computed == [(40, False, THREADS), (3, True, 1), *[(1, True, 1)] * 3]
-    alone = build(checkpoint, threads=1)
+    alone = build(qwen3, threads=1)
     (scored,), (expected,) = found[0], run(alone, SCORE)
     torch.testing.assert_close(torch.tensor(scored.rows), torch.tensor(expected.rows))
     assert found[1] == tokens_of(run(alone, GREEDY), "g")
 
 
 def test_a_length_model_that_is_larger_than_the_model(
-    tmp_path: Path, checkpoint: Path, computed: list[tuple[int, bool, int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, qwen3: Path, computed: list[tuple[int, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is small only if the length model could compute all its tokens on one thread."""
     length = make_lenvm_checkpoint(tmp_path, "qwen3", intermediate_size=2048, num_hidden_layers=1)
     config = load_config(length)
     monkeypatch.setattr(module, "MOST_PRODUCTS", 30 * config.hidden_size * 4 * config.intermediate_size)
-    loop = build(checkpoint, lenvm_model=str(length), lenvm_gamma=GAMMA)
+    loop = build(qwen3, lenvm_model=str(length), lenvm_gamma=GAMMA)
     computed.clear()
     run(loop, GREEDY)
     assert computed == [(3, True, 1), *[(1, True, 1)] * 3]
@@ -365,12 +360,12 @@ def test_a_length_model_that_is_larger_than_the_model(
     assert {threads for _, _, threads in computed} == {THREADS}
     monkeypatch.setattr(module, "MOST_PRODUCTS", config.hidden_size * config.intermediate_size)
     torch.set_num_threads(THREADS)
-    build(checkpoint, lenvm_model=str(length), lenvm_gamma=GAMMA)
+    build(qwen3, lenvm_model=str(length), lenvm_gamma=GAMMA)
     assert torch.get_num_threads() == THREADS, "even one token of the length model is a large step"
 
 
-def test_models_of_which_all_steps_are_shared(checkpoint: Path) -> None:
-    config = load_config(checkpoint)
+def test_models_of_which_all_steps_are_shared(qwen3: Path) -> None:
+    config = load_config(qwen3)
     large = replace(config, vocab_size=MOST_PRODUCTS // config.hidden_size + 1)
     assert step_threads(large, CPU) is None
     assert step_threads(replace(config, intermediate_size=MOST_PRODUCTS), CPU) is None
@@ -379,10 +374,6 @@ def test_models_of_which_all_steps_are_shared(checkpoint: Path) -> None:
     assert isinstance(step_threads(replace(large, lm_head=False), CPU), StepThreads)
     assert torch.get_num_threads() == 1
     assert step_threads(config, CPU) is None
-
-
-def test_idle_threads_sleep() -> None:
-    assert with_defaults({"HOME": "/"}) == {"HOME": "/"} | MALLOC | HUGE_PAGES | PRODUCTS | IDLE_THREADS
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import typer
 
@@ -46,11 +45,6 @@ def test_errors_name_the_option(flag: str, value: str, problem: str, capsys: pyt
 def test_every_option_has_help() -> None:
     text = parser().format_help()
     assert all(option.flag in text and option.summary for option in OPTIONS.values())
-
-
-def test_settings_arrive_in_the_loop_process_as_they_were() -> None:
-    settings, _ = parse(["--model", "m", "--dtype", "float32", "--max-total-tokens", "100"])
-    assert msgspec.json.decode(msgspec.json.encode(settings), type=EngineSettings) == settings
 
 
 def test_serve_has_no_option_of_the_engine_but_its_own() -> None:

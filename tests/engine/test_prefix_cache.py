@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.integrity import SlotContents, check
-from tests.engine.parity import make_model, some_tokens
+from tests.engine.parity import some_tokens
 from tests.engine.test_item_scores import LABELS, answer, make_loop, message
 from tests.engine.test_loop import run
 from tests.engine.test_scheduler import drain, generate, make, score, settle
@@ -102,16 +102,6 @@ def test_unknown_salts_leave_no_trees():
         scheduler.add(score(str(place), [], [1], caller=wire.Caller(cache_salt=str(place))))
     drain(scheduler)
     assert scheduler.cache.roots == [scheduler.cache.root]
-
-
-@pytest.mark.parametrize("kind", range(4))
-def test_a_private_request_leaves_nothing(kind: int):
-    scheduler, contents = make(length_slots=256), SlotContents()
-    for name in ("first", "again"):
-        _, cached, _ = cost(scheduler, requests(PRIVATE, name)[kind], contents)
-        assert cached == 0
-        assert nodes(scheduler) == 0
-        assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
 
 
 def test_a_private_request_shares_nothing():
@@ -235,11 +225,6 @@ def test_a_scan_leaves_hot_items_with_a_common_beginning() -> None:
     assert [found.has(item) for item in hot] == [True] * 5
 
 
-@pytest.fixture(scope="module")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("causal"), "qwen3", "causal last")
-
-
 class Engine:
     """A loop with room for 100 items of 10 tokens."""
 
@@ -253,23 +238,6 @@ class Engine:
 
     def score(self, items: list[list[int]], **fields: object) -> wire.Scored:
         return answer(run(self.loop, message(f"m{next(self._names)}", items, [7, 8], **fields), checked=True))
-
-
-def test_a_failed_step_empties_the_cache(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slots may not have been filled."""
-    engine = Engine(causal)
-    items = engine.items(10)
-    engine.score(items)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.loop._runner, "launch", fail)
-        (failed,) = run(engine.loop, message("x", items, [7]))
-    assert isinstance(failed, wire.Failed)
-    assert engine.loop.stats.slots_free == 1000
-    assert engine.score(items).cached_items == 0
 
 
 @pytest.mark.parametrize("keep_prefix", [True, False])

@@ -15,7 +15,6 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import TokenHead
-from yardstick_llm.engine.models.transfer import Download
 from yardstick_llm.engine.runner import sampling
 from yardstick_llm.engine.runner.lenvm import draws as guided_draws
 from yardstick_llm.engine.runner.readouts.draws import next_token_logprobs
@@ -46,15 +45,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launches
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
-def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
+def test_no_launch_waits(qwen3: Path, watched: list[int], tmp_path: Path):
     length = make_lenvm_checkpoint(tmp_path, "qwen2")
     settings = {"max_total_tokens": 2048, "max_batched_tokens": 48, "overlap": True, "lenvm_model": str(length)}
-    loop = build_loop(EngineSettings(model=str(checkpoint), name="t", **settings))
+    loop = build_loop(EngineSettings(model=str(qwen3), name="t", **settings))
     everything = {
         "temperature": 0.7,
         "top_k": 9,
@@ -82,25 +76,6 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
         replies += loop.step()
     assert len(watched) >= 6
     assert not [reply for reply in replies if isinstance(reply, wire.Failed)]
-
-
-def test_on_a_gpu_a_step_without_results_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of a long prompt has no results. If the host did not wait for it, a later step would fill buffers that copies to the
-    device still read."""
-    calls: list[str] = []
-
-    class Event:
-        def record(self) -> None:
-            calls.append("record")
-
-        def synchronize(self) -> None:
-            calls.append("synchronize")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    download = Download(torch.device("cuda"))
-    download.send()
-    download.wait()
-    assert calls == ["record", "synchronize"]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -65,7 +65,7 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 def test_frequencies_follow_the_filtered_distribution() -> None:
     logits = logs(0.3, 0.25, 0.2, 0.15, 0.06, 0.04)
-    tokens = draws(logits, 100_000, top_k=5, top_p=0.9)
+    tokens = draws(logits, 30_000, top_k=5, top_p=0.9)
     assert chi_square(tokens[tokens < 4], torch.tensor([0.3, 0.25, 0.2, 0.15]) / 0.9) < 4
     assert int(tokens.max()) == 3
 
@@ -89,8 +89,8 @@ def test_noise_is_splitmix64() -> None:
 
 
 def test_keys_do_not_collide() -> None:
-    found = {noise_key(seed, index, position) for seed in range(20) for index in range(20) for position in range(50)}
-    assert len(found) == 20_000
+    found = {noise_key(seed, index, position) for seed in range(10) for index in range(10) for position in range(50)}
+    assert len(found) == 5_000
     assert all(0 <= key < 2**64 for key in found)
 
 
@@ -109,7 +109,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 5, deadline=None)
 @given(params=st.lists(PARAMS, min_size=1, max_size=8), data=st.data())
 def test_a_row_does_not_depend_on_the_others(params: list[dict[str, Any]], data: st.DataObject) -> None:
     rows = [row(index=at % 3, position=at % 5, prompt=(1, 2, 3), output=(3, 4, 4), **some) for at, some in enumerate(params)]

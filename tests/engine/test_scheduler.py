@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -10,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from tests.engine.depth import seeds
 from tests.engine.integrity import SlotContents, check
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
@@ -97,31 +94,6 @@ def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = 
     raise AssertionError("the requests never ended")
 
 
-def test_long_prompts_are_computed_in_chunks_beside_decoding():
-    scheduler = make(tokens=16)
-    scheduler.add(generate("short", [1, 2], max_tokens=20))
-    settle(scheduler, scheduler.schedule(), lambda: 5)
-    scheduler.add(generate("long", list(range(40))))
-    sizes = []
-    for _ in range(3):
-        batch = scheduler.schedule()
-        sizes.append({segment.request.id: len(segment.tokens) for segment in batch.segments})
-        settle(scheduler, batch, lambda: 5)
-    assert sizes[:2] == [{"short": 1, "long": 15}] * 2
-    assert sizes[2]["short"] == 1
-
-
-def test_decoding_never_waits_for_room():
-    scheduler = make(tokens=4, running=16)
-    for i in range(8):
-        scheduler.add(generate(f"g{i}", [i + 1, 50 + i], max_tokens=30))
-    for _ in range(6):
-        settle(scheduler, scheduler.schedule(), lambda: 3)
-    assert len(scheduler.running) >= 4
-    batch = scheduler.schedule()
-    assert {segment.request.id for segment in batch.segments} >= {request.id for request in scheduler.running}
-
-
 def test_neither_decoding_nor_prompts_starve():
     scheduler = make(slots=2000, tokens=16, running=64)
     for i in range(20):
@@ -136,28 +108,6 @@ def test_neither_decoding_nor_prompts_starve():
         assert batch.tokens == 20 + 16 * PREFILL_SHARE  # and the items their share
         settle(scheduler, batch, lambda: 3)
     assert scheduler.get("items") is None
-
-
-def test_what_was_taken_is_computed_again():
-    scheduler = make(slots=40, tokens=64)
-    first, second = generate("a", [1] * 10, max_tokens=25), generate("b", [2] * 10, max_tokens=25)
-    scheduler.add(first)
-    scheduler.add(second)
-    drawn = itertools.count(100)
-    drain(scheduler, lambda: next(drawn))
-    assert second.computed_tokens > first.computed_tokens == 34
-
-
-def test_priority_then_arrival():
-    scheduler = make(tokens=1, running=1)
-    for name, priority in (("late", 1), ("first", 0), ("second", 0)):
-        scheduler.add(score(name, [], [1], priority=priority))
-    order = []
-    while scheduler.requests:
-        batch = scheduler.schedule()
-        order.append(batch.segments[0].request.id)
-        settle(scheduler, batch, None)
-    assert order == ["first", "second", "late"]
 
 
 def computed(batch) -> dict[str, int]:
@@ -266,62 +216,6 @@ def random_request(rng: random.Random, name: str, *, guided: bool = False, calle
     return generate(name, some(1, 40), max_tokens=rng.randint(0, 15), n=rng.choice([1, 1, 3]), **extra)
 
 
-@pytest.mark.parametrize("guided", [False, True], ids=["", "guided"])
-@pytest.mark.parametrize("seed", seeds(quick=1, slow=6, deep=100))
-def test_random_requests_end_and_every_slot_has_one_owner(seed: int, guided: bool):
-    rng = random.Random(seed)
-    decided = rng.choice([0.0, 0.5, 0.9])
-    scheduler = make(
-        slots=rng.choice([64, 90, 400]),
-        tokens=rng.choice([5, 16, 64]),
-        running=rng.choice([2, 8]),
-        length_slots=rng.choice([64, 90, 400]) if guided else 0,
-    )
-    contents = SlotContents()
-    names = itertools.count()
-    for step in range(400):
-        while step < 250 and rng.random() < 0.4:
-            scheduler.add(random_request(rng, f"r{next(names)}", guided=guided))
-        if scheduler.requests and rng.random() < 0.05:
-            scheduler.remove(rng.choice(scheduler.requests))
-        batch = scheduler.schedule()
-        assert batch.tokens == sum(len(segment.tokens) for segment in batch.segments)
-        if rng.random() < 0.02:
-            scheduler.fail(batch)
-        else:
-            take(scheduler, batch, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
-        check(scheduler)
-    drain(scheduler, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
-    for kv_pool in scheduler.kv_pools:
-        kv_pool.cache.clear()
-        assert kv_pool.pool.available == kv_pool.pool.size
-
-
-def test_tree_is_exact_under_splits():
-    scheduler = make(slots=64)
-    cache, pool = scheduler.cache, scheduler.pool
-
-    def enter(tokens: list[int]):
-        array = np.array(tokens, np.int32)
-        node, known = cache.match_prefix(cache.root, array)
-        if len(known) < len(array):
-            node = cache.insert(node, array[len(known) :], pool.allocate(len(array) - len(known)))
-        return node, known.tolist()
-
-    long, _ = enter([1, 2, 3, 4, 5])
-    short, known = enter([1, 2, 3])
-    assert len(known) == 3
-    fork, known = enter([1, 2, 9])
-    assert len(known) == 2
-    for node in (long, short, fork):
-        cache.release(node)
-    assert cache.evictable == 6
-    assert cache.evict(1) == 2  # the least recently used leaf is 4, 5
-    assert sorted(len(node.tokens) for node in cache.nodes()) == [1, 1, 2]
-    cache.clear()
-    assert pool.available == pool.size
-
-
 STEPS = 150
 
 
@@ -416,7 +310,7 @@ def test_the_steps_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(scheduling, "decode", counting)
     monkeypatch.setattr(Allocator, "preempt", preempting)
-    at_once = [Played(seed).steps for seed in range(12)]
+    at_once = [Played(seed).steps for seed in range(6)]
     assert min(counts[name] for name in ("at once", "lacked slots", "guided", "preempted")) > 20, counts
     monkeypatch.setattr(scheduling, "decoding_branch", lambda request, run_ahead: None)
     for seed, steps in enumerate(at_once):
@@ -445,7 +339,7 @@ def test_adapters_take_turns_of_some_steps() -> None:
         assert sum(digest in each for each in taken) == 20 * TURN, "as many steps for each"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_adapter_is_served_after_a_bounded_number_of_steps(seed: int) -> None:
     """Requests come and go at random; at least one is always there for each of the adapters that are watched."""
     rng = random.Random(seed)

@@ -17,7 +17,6 @@ import httpx
 import msgspec
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
 from tests.warm import as_in_production
 from yardstick_llm.engine import wire
@@ -26,26 +25,21 @@ from yardstick_llm.engine.server.process import _listen
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tmp")
 
 
 @pytest.fixture(scope="module")
-def pod(model: Path, temporary: Path) -> Iterator[Pod]:
+def pod(qwen3: Path, temporary: Path) -> Iterator[Pod]:
     with as_in_production():
-        pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096", TMPDIR=str(temporary))
+        pod = Pod(qwen3, "--name", "tiny", "--max-total-tokens", "4096", TMPDIR=str(temporary))
     yield pod.wait_ready()
     pod.close()
 
 
 @pytest.fixture
-def own_pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model)
+def own_pod(qwen3: Path) -> Iterator[Pod]:
+    pod = Pod(qwen3)
     yield pod.wait_ready()
     pod.close()
 
@@ -62,11 +56,11 @@ def test_a_pod_that_is_killed_leaves_no_temporary_file(pod: Pod, temporary: Path
     assert list(temporary.iterdir()) == []
 
 
-def test_a_loop_that_cannot_be_started_is_one_line(model: Path, tmp_path: Path):
+def test_a_loop_that_cannot_be_started_is_one_line(qwen3: Path, tmp_path: Path):
     """As where there is no room for its sockets."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    pod = Pod(model, TMPDIR=str(long))
+    pod = Pod(qwen3, TMPDIR=str(long))
     _, error = pod.process.communicate(timeout=60)
     assert pod.process.returncode == 1
     assert error.splitlines()[-1].startswith("engine: The engine's loop cannot be started: ")
@@ -75,23 +69,14 @@ def test_a_loop_that_cannot_be_started_is_one_line(model: Path, tmp_path: Path):
     pod.close()
 
 
-def test_info_and_tokenizer(pod: Pod, model: Path):
+def test_info_and_tokenizer(pod: Pod, qwen3: Path):
     info = pod.read("/info", wire.Info)
     assert (info.model, info.vocab_size, info.max_context, info.eos_token_ids) == ("tiny", 320, 2048, [2])
     assert info.limits.max_slots == 4096
     files = pod.read("/tokenizer", wire.TokenizerFiles)
-    assert files.tokenizer_json == (model / "tokenizer.json").read_bytes()
+    assert files.tokenizer_json == (qwen3 / "tokenizer.json").read_bytes()
     assert "<|im_start|>" in files.chat_template
     assert files.special_tokens["eos_token"] == "<|im_end|>"
-
-
-def test_score_and_generate(pod: Pod):
-    status, reply = pod.ask("/score", wire.Score("a", [5, 6], [[7], [8, 9]], wire.Labels([1, 2])))
-    assert status == 200
-    assert [len(row) for row in reply.rows] == [2, 2]
-    replies = pod.stream(wire.Generate("g", [5, 6], wire.Sampling(max_tokens=7, ignore_eos=True, n=2)))
-    assert sorted(reply.index for reply in replies if reply.finish) == [0, 1]
-    assert [reply.offset for reply in replies if reply.index == 1] == list(range(7))
 
 
 def test_refusals_have_their_status(pod: Pod):
@@ -139,17 +124,6 @@ def test_a_client_that_leaves_ends_its_work(pod: Pod):
     assert pod.read("/stats", wire.Stats).computed_tokens < 2000
 
 
-def test_a_scoring_client_that_leaves_ends_its_work(pod: Pod):
-    items = [[i % 300, *range(3, 300)] for i in range(10_000)]
-    with pytest.raises(httpx.ReadTimeout):
-        pod.client.post(
-            "/score", content=wire.encode(wire.Score("big", [5], items, wire.Labels([1]))), timeout=httpx.Timeout(30, read=0.5)
-        )
-    before = pod.read("/stats", wire.Stats).computed_tokens
-    wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
-    assert pod.read("/stats", wire.Stats).computed_tokens - before < 3_000_000
-
-
 def test_a_hedge_of_items_that_is_left_frees_its_slots(pod: Pod):
     """As the gateway sends it: nothing is kept, and the connection closes before the end."""
     items = [[i % 300, *range(3, 300)] for i in range(2000)]
@@ -194,12 +168,6 @@ def test_queue_time_counts_from_the_receipt_by_the_server(pod: Pod):
     assert 0.1 < scored.queue_seconds < time.monotonic() - began
 
 
-def test_metrics(pod: Pod):
-    text = pod.client.get("/metrics").text
-    assert "yardstick_engine_slots 4096.0" in text
-    assert "yardstick_engine_computed_tokens_total" in text
-
-
 @pytest.mark.slow
 def test_a_killed_server_takes_its_loop_along(own_pod: Pod):
     loop_pid = own_pod.loop_pid
@@ -231,8 +199,8 @@ def test_a_missing_model_is_one_line(name: str, tmp_path: Path):
     assert "absent" in result.stderr
 
 
-def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
-    second = Pod(model, port=pod.port)
+def test_a_port_in_use_is_one_line(pod: Pod, qwen3: Path):
+    second = Pod(qwen3, port=pod.port)
     assert second.process.wait(30) == 1
     assert second.process.stderr.read().startswith(f"engine: cannot listen on 127.0.0.1 port {pod.port}")
     second.close()

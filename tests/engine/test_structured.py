@@ -7,7 +7,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import tokenizers
 
-from tests.checkpoints import END_OF_TURN, make_checkpoint
+from tests.checkpoints import END_OF_TURN
 from tests.engine.depth import seeds
 from tests.engine.integrity import check
 from tests.json_schemas import random_schema
@@ -33,32 +33,11 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+def tokenizer(qwen3: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(qwen3 / "tokenizer.json"))
 
 
 Build = Callable[..., Loop]
-
-
-@pytest.fixture
-def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
-    """Builds the overlapped loop, unless a test asks for the plain one."""
-    made: list[Loop] = []
-
-    def build(**settings: object) -> Loop:
-        overlap = getattr(request, "param", True)
-        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": overlap}
-        made.append(build_loop(EngineSettings(name="test", **(defaults | settings))))
-        return made[-1]
-
-    yield build
-    for loop in made:
-        loop.close()
 
 
 def asked(name: str, grammar: str, **fields: object) -> wire.Generate:
@@ -110,9 +89,6 @@ def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count:
     return finished
 
 
-@pytest.mark.parametrize(
-    "build", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")], indirect=True
-)
 def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
     assert check_schemas(build(), tokenizer, seed=1, count=16) > 11
 
@@ -120,8 +96,8 @@ def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Toke
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", seeds(slow=1, deep=10))
-def test_a_hundred_schemas(checkpoint: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
-    loop = build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=16_384, threads=1))
+def test_a_hundred_schemas(qwen3: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
+    loop = build_loop(EngineSettings(model=str(qwen3), name="test", max_total_tokens=16_384, threads=1))
     assert check_schemas(loop, tokenizer, seed=100 + seed, count=100) > 75
     loop.close()
 
@@ -292,8 +268,8 @@ def test_aborted_and_repeated_while_it_compiles(build: Build) -> None:
     assert stats.mask_seconds > 0
 
 
-def test_engines_without_the_capability_refuse(build: Build, checkpoint: Path, tmp_path: Path) -> None:
-    for file in checkpoint.iterdir():
+def test_engines_without_the_capability_refuse(build: Build, qwen3: Path, tmp_path: Path) -> None:
+    for file in qwen3.iterdir():
         if file.name != "tokenizer.json":
             (tmp_path / file.name).symlink_to(file)
     loop = build(model=str(tmp_path))

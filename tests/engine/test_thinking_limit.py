@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.engine.test_structured import run, sequence
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
-from yardstick_llm.engine.settings import EngineSettings
 
 OPEN, CLOSE = 11, 17
 OPENED, OPENS = wire.Thinking(CLOSE), wire.Thinking(CLOSE, OPEN)
 NEVER = {CLOSE: -80.0}
 Build = Callable[..., Loop]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-
-
-@pytest.fixture
-def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
-    """Builds the overlapped loop, unless a test asks for the plain one too."""
-    made: list[Loop] = []
-
-    def build(**settings: object) -> Loop:
-        overlap = getattr(request, "param", True)
-        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "threads": 1, "overlap": overlap}
-        made.append(build_loop(EngineSettings(name="test", **(defaults | settings))))
-        return made[-1]
-
-    yield build
-    for loop in made:
-        loop.close()
 
 
 def asked(name: str, limit: int | None, thinking: wire.Thinking = OPENED, **fields: object) -> wire.Generate:

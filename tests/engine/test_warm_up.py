@@ -207,18 +207,6 @@ def test_images(variants: Variants, tmp_path: Path) -> None:
     assert loop.stats.computed_images == len(images)
 
 
-def test_a_variant_that_the_start_does_not_reach_is_noticed(variants: Variants, tmp_path: Path, monkeypatch) -> None:
-    """The test of the tests: with a constant for each number of labels, they would fail."""
-    loop = build_loop(settings(make_checkpoint(tmp_path, "qwen3", **SHAPE)))
-    early = set(variants.found)
-    from yardstick_llm.kernels import label_logprobs
-
-    monkeypatch.setitem(label_logprobs._gather.kwargs, "do_not_specialize", [])
-    variants._binders.clear()
-    run(loop, wire.Score("s", [3], [[4]] * 3, wire.Labels([5] * 16)))
-    assert len(variants.found - early) > 0
-
-
 @pytest.mark.parametrize(("tokens", "expected"), [(900, 900), (3000, BUCKETS[-1] + 1)])
 def test_one_step_is_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: int) -> None:
     """Otherwise the first large request would be the first to use FlashInfer."""

@@ -84,19 +84,12 @@ def test_filters(operation: Operation, device: torch.device) -> None:
     assert _ids(_one(operation, row, device, min_p=0.6)) == [1, 3]
     assert _ids(_one(operation, row, device, min_p=0.6, temperature=3.0)) == [1, 3, 2, 0]
     assert _ids(_one(operation, row, device, top_k=3, top_p=0.75, min_p=0.6)) == [1, 3], "the strictest filter decides"
+    # 0.4 of 0.7 is 0.57 of what top-k keeps, but 0.4 of the whole: renormalised, rank 1 would go.
+    assert _ids(_one(operation, row, device, top_k=2, top_p=0.5)) == [1, 3], "top-p sees the full vocabulary"
+    assert _ids(_one(operation, [0.0] * 4, device, top_p=0.5)) == [0, 1, 2], "0.5 is before rank 2, and may equal top-p"
     torch.testing.assert_close([p for _, p in _one(operation, row, device, top_k=2)], [4 / 7, 3 / 7])
-
-
-@BOTH
-def test_top_p_sees_the_full_vocabulary(operation: Operation, device: torch.device) -> None:
-    """0.4 of 0.7 is 0.57 of what top-k keeps, but 0.4 of the whole: renormalised, rank 1 would go."""
-    row = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
-    assert _ids(_one(operation, row, device, top_k=2, top_p=0.5)) == [1, 3]
-
-
-@BOTH
-def test_the_probability_before_may_equal_top_p(operation: Operation, device: torch.device) -> None:
-    assert _ids(_one(operation, [0.0] * 4, device, top_p=0.5)) == [0, 1, 2], "0.5 is before rank 2"
+    assert _one(operation, [1.0, 3.0, 3.0, 2.0], device, temperature=0.0) == [(1, 1.0)]
+    assert _one(operation, [1.0, 3.0, 2.999, 2.0], device, temperature=1e-45) == [(1, 1.0)]
 
 
 @BOTH
@@ -109,12 +102,6 @@ def test_equals_by_lower_id(operation: Operation, device: torch.device, monkeypa
             row[token] = value
         assert _ids(_one(operation, row, device)) == [5, 32, 33, 64]
     assert _ids(_one(operation, [-1.0, -0.0, 0.0, -0.0, -5.0], device)) == [1, 2, 3, 0]
-
-
-@BOTH
-def test_greedy_rows_have_one_candidate(operation: Operation, device: torch.device) -> None:
-    assert _one(operation, [1.0, 3.0, 3.0, 2.0], device, temperature=0.0) == [(1, 1.0)]
-    assert _one(operation, [1.0, 3.0, 2.999, 2.0], device, temperature=1e-45) == [(1, 1.0)]
 
 
 @BOTH

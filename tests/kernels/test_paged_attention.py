@@ -236,22 +236,6 @@ def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
     assert layout.out_cache_loc.tolist() == [int(slot) for n, slots in zip(lengths, lists, strict=True) for slot in slots[-n:]]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_partial_results_have_rows_of_their_own(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    contexts = generator.integers(300, 5000, 4)
-    lengths = [int(generator.integers(1, 50)) for _ in contexts]
-    layout = lay_out(lengths, [np.arange(context) for context in contexts], group=2, kv_heads=2, rows=32)
-    rows: dict[int, list[int]] = {}
-    for first, queries, _, _, _, partial in sorted(layout.items.tolist(), key=lambda item: item[2]):
-        for nth in range(queries):
-            if partial >= 0:
-                rows.setdefault(first + nth, []).append(partial + nth)
-    assert sorted(row for mine in rows.values() for row in mine) == list(range(layout.partials))
-    merges = {query: [first + nth * step for nth in range(items)] for query, first, items, step in layout.merges.tolist()}
-    assert merges == rows
-
-
 def test_what_the_kernel_cannot_take(device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device)
     layout = layout_of(MIXED, q, keys)

@@ -122,13 +122,6 @@ def test_what_a_gpus_product_does_not_take() -> None:
         scaled_linear(*x, *weight, dtype=torch.float32)
 
 
-def test_arguments_are_checked(device: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 8\], where \[2, 8\] is expected"):
-        quantize_rows_triton(torch.randn(2, 3, 8, device=device))
-    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 8\], where \[tokens, size\] is expected"):
-        rms_norm_quantized_triton(torch.randn(2, 3, 8, device=device), torch.ones(8, device=device), EPS)
-
-
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 

@@ -35,14 +35,6 @@ def test_only_tokens_with_a_bit_are_left(
             assert logits[row, token] == (before[row, token] if allowed else -math.inf)
 
 
-@BOTH
-def test_no_rows(operation: Operation, device: torch.device) -> None:
-    logits = torch.randn(2, 40, device=device)
-    before = logits.clone()
-    operation(logits, torch.empty(0, dtype=torch.int64, device=device), torch.empty((0, 2), dtype=torch.int32, device=device))
-    assert torch.equal(logits, before)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 256])
 def test_full_size(count: int, device: torch.device) -> None:
@@ -52,10 +44,3 @@ def test_full_size(count: int, device: torch.device) -> None:
     exclude_triton_(logits, rows, bits)
     exclude_reference_(expected, rows, bits)
     assert torch.equal(logits, expected)
-
-
-def test_arguments_are_checked(device: torch.device) -> None:
-    logits, rows = torch.zeros(3, 40, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    bits = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"logits is torch.bfloat16, where torch.float32 is expected"):
-        exclude_triton_(logits.bfloat16(), rows, bits)

@@ -83,11 +83,3 @@ def test_blocks_cover_each_query_once_and_the_longest_sequences_come_first() -> 
     blocks = cut(runs_of(lengths)).tolist()
     assert blocks[:4] == [[2 + ROWS, 200, 200, first] for first in range(0, 200, ROWS)]
     assert sorted(start for start, _, _, first in blocks if first == 0) == [0, 2, 2 + ROWS, 202 + ROWS]
-
-
-def test_other_tensors_are_refused() -> None:
-    q, k, v = heads([4], 2, 2, 32)
-    layout = Layout(runs_of([4]), cut(runs_of([4])))
-    for arguments, message in (((q, k[:3], v), "k has shape"), ((q, k, v.half()), "v is torch.float16")):
-        with pytest.raises(ValueError, match=message):
-            whole_attention_triton(*arguments, layout, PLAIN)

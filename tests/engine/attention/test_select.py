@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
+from tests.engine.attention.test_flashinfer import config
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.rope import Rope
 from yardstick_llm.engine.runner.attention import flashinfer, triton
 from yardstick_llm.engine.runner.attention.flashinfer import FlashInferAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
@@ -18,21 +18,6 @@ from yardstick_llm.engine.runner.attention.triton import TritonAttention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
-
-
-def config(head_dim: int = 128, heads: int = 16, kv_heads: int = 8) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_context=100,
-        rope=Rope(10000.0),
-    )
 
 
 @pytest.fixture
@@ -124,7 +109,7 @@ def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
     assert "it needs an NVIDIA GPU" in refused("flashinfer", CPU, config())
     assert "it computes on the CPU only" in refused("reference", GPU, config())
     assert "heads have 80 elements, and its kernel takes 16, 32" in refused("triton", GPU, config(head_dim=80))
-    assert "more than 16 query heads a key head" in refused("triton", GPU, config(heads=34, kv_heads=2))
+    assert "more than 16 query heads a key head" in refused("triton", GPU, config(num_heads=34, num_kv_heads=2))
     assert refused("auto", GPU, config(head_dim=80)).endswith("Serve it on the CPU.")
     hopper.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0" in refused("auto", GPU, config())

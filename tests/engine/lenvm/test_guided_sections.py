@@ -14,22 +14,12 @@ import torch
 
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
-from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, some_tokens, tokens_of
+from tests.engine.lenvm.writing import build_guided, guidance, run, some_tokens, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 
 Build = Callable[..., Loop]
 TIGHT = {"max_total_tokens": 128, "max_batched_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("models"), "qwen2+qwen3")
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoints: tuple[Path, Path]) -> Plain:
-    return Plain(*checkpoints)
 
 
 @pytest.fixture

@@ -12,22 +12,21 @@ import pytest
 import tokenizers
 
 from tests.checkpoints import END_OF_TURN
-from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, tokens_of
+from tests.engine.lenvm.writing import build_guided, guidance, run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("models"), "qwen2+qwen3")
-
-
-@pytest.fixture(params=["compact", "overlapped"])
+@pytest.fixture
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Callable[..., Loop]:
     return partial(build_guided, checkpoints, request.param, threads=1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_total_tokens": 128, "max_batched_tokens": 24}])
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [("compact", {}), ("overlapped", {"max_total_tokens": 128, "max_batched_tokens": 24})],
+    indirect=["build"],
+)
 def test_candidates_are_those_that_the_grammar_allows(
     build: Callable[..., Loop], checkpoints: tuple[Path, Path], settings: dict[str, int]
 ) -> None:

@@ -99,10 +99,6 @@ def test_texts_end_at_a_moderate_scale() -> None:
     assert statistics.mean(ended(text) for text in written(at(2))) >= 0.95
 
 
-def test_scale_zero_gives_the_tokens_of_the_unguided_request() -> None:
-    assert written(at(0)) == written(None)
-
-
 @pytest.mark.parametrize("target", [40, 80, 120])
 def test_texts_have_the_length_that_was_asked_for(target: int) -> None:
     lengths = aimed("eq", target)

@@ -43,11 +43,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **OVERRIDES.get(request.param, {}))
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
 def logits(decoder: Decoder, count: int = 60) -> Tensor:
     """Logits of ``count`` random tokens, computed where the decoder is. -> [count, vocab] float32 on the CPU."""
     device = decoder.embed.weight.device

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel, SiglipVisionConfig
 
-from tests.checkpoints import DEFAULTS, OVERRIDES, write_tokenizer
+from tests.checkpoints import DEFAULTS, OVERRIDES, randomize, write_tokenizer
 from tests.engine.models.causal import causal_of
 from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
-from tests.engine.vision.models import some_image
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import parse_config
@@ -50,12 +49,7 @@ def write(directory: Path, **text: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(4)
         model = Gemma3ForConditionalGeneration(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                else:
-                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        randomize(model)
     model.save_pretrained(directory)
     write_tokenizer(directory)
     return model.eval()
@@ -121,16 +115,6 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(scored.rows[0]), row, atol=1e-5, rtol=1e-5)
 
 
-def test_images_are_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    loop = build_loop(EngineSettings(model=str(tmp_path), name="test", max_total_tokens=256))
-    message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=2), images=[some_image(1, 4, 4)])
-    (refused,) = run(loop, message)
-    assert isinstance(refused, wire.Failed)
-    assert refused.code == "invalid"
-    assert refused.message == "This model reads no images."
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -154,16 +138,6 @@ def test_only_the_tower_and_the_projector_are_left_unread(tmp_path: Path, name: 
         ({"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}, (34, 8, 4, 256, 1 / 16)),
         (
             {
-                "hidden_size": 3840,
-                "intermediate_size": 15360,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-            },
-            (48, 16, 8, 256, 1 / 16),
-        ),
-        (
-            {
                 "hidden_size": 5376,
                 "intermediate_size": 21504,
                 "num_hidden_layers": 62,
@@ -175,7 +149,7 @@ def test_only_the_tower_and_the_projector_are_left_unread(tmp_path: Path, name: 
             (62, 32, 16, 128, 168**-0.5),
         ),
     ],
-    ids=["4B", "12B", "27B"],
+    ids=["4B", "27B"],
 )
 def test_published_configurations(text: dict[str, Any], expected: tuple[int, int, int, int, float]) -> None:
     """They name few keys of the text model."""

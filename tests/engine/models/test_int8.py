@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal_of
+from tests.checkpoints import TRAINED, make_checkpoint
+from tests.engine.models.test_decoder import own_logits, some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
@@ -36,15 +36,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED.get(request.param, {}))
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
 def logits(decoder: Decoder, count: int = 60) -> Tensor:
-    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return decoder.logits(decoder(tokens, torch.arange(count), causal_of(decoder.config)))
+    return own_logits(decoder, some_tokens(count))
 
 
 def rounded(x: Tensor) -> Tensor:

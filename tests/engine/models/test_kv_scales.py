@@ -158,8 +158,3 @@ def test_a_slot_takes_one_byte_for_each_number(checkpoint: Path, monkeypatch: py
     few, many = (default_slots([decoder], dtypes, 1024) for dtypes in (kept[1], kept[0]))
     assert few > 1024
     assert many == pytest.approx(4 * few, rel=0.01)
-
-
-def test_float16_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match="--kv-dtype fp8 needs a range that float16 lacks"):
-        make_loop(checkpoint, kv_dtype="fp8", dtype="float16")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal_of
+from tests.checkpoints import TRAINED, make_checkpoint
+from tests.engine.models.test_decoder import own_logits, some_tokens
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.loader import load_model
@@ -38,9 +38,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def logits(decoder: Decoder, count: int) -> Tensor:
-    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return decoder.logits(decoder(tokens, torch.arange(count), causal_of(decoder.config)))
+    return own_logits(decoder, some_tokens(count))
 
 
 @pytest.mark.parametrize("count", [1, 60])

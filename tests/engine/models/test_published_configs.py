@@ -247,7 +247,6 @@ def test_every_key_of_text_and_tower_may_be_left_out() -> None:
 HEADS = {"gemma": 16, "gemma2": 8, "gemma3": 8, "mistral": 8, "ministral": 8, "mixtral": 8, "smollm3": 8, "qwen3": 32, "qwen2": 32}
 """Attention heads with which the default number of key heads fits."""
 EXPERTS = {"qwen2_moe": 60, "qwen3_moe": 128, "mixtral": 8, "granitemoe": 8}
-SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "moe_intermediate_size")
 
 
 def of_defaults(family: str) -> dict[str, Any]:

@@ -277,22 +277,21 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 
 torch.set_num_threads(1)
-load_model(sys.argv[2], getattr(torch, sys.argv[3]), "stored")
+load_model(sys.argv[2], torch.float32, "stored")
 open("/proc/self/clear_refs", "w").write("5")  # the peak is what there is now
 before = peak()
-decoder = load_model(sys.argv[1], getattr(torch, sys.argv[3]), "stored")
+decoder = load_model(sys.argv[1], torch.float32, "stored")
 print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: Path, dtype: str) -> None:
+def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: Path) -> None:
     """In float32; 16 MiB for what does not grow with the model."""
-    shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 64}
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12, "head_dim": 64}
     source = make_checkpoint(tmp_path / "source", "qwen2", **shape, dtype=torch.bfloat16)
     quantised, _ = write_quantised(source, tmp_path, "gptq", kept=(), both=False)
     small, _ = write_quantised(wide, tmp_path / "small", "gptq", both=False)
-    command = [sys.executable, "-c", MEASURE, str(quantised), str(small), dtype]
+    command = [sys.executable, "-c", MEASURE, str(quantised), str(small)]
     taken = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     layers = [tensor.numel() for name, tensor in load_file(source / "model.safetensors").items() if "layers." in name]
     dense, file = 4 * sum(layers), (quantised / "model.safetensors").stat().st_size

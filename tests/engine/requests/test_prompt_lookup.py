@@ -129,7 +129,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> None:
     """Every fourth seed is of the plain loop."""
     rng, overlap = random.Random(seed), seed % 4 != 3
-    messages = [random_message(rng, f"g{place}") for place in range(14)]
+    messages = [random_message(rng, f"g{place}") for place in range(10)]
     expected = outputs(build(checkpoint, overlap=False), messages)
     drafting = [msgspec.structs.replace(each, prompt_lookup=DRAFTS) for each in messages]
     for schedule in SCHEDULES:

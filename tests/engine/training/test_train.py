@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -203,31 +199,6 @@ def test_a_training_that_is_interrupted_gives_the_same_bytes(tmp_path: Path, ini
     assert not (parts / "training.pt").exists()
     assert main(given) == 0, "it is complete"
     assert main([*given, "--epochs", "9"]) == 1, "of another training"
-
-
-@pytest.mark.slow
-def test_a_training_that_is_killed_again_and_again_gives_the_same_bytes(tmp_path: Path, init: Path, data: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(out: Path) -> subprocess.Popen[str]:
-        given = arguments(data, init, out, "--resume", "--epochs", "60", "--save-minutes", "1e-9")
-        command = [sys.executable, "-m", "yardstick_llm.engine.training", *given]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
-
-    with start(whole) as process:
-        assert process.wait(200) == 0
-    kills, err = 0, ""
-    while True:
-        with start(parts) as process:
-            try:
-                _, err = process.communicate(timeout=random.uniform(3, 9) if kills < 5 else 200)
-                break
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills += 1
-    assert (process.returncode, kills > 1) == (0, True), err
-    assert weights(parts) == weights(whole)
 
 
 def damage(data: Path, how: str) -> None:

@@ -14,12 +14,10 @@ from tests.engine.vision.models import Reference, make_vision_checkpoint, shown,
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
-from yardstick_llm.engine.loop.warm_up import requests
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.requests.batch import Batch
 from yardstick_llm.engine.runner.graphs import StepGraphs
 from yardstick_llm.engine.runner.runner import PendingStep
-from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
 
 LABELS = [5, 17, 300]
@@ -52,19 +50,6 @@ def expected(reference: Reference, message: wire.Score) -> torch.Tensor:
 
 def score(name: str, prefix: list[int], branches: list[list[int]], images: list[wire.Image]) -> wire.Score:
     return wire.Score(name, prefix, branches, wire.Labels(LABELS), images=images)
-
-
-def test_image_in_the_prefix(checkpoint: Path, reference: Reference) -> None:
-    rng, image = random.Random(1), some_image(1, 10, 12)
-    prefix = some_text(rng, 5, 9) + shown(0, image) + some_text(rng, 5, 9)
-    message = score("cold", prefix, [some_text(rng, 1, 9) for _ in range(3)], [image])
-    loop = build(checkpoint)
-    wanted = expected(reference, message)
-    torch.testing.assert_close(rows(loop, message), wanted, atol=1e-5, rtol=1e-5)
-    (again,) = run(loop, score("warm", prefix, message.branches, [image]))["warm"]
-    torch.testing.assert_close(torch.tensor(again.rows), wanted, atol=1e-5, rtol=1e-5)
-    assert again.cached_tokens == len(prefix)
-    assert loop.stats.computed_images == 1
 
 
 def messages(seed: int) -> list[wire.Score]:
@@ -267,19 +252,6 @@ def test_the_engine_describes_its_vision(checkpoint: Path) -> None:
 def test_settings_that_are_refused(settings: dict, problem: str, checkpoint: Path) -> None:
     with pytest.raises(ModelError, match=problem):
         build(checkpoint, **settings)
-
-
-def test_requests_before_the_start_show_images(checkpoint: Path) -> None:
-    """They compute what a GPU compiles kernels for, and are not counted."""
-    loop = build(checkpoint)
-    work = list(requests(loop.info, Budget(2048, 8)))
-    assert [message.id for messages in work for message in messages if message.images] == ["an image"]
-    for messages in work:
-        replies = run(loop, *messages)
-        assert not [reply for each in replies.values() for reply in each if isinstance(reply, wire.Failed)]
-    assert loop.stats.computed_images == 1
-    loop._runner.images.reset()
-    assert (loop.stats.computed_images, loop.stats.image_bytes) == (0, 0)
 
 
 def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Reference) -> None:

@@ -169,7 +169,7 @@ def demo() -> Iterator[Program]:
 
 @pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_openai_sdk_on_a_real_engine(demo: Program, version: int):
-    """Every endpoint, with and without length guidance. tests/gateway/api/test_sdk.py runs both versions on a fake engine."""
+    """Every endpoint, with and without length guidance."""
     path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
     command = [sys.executable, "-W", "ignore", str(TOUR), f"{demo.url}/v1", "demo"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})
@@ -181,6 +181,9 @@ def test_the_openai_sdk_on_a_real_engine(demo: Program, version: int):
     assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
     assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
     assert {error["status"] for error in told["errors"].values()} == {400, 404}
+    responses = told["responses"]
+    assert responses["text"] == responses["streamed"] == responses["last"] == responses["final"] == responses["kept"]
+    assert (responses["numbers"], responses["gone"]) == (True, "response_not_found")
     length = told["length"]
     assert length["values"] == length["streamed_values"]
     assert len(length["values"]) == len(length["written_values"]) == 8

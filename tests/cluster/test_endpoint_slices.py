@@ -19,7 +19,7 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
-from tests.gateway.pool.test_discovery import following
+from tests.gateway.pool.test_pool import following
 from tests.processes import until
 from yardstick_llm.gateway.pool.discovery import Endpoint, Source
 from yardstick_llm.gateway.pool.kubernetes import Access, endpoint_slices, find_access

@@ -37,10 +37,7 @@ BENCHMARKS = {
     "gateway": Benchmark("benchmarks.gateway.cpu", "CPU time of the gateway for each score request"),
     "modules": Benchmark("benchmarks.gateway.modules", "modules and functions of the gateway that a request passes"),
     "stream": Benchmark("benchmarks.gateway.stream", "CPU time of the gateway for each streamed token"),
-    "rerank": Benchmark("benchmarks.gateway.peer_crossencoder", "reranking over HTTP, beside sentence-transformers"),
     "encoders": Benchmark("benchmarks.gateway.encoders", "encoders over HTTP, beside sentence-transformers and other libraries"),
-    "rerank-cpu": Benchmark("benchmarks.gateway.rerank_cpu", "CPU time and latency of the gateway for reranking"),
-    "proxies": Benchmark("benchmarks.gateway.peer_proxies", "CPU time of the gateway for each chat, beside other proxies"),
 }
 
 

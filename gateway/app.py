@@ -62,7 +62,6 @@ from yardstick_llm.gateway.store.base import Store
 from yardstick_llm.gateway.store.link import Link, open_client
 from yardstick_llm.gateway.store.memory import MemoryStore
 from yardstick_llm.gateway.store.redis import RedisStore
-from yardstick_llm.gateway.store.results import ResultCache
 from yardstick_llm.gateway.text.prepared import Bounds
 from yardstick_llm.gateway.workers.queue import Capacity
 from yardstick_llm.gateway.workers.workers import Workers, default_workers
@@ -163,11 +162,7 @@ def create_app(
     stores = Stores.opened(settings, telemetry)
     fleet = Fleet.of(settings, telemetry, workers)
     adapters = AdapterManager(fleet.pool, stores.store, telemetry, interval=settings.probe_seconds)
-    keys = (
-        KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation)
-        if settings.api_keys_file
-        else None
-    )
+    keys = _key_ring(settings)
     origins = Origins(settings.cors_origins)
     access_log = _access_log(settings, log, telemetry)
     exporter = _exporter(settings, telemetry)
@@ -211,6 +206,18 @@ def create_app(
     )
 
 
+def _key_ring(settings: Settings) -> KeyRing | None:
+    """Return the keys of the settings; None if requests need none. Raises :class:`SettingsError`."""
+    if settings.api_keys_file is None:
+        return None
+    secret = None
+    if settings.api_keys_secret is not None:
+        from yardstick_llm.gateway.process.kubernetes import WatchedSecret  # importing the package takes half a second
+
+        secret = WatchedSecret(settings.api_keys_secret, "keys.json")
+    return KeyRing(settings.api_keys_file, stale_seconds=KEYS_STALE_SECONDS, isolation=settings.cache_isolation, secret=secret)
+
+
 def _v1(
     settings: Settings,
     telemetry: Telemetry,
@@ -234,7 +241,7 @@ def _v1(
         formats=settings.chosen_formats,
     )
     streams = Streams(KEEPALIVE_SECONDS)
-    scoring = Scoring(Scorer(ResultCache(stores.store), fleet.fan_out, telemetry), quotas, telemetry, streams)
+    scoring = Scoring(Scorer(stores.store, fleet.fan_out, telemetry), quotas, telemetry, streams)
     generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
     scanner = Scanner(stores.catalogues, pool, reader.bounds, scoring)
     return [
@@ -413,7 +420,7 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
     if log is None:
         return None
     telemetry.watch(lambda: dropped_lines(log.dropped))
-    return None if settings.access_log == "off" else AccessLog(log, settings.access_log)
+    return None if settings.access_log == "off" else AccessLog(log)
 
 
 def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:

@@ -29,8 +29,6 @@ app = typer.Typer(
 )
 keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
-catalogues = typer.Typer(help="Register items that requests score by their ids.", no_args_is_help=True)
-app.add_typer(catalogues, name="catalogue")
 lenvm = typer.Typer(help="Make and judge a length model, which steers the length of answers.", no_args_is_help=True)
 app.add_typer(lenvm, name="lenvm")
 
@@ -436,54 +434,6 @@ def _run_file(
     raise typer.Exit(execute(task, input, output, server, concurrency, retry_seconds))
 
 
-Catalogue = Annotated[str, typer.Option(help="Name of the catalogue.")]
-CatalogueUrl = Annotated[str, typer.Option(help="URL of the gateway.")]
-
-
-@catalogues.command("load")
-def load_items(
-    file: Annotated[Path, typer.Argument(help="File of items: .jsonl, .csv or .parquet. Each id occurs once.")],
-    catalogue: Catalogue,
-    url: CatalogueUrl = _LOCAL,
-    api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Model of a new catalogue, if several are served.")] = None,
-    preset: Annotated[bool, typer.Option("--preset", help="Take template and labels of a new catalogue from the preset.")] = False,
-    template: Annotated[
-        list[str] | None, typer.Option(help="Prompts of a new catalogue, with {item} and {query}; repeat for several pieces.")
-    ] = None,
-    label: Annotated[list[str] | None, typer.Option(help="Label of a new catalogue; repeat for several.")] = None,
-    ttl_seconds: Annotated[float | None, typer.Option(min=0, help="Time after which items of a new catalogue expire.")] = None,
-    id_column: Annotated[str, typer.Option(help="Column of ids.")] = "id",
-    text_column: Annotated[str, typer.Option(help="Column of texts.")] = "text",
-    batch: Annotated[int, typer.Option(min=1, max=2000, help="Items of a request.")] = 500,
-    concurrency: Concurrency = 4,
-) -> None:
-    """Create a catalogue if there is none, and register the items of a file. Repeating the command changes nothing: items that
-    the server has with the same text keep their cached keys, values and scores."""
-    from yardstick_llm.gateway.commands.catalogue import Columns, load
-
-    fields = {"model": model, "template": template or None, "labels": label or None, "ttl_seconds": ttl_seconds}
-    form = _given(fields | {"preset": preset or None})
-    columns = Columns(id_column, text_column)
-    load(_server(url, api_key), catalogue, file, form, columns, batch=batch, concurrency=concurrency)
-
-
-@catalogues.command()
-def status(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
-    """Print what a catalogue holds, as JSON."""
-    from yardstick_llm.gateway.commands.catalogue import status
-
-    status(_server(url, api_key), catalogue)
-
-
-@catalogues.command()
-def delete(catalogue: Catalogue, url: CatalogueUrl = _LOCAL, api_key: ApiKey = None) -> None:
-    """Delete a catalogue and its items."""
-    from yardstick_llm.gateway.commands.catalogue import delete
-
-    delete(_server(url, api_key), catalogue)
-
-
 BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of the server, with or without /v1.")]
 Shares = Annotated[float, typer.Option(min=0, max=0.5, help="Share of the prompts.")]
 
@@ -513,6 +463,9 @@ def sample(
     stray_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers with stray tokens, besides the first of each prompt.")
     ] = 0.25,
+    branch: Annotated[
+        int, typer.Option(min=0, max=8, help="Further answers to each prompt that differ in one token of its first answer.")
+    ] = 0,
     validation_share: Shares = 0.05,
     test_share: Shares = 0.05,
     concurrency: Concurrency = 64,
@@ -537,6 +490,7 @@ def sample(
         prompts=prompts,
         magpie=magpie,
         samples=samples,
+        branch=branch,
         concurrency=concurrency,
         allow_cut=allow_censored,
     )
@@ -567,6 +521,9 @@ def evaluate(
     end_min_p: Annotated[
         float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First give the length model a calibration, measured on the validation prompts.")
+    ] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -598,7 +555,7 @@ def evaluate(
             most_prompts=prompts,
             concurrency=concurrency,
         )
-    become("engine.training", arguments + (["--device", device] if device else []))
+    become("engine.training", arguments + (["--device", device] if device else []) + (["--calibrate"] if calibrate else []))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from yardstick_llm.gateway.ops.access_log import Format
 from yardstick_llm.gateway.output.answer import NO_FORMAT, THINKING, Formats
 from yardstick_llm.gateway.output.families import FAMILIES
 from yardstick_llm.gateway.presets.preset import NO_PRESET, PresetError, named, parse_preset
@@ -93,6 +92,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
     """JSON file with the API keys' hashes, see ``gateway/keys.py``. None: requests need no key."""
+    api_keys_secret: str | None = None
+    """Secret of the gateway's namespace whose entry ``keys.json`` is ``api_keys_file``. It is watched through the Kubernetes API,
+    so that a change counts within about a second. The file counts at the start and while the API is away. None: the file alone
+    counts."""
     cache_isolation: CacheIsolation = "key"
     """Sharing of cached results and prefixes. "key": keys share only within a ``group`` that the key file gives them. "none": all
     keys share, for a server of one organisation. ``cache_salt`` in a request separates further."""
@@ -148,8 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
     """Extra work for sending late scores to a second engine, as a share of the tokens that engines compute. 0: none are sent."""
 
-    access_log: Format = "text"
-    """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
+    access_log: Literal["json", "off"] = "json"
+    """Format of the access log on stderr, which has a line for each request: ``json`` or ``off``."""
     metrics_names: bool = False
     """On a server with keys: whether ``/metrics`` names API keys and engines to everybody who reaches it, and not only to keys with
     ``admin``. Without it, series with the labels ``key`` and ``engine`` are left out."""
@@ -219,6 +222,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise invalid("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1")
+        if self.api_keys_secret is not None and self.api_keys_file is None:
+            raise invalid(
+                "api_keys_secret", "the file that the Secret is mounted at is not named", f"set {PREFIX}API_KEYS_FILE too"
+            )
         self.chosen_presets, self.chosen_formats  # noqa: B018  they raise for an invalid entry
         self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  as above
         for origin in self.cors_origins:

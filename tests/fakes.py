@@ -136,6 +136,7 @@ class FakeEngine:
     """Rows of the head beyond the tokeniser's vocabulary."""
     capabilities: tuple[str, ...] = ("score", "generate", "length_guidance", "grammar")
     lenvm_gamma: float | None = 0.985
+    lenvm_calibration: wire.Calibration | None = None
     classes: tuple[str, ...] = ()
     multi_label: bool = False
     regression: bool = False
@@ -229,6 +230,7 @@ class FakeEngine:
             token_vector_size=self.token_vector_size,
             encoder=self.encoder,
             vision=self.vision,
+            lenvm_calibration=self.lenvm_calibration,
         )
 
     @property

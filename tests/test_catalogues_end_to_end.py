@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import random
-import signal
-import threading
-import time
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
-from tests.gateway.conftest import metric
 from tests.processes import Pod, Program, wait_until
 from tests.redis import RedisServer
 
@@ -44,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pods(model: Path) -> Iterator[list[Pod]]:
-    """Two engines. A test that replaces one puts the new one into the list."""
+    """Two engines."""
     pods = [Pod(model, "--name", "tiny") for _ in range(2)]
     for pod in pods:
         pod.wait_ready()
@@ -142,113 +134,3 @@ def test_a_catalogue_of_a_preset_ranks_as_the_same_texts_do(gateway: Program, re
                 found = {result.get("id", f"i{result['index']}"): result["relevance_score"] for result in results}
                 assert [found[id] for id in ITEMS] == pytest.approx(relevance, abs=1e-5), named
     gateway.client.delete("/v1/catalogues/shop").raise_for_status()
-
-
-class Asking:
-    """Scores all items with one query after another in a thread, and compares."""
-
-    def __init__(self, gateway: Program, reference: Any) -> None:
-        self._url = gateway.url
-        self._expected = {query: [expected(reference, item, query) for item in ITEMS.values()] for query in QUERIES}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.answered = 0
-        self.failures: list[str] = []
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-
-    def goes_on(self) -> None:
-        """Wait until all queries have been asked again."""
-        before = self.answered
-        wait_until(lambda: self.answered > before + len(QUERIES))
-
-    def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=30) as client:
-            for query in cycle(QUERIES):
-                if self._stop.is_set():
-                    return
-                body = {"query": query, "catalogue": "shop", "ids": [*ITEMS], "labels": LABELS}
-                answer = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"})
-                if answer.status_code != 200:
-                    self.failures.append(answer.text)
-                elif answer.json()["scores"] != [pytest.approx(row, abs=1e-5) for row in self._expected[query]]:
-                    self.failures.append(f"other scores: {answer.json()['scores']}")
-                self.answered += 1
-
-
-@pytest.mark.slow
-def test_scores_stay_equal_while_engines_restart_one_after_the_other(model: Path, pods: list[Pod], reference: Any) -> None:
-    gateway = Program("gateway", *(argument for pod in pods for argument in ("--engine", pod.url))).wait_ready()
-
-    def ready(count: int) -> bool:
-        return f"yardstick_engines_ready {count}.0" in gateway.client.get("/metrics").text
-
-    try:
-        wait_until(lambda: ready(2))
-        gateway.client.put("/v1/catalogues/shop", json={"template": TEMPLATE}).raise_for_status()
-        register(gateway, ITEMS)
-        with Asking(gateway, reference) as asking:
-            for place, end in enumerate((signal.SIGKILL, signal.SIGTERM)):
-                pods[place].process.send_signal(end)
-                pods[place].process.wait(20)
-                pods[place].close()
-                wait_until(lambda: ready(1))
-                asking.goes_on()
-                pods[place] = Pod(model, "--name", "tiny", port=pods[place].port).wait_ready()
-                wait_until(lambda: ready(2))
-                asking.goes_on()
-        assert asking.failures == []
-    finally:
-        gateway.close()
-
-
-@pytest.mark.slow
-def test_a_scan_has_every_item_once_and_ends_with_its_client(gateway: Program, pods: list[Pod]) -> None:
-    count = 2000
-    dice = random.Random(1)
-    items = [{"id": f"i{place}", "token_ids": dice.choices(range(3, 200), k=4)} for place in range(count)]
-    client = gateway.client
-    client.put("/v1/catalogues/large", json={"template": ["{item}", "{query}"]}).raise_for_status()
-    client.put("/v1/catalogues/large/items", json=items).raise_for_status()
-
-    def scan(query: str, leave_after: int = count) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        body = {"query": query, "catalogue": "large", "stream": True, "label_token_ids": [5, 6]}
-        with client.stream("POST", "/v1/score", json=body) as answer:
-            for line in answer.raise_for_status().iter_lines():
-                if line.startswith("data: {"):
-                    results = json.loads(line.removeprefix("data: "))["data"]
-                    assert not found.keys() & {result["id"] for result in results}
-                    found |= {result["id"]: result["scores"] for result in results}
-                if len(found) >= leave_after:
-                    break
-        return found
-
-    def computed() -> float:
-        return sum(metric(pod.client, "yardstick_engine_computed_tokens_total") for pod in pods)
-
-    def rest() -> bool:
-        """Whether the engines stay idle for a while: between two requests of a scan they are idle, too."""
-        before = computed()
-        time.sleep(0.3)
-        return computed() == before and all(metric(pod.client, "yardstick_engine_requests_running") == 0 for pod in pods)
-
-    found = scan("q1")
-    assert found.keys() == {item["id"] for item in items}
-    ids = dice.sample(sorted(found), 50)
-    body = {"query": "q1", "catalogue": "large", "ids": ids, "label_token_ids": [5, 6]}
-    again = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"}).raise_for_status().json()["scores"]
-    assert again == [pytest.approx(found[id], abs=1e-5) for id in ids]
-    before = computed()
-    scan("q2")  # its items are cached, as are those of the next one
-    whole, before = computed() - before, computed()
-    assert scan("q3", leave_after=1)
-    wait_until(rest, 5)
-    assert computed() - before < 0.9 * whole
-    client.delete("/v1/catalogues/large").raise_for_status()

@@ -129,27 +129,6 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, body: dict[str, Any], n: int
     fleet.revive(killed)
 
 
-def test_an_engine_that_falls_silent(model: Path) -> None:
-    """Stopped, as where its machine is gone: no connection breaks, and the stream goes on all the same."""
-    fleet = Fleet(model)
-    try:
-        whole = fleet.gateway.client.post("/v1/completions", json=TEXT).raise_for_status().json()
-        events: list[dict[str, Any]] = []
-        silent = None
-        with fleet.gateway.client.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as answer:
-            for line in answer.iter_lines():
-                events += [json.loads(line[6:])] if line.startswith("data: {") else []
-                if len(events) == 20 and silent is None:
-                    silent = fleet.pods[fleet.running()]
-                    for pid in (silent.process.pid, silent.loop_pid):
-                        os.kill(pid, signal.SIGSTOP)
-        assert silent is not None
-        assert choices_of(events)[0][:2] == (whole["choices"][0]["text"], whole["choices"][0]["logprobs"]["tokens"])
-        os.kill(silent.loop_pid, signal.SIGKILL)
-    finally:
-        fleet.close()
-
-
 def test_no_score_fails(fleet: Fleet) -> None:
     """Killed and revived in turn while four clients score: every answer is 200, and equal to that of an engine left alone."""
     ended = threading.Event()

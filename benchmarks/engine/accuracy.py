@@ -22,9 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.engine.engines import Engine
-from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, Store, add_output, describe
-from benchmarks.engine.subject import Subject, subject
+from benchmarks.engine.subject import Subject, Workload, subject
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from rich.table import Table
 
-from benchmarks.engine.load import OK, Job, Sample, Workload, poisson, summarise
 from benchmarks.engine.records import PERCENTILES, Records, percentiles
 from benchmarks.engine.servers import ServerError
+from benchmarks.engine.subject import Workload
+from yardstick_llm.loadgen.records import Record, parse
 
 FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Fractions of the capacity to measure, if no rates are given."""
@@ -57,30 +61,50 @@ class Online:
     def _poisson(self, rate: float, seconds: float) -> dict[str, Any]:
         """``rate``: items a second."""
         count = max(1, round(rate * seconds / self._items))
-        arrivals = poisson(rate / self._items, count, np.random.default_rng(self._runs))
-        return {"items_per_s_offered": rate} | self._run("rate", arrivals)
+        gaps = np.random.default_rng(self._runs).exponential(self._items / rate, count)
+        return {"items_per_s_offered": rate} | self._run("rate", gaps.cumsum().tolist())
 
     def _run(self, kind: str, arrivals: list[float]) -> dict[str, Any]:
         self._runs += 1
-        job = Job(
-            url=self._url,
-            arrivals=arrivals,
-            vocab_size=self._vocab_size,
-            workload=self._workload,
-            seed=self._runs,
-        )
-        samples = run_client(job)
+        records = drive(self._url, arrivals, self._workload, self._vocab_size, self._runs)
         run = {"kind": f"online {kind}", "run": self._runs}
-        self._records.rows += [run | msgspec.to_builtins(sample) for sample in samples]
-        latencies = [1000 * sample.latency for sample in samples if sample.outcome == OK]
-        return summarise(samples) | {f"{name}_ms": value for name, value in percentiles(latencies).items()}
+        self._records.rows += [run | msgspec.to_builtins(record) for record in records]
+        good = [record for record in records if record.failure is None]
+        failures = Counter(f"status {record.status}" if record.failure == "status" else record.failure for record in records)
+        failures.pop(None, None)
+        return {
+            "requests": len(records),
+            "failures": dict(sorted(failures.items())),
+            "items_per_s": sum(record.items for record in good) / max(record.end for record in records),
+            "client_late_ms": 1000 * max(record.lag for record in records),
+            **{f"{name}_ms": value for name, value in percentiles([1000 * record.latency for record in good]).items()},
+        }
 
 
-def run_client(job: Job) -> list[Sample]:
-    """Run the load in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.engine.load"]
-    result = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)  # noqa: S603
-    return msgspec.json.decode(result.stdout, type=list[Sample])
+def drive(url: str, arrivals: list[float], workload: Workload, vocab_size: int, seed: int) -> list[Record]:
+    """Send requests with the load generator, a process of its own, at these times in seconds; the first starts the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        times, out = Path(folder, "times"), Path(folder, "run")
+        times.write_text("\n".join(map(repr, arrivals)))
+        settings = {
+            "arrivals.kind": "trace",
+            "arrivals.file": times,
+            "duration_s": arrivals[-1] + 1,
+            "seed": seed,
+            "target.cache": "false",
+            "target.timeout_s": 120,
+            "workloads[0].query_length": workload.query,
+            "workloads[0].item_length": workload.item,
+            "workloads[0].items": workload.items,
+            "workloads[0].vocab_size": vocab_size,
+        }
+        command = [sys.executable, "-m", "yardstick_llm.loadgen", "run", "--url", url, "--out", str(out)]
+        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own modules
+        if done.returncode:
+            raise ServerError(f"the load generator failed: {done.stderr.strip()[-500:]}")
+        (run,) = parse((out / "records.jsonl").read_bytes().splitlines(), str(out))
+    return run.records
 
 
 def show(results: Mapping[str, Any], records: Records) -> None:

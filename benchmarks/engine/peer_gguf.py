@@ -18,9 +18,9 @@ import torch
 from rich.table import Table
 
 from benchmarks.engine.engines import Engine
-from benchmarks.engine.load import Workload
 from benchmarks.engine.peers import NUMBER_FORMATS, SLOTS, Peer
 from benchmarks.engine.records import Records, Store, describe
+from benchmarks.engine.subject import Workload
 from benchmarks.engine.writing import Writing
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.config import load_config

@@ -24,9 +24,8 @@ import torch
 from rich.table import Table
 
 from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers
-from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, Store, describe
-from benchmarks.engine.subject import SHAPES, subject
+from benchmarks.engine.subject import SHAPES, Workload, subject
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.loader import load_model

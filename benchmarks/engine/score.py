@@ -21,10 +21,9 @@ from rich.table import Table
 
 from benchmarks.engine import online
 from benchmarks.engine.engines import Engine, Scorer, Transformers
-from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.servers import ServerError, describe_engine, serving
-from benchmarks.engine.subject import SHAPES, Subject, subject
+from benchmarks.engine.subject import SHAPES, Subject, Workload, subject
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.settings import DTYPES, QUANTIZE
 

@@ -29,10 +29,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine.engines import Engine
-from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import layer_flops, measure_peaks
-from benchmarks.engine.subject import SHAPES, Subject, default_device, random_decoder
+from benchmarks.engine.subject import SHAPES, Subject, Workload, default_device, random_decoder
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.lora.slots import Layout

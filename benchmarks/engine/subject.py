@@ -1,4 +1,4 @@
-"""The measured model: random weights in the shape of published measurements, or a real model."""
+"""The measured model, random weights in the shape of published measurements or a real model, and the scoring workload."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
@@ -75,6 +78,37 @@ QWEN25_7B = replace(
 )
 QWEN25_15B = replace(QWEN25_7B, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2, tied=True)
 """Shapes of the published measurements of length guidance; the length model has the base model's vocabulary."""
+
+
+LABELS_BELOW = 256
+"""Upper bound of label ids. Every tokeniser has these tokens as text; the last rows of a head are often padding."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One request's lengths, in tokens."""
+
+    query: int = 120
+    item: int = 180
+    items: int = 10
+    labels: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.item}/{self.items}"
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that must be computed: the query once and every item once."""
+        return self.query + self.items * self.item
+
+    def request(self, name: str, rng: np.random.Generator, vocab_size: int) -> wire.Score:
+        """Return one request of random token ids; no two requests share text."""
+
+        def tokens(*shape: int) -> Any:
+            return rng.integers(0, vocab_size, shape).tolist()
+
+        labels = rng.choice(LABELS_BELOW, self.labels, replace=False).tolist()
+        return wire.Score(name, tokens(self.query), tokens(self.items, self.item), wire.Labels(labels))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gateway.programs import WORDS, drained, serving
-from benchmarks.gateway.rerank_cpu import Engine
+from tests.fakes import FakeEngine
 from tests.processes import Program
+from yardstick_llm.engine import wire
 
 QUERY, ITEM, ITEMS, CHAT = 120, 180, 10, 16
 """Words of a query and of an item, items, and words of a chat."""
@@ -65,6 +66,12 @@ def requests(draws: random.Random) -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
+def wide_engine() -> FakeEngine:
+    """Return a fake engine that takes the requests."""
+    limits = wire.Limits(max_branches=64, max_slots=1 << 17, max_logprobs=20, max_labels=16, max_sequences=8)
+    return FakeEngine(limits=limits, max_context=1 << 14)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Count and print a table and one line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks modules", description=__doc__.partition("\n")[0])
@@ -72,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="print the functions")
     asked, draws = parser.parse_args(arguments), random.Random(0)
     kinds = [kind for _ in range(asked.requests) for kind in requests(draws)]
-    with tempfile.TemporaryDirectory() as folder, serving(Engine) as engine:
+    with tempfile.TemporaryDirectory() as folder, serving(wide_engine) as engine:
         flag, calls = Path(folder, "flag"), Path(folder, "calls")
         flag.write_bytes(b"\0")
         calls.touch()

@@ -22,9 +22,8 @@ from tests.fakes import Running
 from tests.processes import Program
 
 OTHER = "other checkout"
-TEXT = re.sub(" {2,}", " ", " ".join(topics.values()))
+WORDS = re.sub(" {2,}", " ", " ".join(topics.values())).split(" ")
 """English prose: the help texts of Python."""
-WORDS = TEXT.split(" ")
 
 Results = dict[str, dict[str, list[float]]]
 """Case, program, and a value for each round."""

@@ -290,7 +290,8 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma), calibration_of(directory))
+    gamma, own = gamma_of(directory, settings.lenvm_gamma), gamma_of(directory, None)
+    return PairedLenVM(model, gamma, calibration_of(directory) if gamma == own else None)
 
 
 def assemble(
@@ -326,7 +327,8 @@ def assemble(
         compact = not on_gpu and not overlap
         own = make_attention(paired.model.decoder, slots, settings.attention)
         passes = make_pass_graphs(paired.model, own.kv, settings.cuda_graphs, budget)
-        lenvm = LenVMRunner(paired.model, own, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact)
+        ends, calibration = config.eos_token_ids, paired.calibration
+        lenvm = LenVMRunner(paired.model, own, paired.gamma, ends, passes, vision.steps, calibration, compact=compact)
     graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)

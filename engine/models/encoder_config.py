@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
 from yardstick_llm.engine.models.pooling import (
     MODULES_FILE,
     SPARSE_MODULES,
@@ -405,18 +406,18 @@ class EncoderConfig:
 def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
     if is_gguf(directory):
-        return False
+        return is_encoder_file(directory)
     keys = Keys(read_json(directory / "config.json"), "config.json")
     # Where there is none, that of a model of text and images is in another place.
     return keys.present("architectures") and keys.strings("architectures")[0] in FAMILIES
 
 
 def load_encoder_config(directory: Path, max_context: int | None = None) -> EncoderConfig:
-    """Read ``config.json`` and the files of :mod:`engine.models.pooling`. Raises :class:`ModelError`.
+    """Read ``config.json`` and the files of :mod:`engine.models.pooling`, or a GGUF file. Raises :class:`ModelError`.
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`.
     """
-    config = parse_encoder_config(read_json(directory / "config.json"))
+    config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
     head = FAMILIES[config.architecture][1]
     longest = min(config.max_context, max_seq_length(directory) or config.max_context)
     if max_context is not None and max_context > longest:
@@ -429,6 +430,8 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
             raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
         return dataclasses.replace(config, sparse="vocabulary")
     pooling = load_pooling(directory, config.hidden_size)
+    if pooling is None and is_gguf(directory):
+        raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head that is read, and there is no {MODULES_FILE} with "

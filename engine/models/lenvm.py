@@ -21,8 +21,9 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import Stored
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Attend
-from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.formats.published import read_stored
+from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_document
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
 from yardstick_llm.engine.models.modules import Linear
 from yardstick_llm.engine.models.rope import LongRope
@@ -55,9 +56,18 @@ def calibration_of(directory: Path) -> wire.Calibration | None:
     """Return the calibration in :data:`GAMMA_FILE`; None if there is none. Raises :class:`ModelError` if it is damaged."""
     stored = facts_of(directory).get("calibration")
     try:
-        return None if stored is None else msgspec.convert(stored, wire.Calibration)
-    except msgspec.ValidationError as error:
+        found = None if stored is None else msgspec.convert(stored, wire.Calibration)
+        if found is not None:
+            sizes = {len(ratios) for ratios in found.log_ratio.values()}
+            if sizes != {len(found.edges) + 1} or found.edges != sorted(found.edges) or not all(map(_is_level, found.log_ratio)):
+                raise ValueError("its levels, bins or bounds do not fit")
+    except ValueError as error:
         raise ModelError(f"The calibration in {GAMMA_FILE} is damaged ({error}); train the length model again.") from None
+    return found
+
+
+def _is_level(name: str) -> bool:
+    return 0 < float(name) < 1
 
 
 def check_pairing(base: Path, length: Path) -> None:
@@ -91,17 +101,17 @@ def check_pairing(base: Path, length: Path) -> None:
 
 
 def tokenizer_digest(directory: Path) -> str | None:
-    """Return a digest of the token ids by text, 32 hexadecimal digits; None without a ``tokenizer.json``."""
+    """Return a digest of the token ids by text, 32 hexadecimal digits; None for a folder without a ``tokenizer.json``."""
     vocabulary = _vocabulary(directory)
     return None if vocabulary is None else hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _vocabulary(directory: Path) -> dict[str, Any] | None:
-    """Return token ids by text; None without a ``tokenizer.json``."""
+    """Return token ids by text, also of a GGUF file; None for a folder without a ``tokenizer.json``."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_gguf(directory) and not path.is_file():
         return None
-    content = read_json(path)
+    content = tokenizer_document(directory) if is_gguf(directory) else read_json(path)
     added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     vocabulary = content["model"]["vocab"]
     return {"added": added, "vocabulary": vocabulary}

@@ -26,6 +26,7 @@ from yardstick_llm.engine.models.formats import stored as as_stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
+from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import RMSNorm, fill_parts
 from yardstick_llm.engine.models.pooling import Pooling, load_pooling
@@ -73,7 +74,8 @@ def load_encoder(
     """The encoder in a model directory or hub repository; arguments and errors as for :func:`load_model`."""
     directory = locate(model)
     config = load_encoder_config(directory, max_context)
-    headers, prefixes = checkpoint.read_headers(directory, pickled=True), config.family.prefixes
+    headers = stored_tensors(directory) if is_gguf(directory) else checkpoint.read_headers(directory, pickled=True)
+    prefixes = config.family.prefixes
     stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
     if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))

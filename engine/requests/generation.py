@@ -47,11 +47,12 @@ def top_k(message: wire.Generate) -> int:
     return min(guidance.top_k, own) if own > 0 else guidance.top_k
 
 
-def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
+def target(guidance: wire.LengthGuidance, drawn: int, gamma: float, calibration: wire.Calibration | None = None) -> float:
     """Target of a constraint: tokens after the next draw, the end of sequence included. drawn: output tokens so far, of the guided
     section.
 
-    A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw.
+    A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw. With a confidence,
+    the result is the length to predict there.
     """
     if guidance.target_value is not None:
         value = min(guidance.target_value, 1 - wire.SMALLEST_VALUE)
@@ -59,7 +60,20 @@ def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
     if guidance.target_length is None:
         return 0.0
     spent = drawn if guidance.target_length_mode == "total" else 0
-    return float(max(guidance.target_length - spent, 0))
+    left = float(max(guidance.target_length - spent, 0))
+    return left if guidance.confidence is None or calibration is None else within(calibration, guidance.confidence, gamma, left)
+
+
+def within(calibration: wire.Calibration, confidence: float, gamma: float, most: float) -> float:
+    """Return the largest predicted length whose real length is at most ``most`` with a confidence, by the next stored level; 0 if
+    there is none. All in tokens, gamma that of the length model."""
+    level = min((name for name in calibration.log_ratio if float(name) >= confidence), key=float)
+    bounds = [0.0, *(math.log1p(-min(edge, 1 - wire.SMALLEST_VALUE)) / math.log(gamma) for edge in calibration.edges), math.inf]
+    for place, ratio in reversed([*enumerate(calibration.log_ratio[level])]):
+        length = min(most * math.exp(-ratio), bounds[place + 1])
+        if length >= bounds[place]:
+            return length
+    return 0.0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

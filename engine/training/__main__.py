@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         evaluate.add_argument(f"--{name}", type=Path, required=True)
     evaluate.add_argument("--split", choices=SPLITS, default=SPLITS[0])
     evaluate.add_argument("--device", choices=("cpu", "cuda"))
+    evaluate.add_argument("--calibrate", action="store_true")
     given = parser.parse_args(arguments)
     return _run(given)
 
@@ -45,7 +46,7 @@ def _run(given: argparse.Namespace) -> int:
             train(made(TrainSettings, values), resume=given.resume, allow_cut=given.allow_censored)
         else:
             device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            evaluate(given.data, given.lenvm, given.out, given.split, device, say)
+            evaluate(given.data, given.lenvm, given.out, given.split, device, say, recalibrate=given.calibrate)
     except ModelError as error:
         say(f"yardstick: {error}")
         return 1

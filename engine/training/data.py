@@ -22,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import PlainAttend
-from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.files import ModelError, is_gguf
+from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
 from yardstick_llm.engine.models.lenvm import LenVM
 
 MANIFEST, ANSWERS = "manifest.json", "answers.jsonl"
@@ -161,9 +162,9 @@ def check_tokenizer(manifest: dict[str, Any], directory: Path) -> None:
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_gguf(directory) and not path.is_file():
         raise ModelError(f"{directory.name} has no tokenizer.json, which shows whether its tokens are those of the data.")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_buffer(tokenizer_json(directory) if is_gguf(directory) else path.read_bytes())
     for probe in manifest.get("tokenizer", []):
         ids = tokenizer.encode(probe["text"], add_special_tokens=False).ids
         if ids != probe["ids"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ import torch
 
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.lenvm import DEFAULT_GAMMA, facts_of, gamma_of, load_lenvm
+from yardstick_llm.engine.models.lenvm import DEFAULT_GAMMA, GAMMA_FILE, LenVM, facts_of, gamma_of, load_lenvm
 from yardstick_llm.engine.training.data import Floats, Longs, Text, check_tokenizer, predict, read_dataset, to_lengths
 
 SERVED, REPORT, PLOTS = "served.jsonl", "report.json", "report.png"
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Quantiles of a calibration: the bounds of intervals of 90 % and 50 %, and the median."""
+LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+"""Quantiles of a calibration: the bounds of intervals, the median, and confidences of a `max_length`."""
 INTERVALS = {"0.5": ("0.25", "0.75"), "0.9": ("0.05", "0.95")}
 BINS, BIN_STATES = 10, 30
 """Bins of the value, and the fewest states of one."""
@@ -87,6 +88,20 @@ def calibrate(states: States) -> dict[str, Any]:
             rank = math.floor(rank) if level < 0.5 else math.ceil(rank)
             table[f"{level:g}"].append(round(float(inside[min(max(rank, 1), len(inside)) - 1]), 4))
     return {"edges": [round(float(edge), 6) for edge in edges], "log_ratio": table, "states": len(ratios)}
+
+
+def judge(model: LenVM, texts: Sequence[Text], gamma: float, most: int, device: torch.device) -> dict[str, Any]:
+    """Return ``calibration`` and ``metrics`` of a model on the validation texts."""
+    values = predict(model, texts, most, device)
+    states = states_of(texts, values, gamma, horizon_of(texts))
+    errors = np.log(states.predicted / states.real)
+    metrics = {
+        "texts": len(texts),
+        "states": len(errors),
+        "mae_log": float(np.abs(errors).mean()),
+        "bias_log": float(errors.mean()),
+    }
+    return {"calibration": calibrate(states), "metrics": metrics}
 
 
 def intervals(states: States, calibration: dict[str, Any], horizon: float) -> dict[str, tuple[Floats, Floats]]:
@@ -212,6 +227,15 @@ def read_served(path: Path) -> list[Answer]:
     return [*answers.values()]
 
 
+def length_scores(tokens: Sequence[int], target: int) -> Floats:
+    """Return the Length Score of each answer for "equal to", 0 to 100, in tokens where the benchmark counts words.
+
+    Source: Zhang et al. 2025, "LIFEBench: Evaluating Length Instruction Following in Large Language Models", arXiv 2505.16234.
+    """
+    deviation = np.asarray(tokens, np.float64) / target - 1
+    return 100 * np.exp(np.where(deviation < 0, 5, -2) * deviation)
+
+
 def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return for each target and rule how well the answers meet it, and how probable they are compared with unguided ones."""
     plain = {answer.prompt_id: answer for answer in answers if answer.rule == "unguided"}
@@ -232,6 +256,7 @@ def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
             columns = {
                 "deviation": off,
                 "within_tenth": off <= 0.1,
+                "lifebench": length_scores([each.tokens for each in found], target),
                 "ended": [each.finish_reason == "stop" for each in found],
                 "tokens": [each.tokens for each in found],
                 "logprob_change": [each.mean_logprob - plain[each.prompt_id].mean_logprob for each in found],
@@ -257,12 +282,12 @@ def table(report: dict[str, Any]) -> str:
     for name, each in offline.get("coverage", {}).items():
         lines.append(f"interval of {float(name):.0%} covers {_shown(each['share'])}, mean width {each['width']:.0f} tokens")
     if report["served"]:
-        lines.append("target  rule               tokens  mean |d|              within 10 %  ended  logprob  repeated")
+        lines.append("target  rule               tokens  mean |d|              within 10 %  LIFEBench  ended  logprob  repeated")
     for row in report["served"]:
         lines.append(
             f"{row['target']:6d}  {row['rule']:17s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
-            f"{row['within_tenth']['mean']:11.0%}  {row['ended']['mean']:5.0%}  {row['logprob_change']['mean']:+7.2f}  "
-            f"{row['repeated']['mean']:8.1%}"
+            f"{row['within_tenth']['mean']:11.0%}  {row['lifebench']['mean']:9.1f}  "
+            f"{row['ended']['mean']:5.0%}  {row['logprob_change']['mean']:+7.2f}  {row['repeated']['mean']:8.1%}"
         )
     return "\n".join(lines)
 
@@ -317,8 +342,20 @@ def plot(report: dict[str, Any], states: States, answers: Sequence[Answer], path
     return True
 
 
-def evaluate(data: Path, lenvm: Path, out: Path, split: str, device: torch.device, say: Callable[[str], None]) -> None:
-    """Write :data:`REPORT`, and :data:`PLOTS` where matplotlib is, and print the table. Raises :class:`ModelError`."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file atomically."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def evaluate(
+    data: Path, lenvm: Path, out: Path, split: str, device: torch.device, say: Callable[[str], None], *, recalibrate: bool = False
+) -> None:
+    """Write :data:`REPORT`, and :data:`PLOTS` where matplotlib is, and print the table. ``recalibrate``: first replace the
+    calibration of the length model by one on the validation split. Raises :class:`ModelError`."""
+    if recalibrate and split == "validation":
+        raise ModelError("A calibration on the validation split is not judged by that split; leave --split out.")
     dataset = read_dataset(data, load_config(lenvm))
     check_tokenizer(dataset.manifest, lenvm)
     texts = dataset.texts(split)
@@ -326,6 +363,9 @@ def evaluate(data: Path, lenvm: Path, out: Path, split: str, device: torch.devic
     if "gamma" not in facts:
         say(f"warning: {lenvm.name} names no gamma; {DEFAULT_GAMMA} is taken")
     model = load_lenvm(lenvm, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    if recalibrate:
+        facts |= {"gamma": gamma, **judge(model, dataset.texts("validation"), gamma, PASS_TOKENS, device)}
+        write_json(lenvm / GAMMA_FILE, facts)
     values = predict(model, texts, PASS_TOKENS, device)
     answers = read_served(out / SERVED) if (out / SERVED).exists() else []
     report = {

@@ -28,16 +28,18 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, VALUE_HEAD
 from yardstick_llm.engine.models.config import load_config
-from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.formats.published import KEY as METHOD_KEY
+from yardstick_llm.engine.models.formats.published import method_of, read_stored
+from yardstick_llm.engine.models.gguf.config import configuration
 from yardstick_llm.engine.models.lenvm import GAMMA_FILE, HEAD_PREFIX, LenVM, check_servable, facts_of, load_lenvm, tokenizer_digest
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, fingerprint
 from yardstick_llm.engine.models.modules import PROJECTIONS, Linear, RMSNorm, refuse_experts
 from yardstick_llm.engine.models.registry import family_of
-from yardstick_llm.engine.models.source import locate
+from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.settings import DEVICES, Count, Share, choices, unset
 from yardstick_llm.engine.training.data import (
     Dataset,
-    Text,
     check_tokenizer,
     gamma_for,
     learned,
@@ -48,7 +50,7 @@ from yardstick_llm.engine.training.data import (
     raw_values,
     read_dataset,
 )
-from yardstick_llm.engine.training.evaluate import calibrate, horizon_of, states_of
+from yardstick_llm.engine.training.evaluate import judge, write_json
 from yardstick_llm.kernels.linear import linear
 
 STATE = "training.pt"
@@ -68,7 +70,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     """Folder of ``yardstick lenvm sample``."""
     init: str
-    """A model of the same tokeniser to begin with, a directory or a hub id: small, because it runs beside the other one."""
+    """A model of the same tokeniser to begin with, a directory, a hub id or a GGUF file: small, because it runs beside the other
+    one."""
     out: str
     """Folder of the length model."""
     method: Annotated[str, choices("full", "lora")] = "full"
@@ -135,7 +138,7 @@ def load_init(directory: Path, dtype: torch.dtype, seed: int) -> LenVM:
     refuse_experts(config, "Training of a length model")
     if config.vision is not None:
         raise ModelError(f"Training of a length model does not support images, which this {config.architecture} reads.")
-    stored = checkpoint.read_headers(directory)
+    stored = read_stored(directory)
     if (directory / VALUE_HEAD).exists() or any(name.startswith(HEAD_PREFIX) for name in stored):
         return load_lenvm(directory, dtype).train()
     model = LenVM(config, dtype)
@@ -351,10 +354,20 @@ class Trainer:
 
 
 def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> None:
-    """Write the published layout: decoder, head in a file of its own, files of ``init``, and ``facts`` in :data:`GAMMA_FILE`."""
-    stored = next(iter(checkpoint.read_headers(init).values())).dtype
-    dtype = _STORED[stored]
-    config = read_json(init / "config.json")
+    """Write the published layout: decoder, head in a file of its own, files of ``init``, and ``facts`` in :data:`GAMMA_FILE`.
+
+    Weights have the dtype of those in ``init``; if these are codes, bfloat16, as they are no codes any more.
+    """
+    stored = next(iter(read_stored(init).values())).dtype
+    dtype = _STORED[stored] if method_of(init) is None else torch.bfloat16
+    if is_gguf(init):
+        config = configuration(init) | {"model_type": family_of(model.config.architecture).model_type}
+        files = tokenizer_files(init)
+        (out / "tokenizer.json").write_bytes(files.tokenizer_json)
+        write_json(out / "tokenizer_config.json", {**files.special_tokens, "chat_template": files.chat_template})
+    else:
+        config = read_json(init / "config.json")
+        config.pop(METHOD_KEY, None)
     with torch.no_grad():
         for part in model.modules():  # checkpoints of such models store what is added to the offset
             if isinstance(part, RMSNorm) and part.offset:
@@ -366,14 +379,8 @@ def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> N
     for name in _COPIED:
         if (init / name).is_file():
             shutil.copyfile(init / name, out / name)
-    _write_json(out / "config.json", config | {"torch_dtype": str(dtype).removeprefix("torch.")})
-    _write_json(out / GAMMA_FILE, facts)  # last: it says that the model is complete
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_json(out / "config.json", config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    write_json(out / GAMMA_FILE, facts)  # last: it says that the model is complete
 
 
 def say(line: str) -> None:
@@ -452,17 +459,3 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     write_model(model, init, out, facts)
     state.unlink(missing_ok=True)
     say(f"{out} is complete: validation loss {trainer.progress.best_loss:.4f}")
-
-
-def judge(model: LenVM, texts: Sequence[Text], gamma: float, most: int, device: torch.device) -> dict[str, Any]:
-    """Return ``calibration`` and ``metrics`` of a model on the validation texts."""
-    values = predict(model, texts, most, device)
-    states = states_of(texts, values, gamma, horizon_of(texts))
-    errors = np.log(states.predicted / states.real)
-    metrics = {
-        "texts": len(texts),
-        "states": len(errors),
-        "mae_log": float(np.abs(errors).mean()),
-        "bias_log": float(errors.mean()),
-    }
-    return {"calibration": calibrate(states), "metrics": metrics}

@@ -25,7 +25,7 @@ from yardstick_llm.gateway.errors import (
     RateLimited,
     RequestTimeout,
 )
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.keys import PRIORITY_RANGE
 from yardstick_llm.gateway.limits.limiter import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, too_much, used
 from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -34,7 +34,6 @@ from yardstick_llm.gateway.pool.adapters import AdapterModel
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.schemas.common import new_id
-from yardstick_llm.gateway.store.results import CachePolicy
 
 if TYPE_CHECKING:
     from yardstick_llm.gateway.keys import ApiKey

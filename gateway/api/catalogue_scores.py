@@ -24,17 +24,9 @@ from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_m
 from yardstick_llm.gateway.api.answers import DONE, event_with_rows, sse, while_connected, with_rows
 from yardstick_llm.gateway.api.catalogues import Catalogues, Spec, State, check_text, owner_of
 from yardstick_llm.gateway.api.reader import INLINE_BYTES, Body, Reading
-from yardstick_llm.gateway.api.scoring import LARGE_SCORES, LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
-from yardstick_llm.gateway.errors import (
-    EngineLost,
-    EngineSilent,
-    GatewayError,
-    InvalidRequest,
-    NotReady,
-    Overloaded,
-    StoreUnavailable,
-)
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.api.scoring import LabelForm, ScoreAnswer, Scoring, check_score, fitted_of, per_event
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.pool.fanout import Prompts
 from yardstick_llm.gateway.pool.placement import cut
@@ -45,9 +37,8 @@ from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.catalogue import Opened
 from yardstick_llm.gateway.requests.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
 from yardstick_llm.gateway.requests.score import ScoreChunk, ScoreRequest, ScoreResponse
-from yardstick_llm.gateway.schemas.common import MAX_ITEMS, PromptTokensDetails, Usage, new_id
-from yardstick_llm.gateway.scoring.scorer import Scores
-from yardstick_llm.gateway.store.results import CachePolicy, Row
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, new_id, usage_of_prompts
+from yardstick_llm.gateway.scoring.scorer import Row
 from yardstick_llm.gateway.text.catalogue import row_of, tail_bytes, tokens_of
 from yardstick_llm.gateway.text.prepared import Bounds, Prepared
 
@@ -62,15 +53,6 @@ PARTS_PER_ENGINE, MOST_PARTS = 2, 32
 them."""
 SLACK = 1000
 """Results that are kept besides the best ones: an item that is scored again may leave its place to one of them."""
-WAIT_SECONDS = 60.0
-"""Longest time that a request which has results already waits for engines that are away, full or lost, or for its store."""
-RETRY_SECONDS = 0.25
-"""Pause before a part is sent again. :class:`gateway.pool.dispatch.Dispatcher` waits for a ready engine by itself, but refuses at
-once when too many requests wait."""
-MOST_LOSSES = 3
-"""Times that engines may be lost while they compute one part: the part may be the reason."""
-_AWAY = NotReady, Overloaded
-_LOST = EngineLost, EngineSilent
 
 
 class Named(NamedTuple):
@@ -200,9 +182,11 @@ class Scanner:
         beginning, there come as many as a request may have.
         """
         state, after, left = scan.state, 0, scan.state.box.entries + MOST_ITEMS
+        store, space = self.catalogues.store, self.catalogues.space
         query = _Query(scan.body, scan.model, state.spec, self.bounds, reads_labels=scan.fitted is None)
         while left > 0:
-            page = await self._page(scan, after)
+            with self.catalogues.errors(state.name):
+                page = await store.page(space, owner_of(scan.request), after, PAGE_ITEMS, box=state.name, epoch=state.box.epoch)
             for part in await query.divided(page.entries[:left], scan.size) if page.entries else ():
                 prepared = await query.prompts([record for _, record in part], "ids")
                 scan.labels = prepared.labels
@@ -217,26 +201,13 @@ class Scanner:
                 return
             after = page.next
 
-    async def _page(self, scan: Scan, after: int) -> Any:
-        """Return some items. A later page than the first is asked for again while the store is away."""
-        store, space, until = self.catalogues.store, self.catalogues.space, time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                with self.catalogues.errors(scan.state.name):
-                    owner, epoch = owner_of(scan.request), scan.state.box.epoch
-                    return await store.page(space, owner, after, PAGE_ITEMS, box=scan.state.name, epoch=epoch)
-            except StoreUnavailable:
-                if not after or time.monotonic() >= until:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
-
     async def _score(self, scan: Scan, first: int, ids: list[str], prepared: Prepared) -> list[Result]:
         """Score a part, and count its cost. ``first``: index of its first item. Raises :class:`GatewayError`."""
         raw = scan.relative and len(prepared.labels) > 1
         readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
         caller = caller_of(scan.request, cache_salt=scan.body.fields.cache_salt)
         prompts = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
-        scores = await self._scores(scan, prompts, retries=first > 0)
+        scores = await self.scoring.scorer.score(scan.model, prompts, CachePolicy.of(scan.request), scan.lease)
         account = RequestContext.of(scan.request).account
         scan.items += len(ids)
         scan.hits += scores.hits
@@ -249,22 +220,6 @@ class Scanner:
         if scan.lease is not None:
             scan.lease.used_tokens = scan.tokens
         return [Result(first + place, id, row) for place, (id, row) in enumerate(zip(ids, scores.rows, strict=True))]
-
-    async def _scores(self, scan: Scan, prompts: Prompts, *, retries: bool) -> Scores:
-        """Score prompts; with ``retries``, again after engines were away, full or lost, because giving up would lose the results of
-        other parts. Raises :class:`GatewayError`."""
-        policy, until, losses = CachePolicy.of(scan.request), 0.0, 0
-        while True:
-            try:
-                return await self.scoring.scorer.score(scan.model, prompts, policy, scan.lease)
-            except GatewayError as error:
-                now = time.monotonic()
-                until = until or now + WAIT_SECONDS
-                losses += isinstance(error, _LOST)
-                if not retries or not isinstance(error, _AWAY + _LOST) or now >= until or losses > MOST_LOSSES:
-                    raise
-                self.scoring.telemetry.engines.retries.labels(scan.model.name, error.code or error.type).inc()
-            await asyncio.sleep(RETRY_SECONDS)
 
     def _model(self, request: Request[Any, Any, Any], name: str, spec: Spec, asked: str | None) -> ServedModel:
         """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,
@@ -380,8 +335,6 @@ class Best:
 
 _BY_LABELS = Preset(name="catalogue", task="rerank")
 """The formula for items of a catalogue: the probability of the first label among all."""
-LARGE_RESULTS = 500
-"""Number of results of a rerank above which the response is built in slices; this many take about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -390,8 +343,6 @@ class _Form:
 
     field: str
     """Field of the answer that holds the results."""
-    large: int
-    """Number of results above which the answer is built in slices."""
     rank: Callable[[Row], float]
     """Returns the rank of an item; the best one has the highest."""
     row: Callable[[Result], object]
@@ -418,13 +369,12 @@ async def score_catalogue(
             created=int(time.time()),
             model=scan.model.name,
             scores=[],
-            usage=_usage(scan),
+            usage=usage_of_prompts(scan.tokens, scan.cached_tokens),
             ids=[result.id for result in best],
         )
 
     form = _Form(
         LabelForm.field,
-        LARGE_SCORES,
         rank=labels.rank,
         row=lambda result: labels.item(result.index, result.id, result.row).scores,
         chunk=lambda results: ScoreChunk(id=id, data=[labels.item(result.index, result.id, result.row) for result in results]),
@@ -454,11 +404,11 @@ async def rerank_catalogue(
             created=int(time.time()),
             model=scan.model.name,
             results=[],
-            usage=_usage(scan),
+            usage=usage_of_prompts(scan.tokens, scan.cached_tokens),
             meta=RerankMeta(tokens=RerankTokens(input_tokens=scan.tokens)),
         )
 
-    form = _Form("results", LARGE_RESULTS, rank, row, lambda results: RerankChunk(id=id, results=[*map(row, results)]), closing)
+    form = _Form("results", rank, row, lambda results: RerankChunk(id=id, results=[*map(row, results)]), closing)
     return await _answer(scanner, scan, form, stream=bool(fields.stream), top_n=fields.top_n or 0)
 
 
@@ -468,7 +418,7 @@ async def _answer(scanner: Scanner, scan: Scan, form: _Form, *, stream: bool, to
         return scanner.scoring.streams.response(_events(scanner, scan, form, top_n), scan.request)
     best = await scanner.best(scan, form.rank, top_n)
     headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
-    return await with_rows(form.closing(best), form.field, map(form.row, best), large=len(best) > form.large, headers=headers)
+    return await with_rows(form.closing(best), form.field, map(form.row, best), numbers=4 * len(best), headers=headers)
 
 
 async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> AsyncGenerator[bytes, None]:
@@ -483,10 +433,6 @@ async def _events(scanner: Scanner, scan: Scan, form: _Form, top_n: int) -> Asyn
     kept = best.results
     yield await event_with_rows(form.closing(kept), form.field, map(form.row, kept))
     yield DONE
-
-
-def _usage(scan: Scan) -> Usage:
-    return Usage(scan.tokens, scan.tokens, prompt_tokens_details=PromptTokensDetails(scan.cached_tokens))
 
 
 def preset_of(request: Request[Any, Any, Any], model: ServedModel, spec: Spec) -> Fitted | None:

@@ -220,7 +220,8 @@ class Reader:
                 prepared = await self._read(request, job, [*body, *parts], whole, None)
                 del contents, parts
             assert isinstance(prepared, Prepared)
-        self.image_room.hold(context, sum(len(image.pixels) for image in prepared.images))
+        if prepared.images:
+            self.image_room.hold(context, sum(len(image.pixels) for image in prepared.images))
         return prepared
 
     async def _read(

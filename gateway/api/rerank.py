@@ -11,11 +11,11 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, sse, with_rows
-from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS, Scanner, by_labels, preset_of, rerank_catalogue
+from yardstick_llm.gateway.api.catalogue_scores import Scanner, by_labels, preset_of, rerank_catalogue
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
-from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -31,9 +31,8 @@ from yardstick_llm.gateway.requests.rerank import (
     TeiRank,
     TextDocument,
 )
-from yardstick_llm.gateway.schemas.common import PromptTokensDetails, Usage, new_id
-from yardstick_llm.gateway.scoring.scorer import Scores
-from yardstick_llm.gateway.store.results import Row
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.scoring.scorer import Row, Scores
 from yardstick_llm.gateway.text.prepared import Prepared
 
 
@@ -51,7 +50,6 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
         body = await reader.body(request, RerankRequest, data)
         fields = body.fields
         _check(fields)
-        priority = priority_of(request, fields.priority)
         if fields.catalogue is not None and fields.ids is None:
             return await rerank_catalogue(scanner, request, data, body)
         if fields.catalogue is not None:
@@ -70,15 +68,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
             return msgspec.structs.replace(_answer(id, model, prepared, scores), item_usage=usage)
 
-        job = ScoringJob(
-            request=request,
-            model=model,
-            prepared=prepared,
-            readout=fitted.readout,
-            priority=priority,
-            cache_salt=fields.cache_salt,
-            partial=bool(fields.partial_results),
-        )
+        job = ScoringJob(body, model, prepared, fitted.readout, partial=bool(fields.partial_results))
         if fields.stream:
 
             def chunk(results: list[tuple[int, Row]]) -> RerankChunk:
@@ -91,10 +81,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             return await scoring.stream(job, chunk, last)
         scores = await scoring.score(job)
         ranks = (await ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
-        headers, large = headers_of(prepared, scores), len(ranks) > LARGE_RESULTS
+        headers, numbers = headers_of(prepared, scores), 4 * len(ranks)
         if fields.texts is not None:
-            return await listed(tei_ranks(ranks, prepared), large=large, headers=headers)
-        return await with_rows(closing(scores), "results", _results(ranks, prepared), large=large, headers=headers)
+            return await listed(tei_ranks(ranks, prepared), numbers=numbers, headers=headers)
+        return await with_rows(closing(scores), "results", _results(ranks, prepared), numbers=numbers, headers=headers)
 
     return rerank
 
@@ -116,16 +106,15 @@ def _check(fields: RerankRequest) -> None:
 
 def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> RerankResponse:
     """Return the answer without results."""
-    tokens = prepared.tokens
     return RerankResponse(
         id=id,
         object="rerank",
         created=int(time.time()),
         model=model.name,
         results=[],
-        usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens)),
+        usage=usage_of(prepared, scores),
         meta=RerankMeta(
-            tokens=RerankTokens(input_tokens=tokens),
+            tokens=RerankTokens(input_tokens=prepared.tokens),
             truncated=prepared.truncated,
             query_truncated=prepared.query_truncated,
         ),

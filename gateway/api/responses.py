@@ -32,7 +32,7 @@ from yardstick_llm.gateway.generation.generation import Generation
 from yardstick_llm.gateway.generation.length import gamma_of_values, guidance_of, with_section
 from yardstick_llm.gateway.generation.plan import check, plan
 from yardstick_llm.gateway.generation.sequence import Piece
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.output.parser import Content, Part
 from yardstick_llm.gateway.pool.pool import Pool
@@ -61,7 +61,6 @@ from yardstick_llm.gateway.schemas.responses import (
 )
 from yardstick_llm.gateway.settings import Settings
 from yardstick_llm.gateway.store.base import Full, Missing, Space, Store, Unavailable
-from yardstick_llm.gateway.store.results import CachePolicy
 from yardstick_llm.gateway.text.prepared import Items, as_list
 
 

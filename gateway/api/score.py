@@ -10,12 +10,11 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import event_with_rows, with_rows
 from yardstick_llm.gateway.api.catalogue_scores import Scanner, score_catalogue
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.scoring import (
-    LARGE_SCORES,
     ScoreAnswer,
     Scoring,
     ScoringJob,
@@ -47,7 +46,6 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
         """
         body = await reader.body(request, ScoreRequest, data)
         fields = body.fields
-        priority = priority_of(request, fields.priority)
         if fields.catalogue is not None and fields.ids is None:
             return await score_catalogue(scanner, request, data, body)
         if fields.catalogue is not None:
@@ -67,15 +65,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
             return msgspec.structs.replace(form.answer(id, model, prepared, scores), item_usage=usage)
 
-        job = ScoringJob(
-            request=request,
-            model=model,
-            prepared=prepared,
-            readout=form.readout,
-            priority=priority,
-            cache_salt=fields.cache_salt,
-            partial=bool(fields.partial_results),
-        )
+        job = ScoringJob(body, model, prepared, form.readout, partial=bool(fields.partial_results))
         if fields.stream:
 
             async def last(scores: Scores) -> bytes:
@@ -86,7 +76,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
         await form.arrange(scores)
-        large, rows = form.numbers(scores) > LARGE_SCORES, form.rows(prepared, scores)
-        return await with_rows(closing(scores), form.field, rows, large=large, headers=headers_of(prepared, scores))
+        numbers, rows = form.numbers(scores), form.rows(prepared, scores)
+        return await with_rows(closing(scores), form.field, rows, numbers=numbers, headers=headers_of(prepared, scores))
 
     return score

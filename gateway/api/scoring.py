@@ -14,11 +14,12 @@ import msgspec
 from litestar import Request
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.api.access import Quotas, caller_of
+from yardstick_llm.gateway.api.access import Quotas, caller_of, priority_of
 from yardstick_llm.gateway.api.answers import DONE, EventStream, Streams, sse, while_connected
+from yardstick_llm.gateway.api.reader import Reading
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.sequence import LEAST_LOGPROB
-from yardstick_llm.gateway.http.context import RequestContext
+from yardstick_llm.gateway.http.context import CachePolicy, RequestContext
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.fanout import Prompts
 from yardstick_llm.gateway.pool.placement import cut
@@ -37,10 +38,9 @@ from yardstick_llm.gateway.requests.score import (
     ScoreRequest,
     ScoreResponse,
 )
-from yardstick_llm.gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, PromptTokensDetails, Usage
-from yardstick_llm.gateway.scoring.scorer import Arrived, Scorer, Scores
+from yardstick_llm.gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, ModelRequest, Usage, usage_of_prompts
+from yardstick_llm.gateway.scoring.scorer import Arrived, Row, Scorer, Scores
 from yardstick_llm.gateway.scoring.similarity import max_similarity, similarity, vectors_of
-from yardstick_llm.gateway.store.results import CachePolicy, Row
 from yardstick_llm.gateway.text.prepared import Prepared
 
 RESULTS_PER_EVENT = 200
@@ -52,18 +52,21 @@ them all, in about 130 MiB."""
 NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScoringJob:
     """A request whose prompts are ready to be scored."""
 
-    request: Request[Any, Any, Any]
+    body: Reading[Any]
     model: ServedModel
     prepared: Prepared
     readout: wire.ScoreReadout
-    priority: int
-    cache_salt: str | None
     partial: bool = False
     """Whether items without a result are accepted."""
+
+    @property
+    def request(self) -> Request[Any, Any, Any]:
+        """The client's request."""
+        return self.body.request
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,14 @@ class Scoring:
 
     async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
         prepared = job.prepared
-        caller = caller_of(job.request, cache_salt=job.cache_salt)
+        fields: ModelRequest = job.body.fields
+        caller, priority = caller_of(job.request, cache_salt=fields.cache_salt), priority_of(job.request, fields.priority)
         readout = job.readout
         if prepared.prompt_tokens and isinstance(readout, wire.Embedding):
             readout = msgspec.structs.replace(readout, prompt_tokens=prepared.prompt_tokens)
         fitted = job.model.tokenizer.table.fitted
         expansion = fitted.expansion if fitted is not None and isinstance(readout, wire.TokenVectors) else None
-        prompts = Prompts(
-            prepared.prefix, prepared.rows, readout, job.priority, caller, prepared.suffix, prepared.images, expansion
-        )
+        prompts = Prompts(prepared.prefix, prepared.rows, readout, priority, caller, prepared.suffix, prepared.images, expansion)
         account = RequestContext.of(job.request).account
         account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
         lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)
@@ -225,8 +227,6 @@ def fitted_of(request: Request[Any, Any, Any], model: ServedModel, task: Task) -
 
 
 ScoreAnswer = ScoreResponse | PairScores | Likelihoods
-LARGE_SCORES = 2000
-"""Number of scores above which the response is built in slices; this many take about a millisecond."""
 
 
 class Form(ABC):
@@ -275,7 +275,7 @@ class LabelForm(Form):
         return len(scores.rows) * self._labels
 
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
         answer = ScoreResponse(id=id, object="scoring", created=created, model=model.name, scores=[], usage=usage, errors=errors)
         if self._ids is None:
             return answer
@@ -338,7 +338,7 @@ class PairForm(Form):
         return 4 * len(scores.rows)
 
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> PairScores:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
         return PairScores(id=id, object="list", created=created, model=model.name, data=[], usage=usage, errors=errors)
 
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[PairScore]:
@@ -364,7 +364,7 @@ class LikelihoodForm(Form):
         return 4 * len(scores.rows) + sum(map(len, scores.rows))
 
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> Likelihoods:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        created, usage, errors = int(time.time()), usage_of(prepared, scores), errors_of(prepared, scores)
         return Likelihoods(id=id, object="likelihood", created=created, model=model.name, data=[], usage=usage, errors=errors)
 
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[ItemLikelihood]:
@@ -397,9 +397,9 @@ def form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> 
     return LabelForm(prepared.labels, softmax=bool(fields.apply_softmax), ids=prepared.ids, top_n=fields.top_n)
 
 
-def _usage(prepared: Prepared, scores: Scores) -> Usage:
-    tokens = prepared.tokens
-    return Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
+def usage_of(prepared: Prepared, scores: Scores) -> Usage:
+    """Return the token counts of a request that scores."""
+    return usage_of_prompts(prepared.tokens, scores.cached_tokens)
 
 
 def check_score(model: ServedModel, fields: ScoreRequest) -> None:

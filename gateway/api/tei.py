@@ -15,16 +15,13 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed
-from yardstick_llm.gateway.api.catalogue_scores import LARGE_RESULTS
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
 from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.api.texts import (
-    LARGE_EMBEDDINGS,
-    LARGE_NUMBERS,
     check_numbers,
     class_names,
     probabilities,
@@ -49,9 +46,8 @@ from yardstick_llm.gateway.requests.tei import (
     request_of_task,
 )
 from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
-from yardstick_llm.gateway.scoring.scorer import Scores
+from yardstick_llm.gateway.scoring.scorer import Row, Scores
 from yardstick_llm.gateway.scoring.similarity import vectors_of
-from yardstick_llm.gateway.store.results import Row
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.tracing.version import project_version
 
@@ -107,19 +103,14 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
             raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
         embeds = isinstance(asked, EmbeddingsRequest)
         readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
         if embeds:
             check_numbers(prepared, readout, model, "inputs")
-        job = ScoringJob(
-            request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=fields.cache_salt
-        )
-        scores = await scoring.score(job)
+        scores = await scoring.score(ScoringJob(body, model, prepared, readout))
         if asks is not None:
             size = model.info.token_vector_size
             rows = (_weights(row) if isinstance(asks, wire.Sparse) else vectors_of(row, size) for row in scores.rows)
-            large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
-            return await listed(rows, large=large, headers=headers_of(prepared, scores))
+            return await listed(rows, numbers=sum(map(len, scores.rows)), headers=headers_of(prepared, scores))
         return await _answered(fields, asked, fitted, model, prepared, scores)
 
     @get("/info", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
@@ -158,11 +149,11 @@ async def _answered(
     headers, numbers = headers_of(prepared, scores), sum(map(len, scores.rows))
     if isinstance(asked, EmbeddingsRequest):
         if isinstance(fields.inputs, Sentences):
-            return await listed(await _similarities(scores.rows), large=len(scores.rows) > LARGE_RESULTS, headers=headers)
-        return await listed(scores.rows, large=numbers > LARGE_EMBEDDINGS, headers=headers)
+            return await listed(await _similarities(scores.rows), numbers=len(scores.rows), headers=headers)
+        return await listed(scores.rows, numbers=numbers, headers=headers)
     if isinstance(asked, RerankRequest):
         ranks = await ranked(fitted, prepared, scores, raw=fields.raw)
-        return await listed(tei_ranks(ranks, prepared), large=len(ranks) > LARGE_RESULTS, headers=headers)
+        return await listed(tei_ranks(ranks, prepared), numbers=4 * len(ranks), headers=headers)
     if isinstance(asked, ClassifyRequest):
         predictions = _classes(fields, fitted, model, scores.rows)
     else:
@@ -170,7 +161,7 @@ async def _answered(
         predictions = ([Prediction(label=label, score=fitted.score(row, raw=fields.raw))] for row in scores.rows)
     # InferenceClient, which alone sends `parameters`, reads the first list of a list
     single = not fields.batched and fields.parameters is None
-    return await listed(next(predictions) if single else predictions, large=not single and numbers > LARGE_NUMBERS, headers=headers)
+    return await listed(next(predictions) if single else predictions, numbers=0 if single else 4 * numbers, headers=headers)
 
 
 def _weights(row: Row) -> list[SparseValue]:

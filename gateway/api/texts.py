@@ -16,12 +16,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.api.access import priority_of, requested_model
+from yardstick_llm.gateway.api.access import requested_model
 from yardstick_llm.gateway.api.answers import listed, with_lists, with_rows
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
-from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of
+from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of, usage_of
 from yardstick_llm.gateway.errors import InvalidRequest
-from yardstick_llm.gateway.generation.length import require_lenvm, value_and_remaining
+from yardstick_llm.gateway.generation.length import intervals, require_lenvm, value_and_remaining
 from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
@@ -43,13 +43,10 @@ from yardstick_llm.gateway.requests.texts import (
     EmbedMeta,
     EmbedUnits,
 )
-from yardstick_llm.gateway.schemas.common import PromptTokensDetails, Usage, new_id
+from yardstick_llm.gateway.schemas.common import new_id
+from yardstick_llm.gateway.scoring.scorer import Row
 from yardstick_llm.gateway.scoring.similarity import vectors_of
-from yardstick_llm.gateway.store.results import Row
 from yardstick_llm.gateway.text.prepared import Prepared
-
-LARGE_NUMBERS = 1000
-"""Number of probabilities above which the response is built in slices; this many take about a millisecond."""
 
 
 def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
@@ -66,30 +63,20 @@ def classify_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHan
         fields = body.fields
         model = requested_model(request, pool, fields.model)
         fitted = fitted_of(request, model, "classify")
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
-        job = ScoringJob(
-            request=request,
-            model=model,
-            prepared=prepared,
-            readout=fitted.readout,
-            priority=priority,
-            cache_salt=fields.cache_salt,
-        )
-        scores = await scoring.score(job)
+        scores = await scoring.score(ScoringJob(body, model, prepared, fitted.readout))
         names = class_names(fitted, model)
         rows = _classifications(fitted, model.info, names, scores.rows, raw=fields.raw)
-        tokens = prepared.tokens
         answer = ClassifyResponse(
             id=f"classify-{new_id()}",
             created=int(time.time()),
             model=model.name,
             classes=list(names),
             data=[],
-            usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens)),
+            usage=usage_of(prepared, scores),
         )
-        large = sum(map(len, scores.rows)) > LARGE_NUMBERS
-        return await with_rows(answer, "data", rows, large=large, headers=headers_of(prepared, scores))
+        numbers = 4 * len(scores.rows) + sum(map(len, scores.rows))
+        return await with_rows(answer, "data", rows, numbers=numbers, headers=headers_of(prepared, scores))
 
     return classify
 
@@ -138,10 +125,6 @@ def _categories(fitted: Fitted, row: Row) -> list[Category]:
     return sorted(categories, key=lambda category: -category.prob)
 
 
-LARGE_EMBEDDINGS = 4000
-"""Numbers of an answer above which it is built in slices; this many take about a millisecond."""
-
-
 def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHandler]:
     """Create the routes."""
 
@@ -157,20 +140,10 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         model = requested_model(request, pool, fields.model)
         fitted = fitted_of(request, model, "embed")
         readout = readout_of(model, fields)
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
         check_numbers(prepared, readout, model, "input" if fields.inputs is None else "inputs")
-        job = ScoringJob(
-            request=request,
-            model=model,
-            prepared=prepared,
-            readout=readout,
-            priority=priority,
-            cache_salt=fields.cache_salt,
-        )
-        scores = await scoring.score(job)
-        headers = headers_of(prepared, scores)
-        large = sum(map(len, scores.rows)) > LARGE_EMBEDDINGS
+        scores = await scoring.score(ScoringJob(body, model, prepared, readout))
+        headers, numbers = headers_of(prepared, scores), sum(map(len, scores.rows))
         rows: Sequence[Row | list[Row]] = scores.rows
         if fields.embedding_type == "multi":
             skipped = set() if is_query(fields) else set(fitted.skipped)
@@ -179,11 +152,9 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
             first = int("embed" in model.info.capabilities and fitted.preset.late_interaction is None)
             rows = [vectors_of(row[first * size :], size, ids[first:], skipped) for row, ids in texts]
         if fields.inputs is not None:
-            return await listed(rows, large=large, headers=headers)
-        tokens = prepared.tokens
-        usage = Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
-        answer = EmbeddingsResponse(data=[], model=model.name, usage=usage)
-        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), large=large, headers=headers)
+            return await listed(rows, numbers=numbers, headers=headers)
+        answer = EmbeddingsResponse(data=[], model=model.name, usage=usage_of(prepared, scores))
+        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), numbers=numbers, headers=headers)
 
     @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
     async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
@@ -196,12 +167,10 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         model = requested_model(request, pool, fields.model)
         fitted_of(request, model, "embed")
         readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
         kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
         check_numbers(prepared, readout, model, "texts", forms=len(kinds))
-        job = ScoringJob(request=request, model=model, prepared=prepared, readout=readout, priority=priority, cache_salt=None)
-        scores = await scoring.score(job)
+        scores = await scoring.score(ScoringJob(body, model, prepared, readout))
         plain = fields.embedding_types is None and request.scope["path"].startswith("/v1/")
         answer = CohereEmbeddings(
             id=f"embed-{new_id()}",
@@ -282,10 +251,6 @@ FORMS: dict[EmbeddingType, Callable[[Row], object]] = {
 """Forms of an embedding in Cohere's answer."""
 
 
-LARGE_TEXTS = 500
-"""Number of texts above which the response is built in slices; this many take about a millisecond."""
-
-
 def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
     """Create the route."""
 
@@ -301,32 +266,24 @@ def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
         model = requested_model(request, pool, fields.model)
         own_gamma = require_lenvm(model, "model")
         gamma = fields.gamma or own_gamma
-        priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
-        job = ScoringJob(
-            request=request,
-            model=model,
-            prepared=prepared,
-            readout=wire.LengthValue(),
-            priority=priority,
-            cache_salt=fields.cache_salt,
-        )
-        values = await scoring.score(job)
-        tokens, texts = prepared.tokens, len(prepared.rows)
+        values = await scoring.score(ScoringJob(body, model, prepared, wire.LengthValue()))
         answer = LengthResponse(
             id=f"length-{new_id()}",
             created=int(time.time()),
             model=model.name,
             gamma=gamma,
             data=[],
-            usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(values.cached_tokens)),
+            usage=usage_of(prepared, values),
         )
-        rows = (_remaining(index, logit, gamma) for index, (logit,) in enumerate(values.rows))
-        return await with_rows(answer, "data", rows, large=texts > LARGE_TEXTS, headers=headers_of(prepared, values))
+        calibration = model.info.lenvm_calibration if gamma == own_gamma else None
+        rows = (_remaining(index, logit, gamma, calibration) for index, (logit,) in enumerate(values.rows))
+        return await with_rows(answer, "data", rows, numbers=4 * len(prepared.rows), headers=headers_of(prepared, values))
 
     return length
 
 
-def _remaining(index: int, logit: float, gamma: float) -> Remaining:
+def _remaining(index: int, logit: float, gamma: float, calibration: wire.Calibration | None) -> Remaining:
     value, tokens = value_and_remaining(logit, gamma)
-    return Remaining(index=index, value=value, remaining_tokens=tokens)
+    bounds = None if calibration is None else intervals(calibration, value, tokens)
+    return Remaining(index=index, value=value, remaining_tokens=tokens, intervals=bounds)

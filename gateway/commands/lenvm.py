@@ -39,6 +39,8 @@ CUT_SURE = 200
 """Answers after which the share is known well enough to stop a run."""
 STRAYS = 5
 """Most probable tokens that a stray token is drawn from: the default number of candidates of length guidance."""
+BRANCHES = 8
+"""Most branches of a state."""
 TURN_TOKENS, TURN_WORDS = 256, 4
 _WINDOW = 4
 _FAILURES = 20
@@ -324,8 +326,48 @@ class Sample(LineTask):
         return self.settings.stray > 0 and fields["sample"] > 0 and lot.random() < self.settings.stray_share
 
     async def answer(self, items: Sequence[Item], sender: Sender) -> Answer:
-        call = self.call(items)
-        return await (self._strayed(items[0].content, call, sender) if self.is_stray(items[0].content) else sender.send(call))
+        call, fields = self.call(items), items[0].content
+        if fields["sample"] < 0:
+            return await self._branched(fields, call, sender)
+        return await (self._strayed(fields, call, sender) if self.is_stray(fields) else sender.send(call))
+
+    async def _branched(self, fields: dict[str, Any], call: Call, sender: Sender) -> Answer:
+        """Continue the first answer of a prompt from a state in its middle, with one of the most probable tokens there.
+
+        All branches of a prompt begin at one state; sample -1 has the most probable token, -2 the next one.
+        """
+        assert self.settings is not None
+        lot = Random(seed_of(self.seed, "branch", fields["prompt_id"]))
+        place = int(math.exp(lot.random() * math.log(self.settings.max_tokens)))
+        share = lot.random()
+        body = msgspec.json.decode(call.body) | {"seed": seed_of(self.seed, fields["prompt_id"], 0), "max_tokens": place}
+        trunk = await sender.send(Call(call.path, msgspec.json.encode(body)))
+        if trunk.problem is not None:
+            return trunk
+        answered = msgspec.json.decode(trunk.content, type=Answered)
+        prompt, output = answered.ids()
+        # an answer that ended before is left in its middle
+        output = output[: int(share * len(output))] if answered.choices[0].finish_reason == "stop" else output[:-1]
+        drawn = {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
+        ahead = {"max_tokens": 1, "logprobs": BRANCHES + 1, "return_tokens_as_token_ids": True}
+        state = await sender.send(Call("/v1/completions", self.body(prompt=prompt + output, seed=0, **drawn, **ahead)))
+        if state.problem is not None:
+            return state
+        tops = msgspec.json.decode(state.content, type=Answered).choices[0].logprobs["top_logprobs"][0]
+        ranked = sorted(tops, key=lambda name: (-tops[name], name))
+        tokens = [token for name in ranked if (token := int(name.rpartition(":")[2])) not in self.end_tokens]
+        head = [*output, tokens[min(-1 - fields["sample"], len(tokens) - 1)]] if tokens else output
+        room = self.settings.max_tokens - len(head)
+        finish, rest = "length", list[int]()
+        if room > 0:
+            seed = seed_of(self.seed, "branch", fields["prompt_id"], fields["sample"])
+            end = await sender.send(Call("/v1/completions", self.body(prompt=prompt + head, seed=seed, max_tokens=room, **drawn)))
+            if end.problem is not None:
+                return end
+            choice = msgspec.json.decode(end.content, type=Answered).choices[0]
+            finish, rest = choice.finish_reason or "stop", choice.token_ids or []
+        content = {"choices": [{"finish_reason": finish, "token_ids": head + rest, "prompt_token_ids": prompt}]}
+        return Answer(200, msgspec.json.encode(content))
 
     async def _strayed(self, fields: dict[str, Any], call: Call, sender: Sender) -> Answer:
         """Continue an answer again and again after a token that is drawn uniformly from the most probable ones."""
@@ -528,10 +570,14 @@ def sample(
     prompts: Path | None,
     magpie: int | None,
     samples: int,
+    branch: int,
     concurrency: int,
     allow_cut: bool,
 ) -> int:
-    """Write a data set, or continue it, and return the exit status: 1 if answers are missing. Raises :class:`CommandError`."""
+    """Write a data set, or continue it, and return the exit status: 1 if answers are missing. Raises :class:`CommandError`.
+
+    branch: answers beyond the ``samples`` that differ in one token; they are counted as samples -1, -2 and so on.
+    """
     given = None if prompts is None else read_prompts(prompts, raw=settings.raw)
     name, fingerprint, tokenizer, template = asyncio.run(_probe(server, model, raw=settings.raw))
     found = Manifest(model=name, fingerprint=fingerprint, tokenizer=tokenizer, template=template, settings=settings)
@@ -544,7 +590,8 @@ def sample(
         given = write_turns(Magpie(name, settings.seed, template=template), out / TURNS, magpie, server, concurrency)
     by_id = {prompt.id: prompt for prompt in given}
     task = Sample(name, settings.seed, prompts=by_id, settings=settings, allow_cut=allow_cut)
-    rows = [{"prompt_id": prompt, "sample": number} for number in range(samples) for prompt in by_id]
+    numbers = [*range(samples), *range(-1, -1 - branch, -1)]
+    rows = [{"prompt_id": prompt, "sample": number} for number in numbers for prompt in by_id]
     missing = compute(task, out / ANSWERS, rows, server, concurrency, "Sampling")
     manifest.prompts, manifest.samples, manifest.answers = len(by_id), samples, len(task.done)
     manifest.cut, manifest.end_tokens, manifest.complete = task.cut_share, sorted(task.end_tokens), not missing

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 import msgspec
 
@@ -20,6 +21,10 @@ right length; with the demo models the text became meaningless without this boun
 THINKING_MIN_P = 0.1
 """Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length
 (docs/generation.md)."""
+LEAST_TEMPERATURE, LEAST_TOP_P, MOST_MIN_P = 0.05, 0.05, 0.95
+"""Settings beyond these leave guidance one candidate nearly everywhere, or one that takes nearly every draw."""
+LEAST_SCALE = 1e-3
+"""Nearer to the neutral scale, no probability changes noticeably."""
 LARGEST = 1 - wire.SMALLEST_VALUE
 """Largest single-precision value that is converted exactly; larger ones only mean "long"."""
 _SECTION = "length_guidance.applies_to"
@@ -57,12 +62,14 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
     require_lenvm(model, "length_guidance")
     names = {name: f"length_guidance.{name}" for name in asked.__struct_fields__}
     _check_target(asked, names)
-    aimed = asked.target_length is not None or asked.target_value is not None
+    aimed = any(each is not None for each in (asked.target_length, asked.target_value, asked.max_length))
     idle = next((name for name in ("mode", "scale") if aimed and getattr(asked, name) is not None), None)
     if idle:
         raise InvalidRequest(f"`{names[idle]}` cannot be combined with a target; send one of the two.", param=names[idle])
     if asked.target_length_mode is not None and asked.target_length is None:
         raise InvalidRequest("`length_guidance.target_length_mode` needs `target_length`.", param=names["target_length_mode"])
+    if asked.max_length is not None:
+        _check_limit(model, asked, names)
     if asked.return_values and not logprobs:
         message = "`length_guidance.return_values` needs log-probabilities: set `logprobs` (chat: `logprobs` and `top_logprobs`)"
         raise InvalidRequest(f"{message} to the number of tokens whose values you want.", param=names["return_values"])
@@ -70,6 +77,23 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
     if asked.top_k is not None and asked.top_k > most:
         raise InvalidRequest(f"`length_guidance.top_k` is at most {most} with this model.", param=names["top_k"])
     return _for_engine(asked, asked.top_k or CANDIDATES)
+
+
+def _check_limit(model: ServedModel, asked: LengthGuidance, names: dict[str, str]) -> None:
+    """Raise :class:`InvalidRequest` for a `max_length` that contradicts other fields, or that ``model`` cannot promise."""
+    assert asked.max_length is not None
+    others = ("target_length", "target_value", "constraint", "gamma")
+    other = next((name for name in others if getattr(asked, name) is not None), None)
+    if other is not None:
+        raise InvalidRequest(f"`{names[other]}` cannot be combined with `max_length`; send one of the two.", param=names[other])
+    calibration, param = model.info.lenvm_calibration, names["max_length"]
+    if calibration is None:
+        remedy = "add one with `yardstick lenvm evaluate --calibrate`, or give a `target_length`"
+        raise InvalidRequest(f"`{param}`: the length model of {model.name!r} has no calibration; {remedy}.", param=param)
+    most = max(map(float, calibration.log_ratio))
+    if asked.max_length.confidence > most:
+        message = f"`{param}.confidence` is at most {most:g} with this length model."
+        raise InvalidRequest(message, param=f"{param}.confidence")
 
 
 def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None) -> wire.LengthGuidance:
@@ -96,7 +120,25 @@ def _check_effect(fields: GenerationRequest, guidance: wire.LengthGuidance, name
         param = names["constraint" if guidance.constraint else "scale"]
         remedy = "give a target with the constraint `eq`, `ge` or `le`, or set `temperature` above 0"
         raise InvalidRequest(f"`{param}` has no effect at temperature 0, where nothing is drawn; {remedy}.", param=param)
-    if not guidance.neutral and 1 in (guidance.top_k, fields.top_k):
+    if guidance.neutral:
+        return
+    neutral = wire.NEUTRAL_SCALE[guidance.mode]
+    if guidance.constraint is None and abs(guidance.scale - neutral) < LEAST_SCALE:
+        message = (
+            f"`{names['scale']}` is so near to {neutral:g} that it changes nothing; leave it out, or set one that is farther away."
+        )
+        raise InvalidRequest(message, param=names["scale"])
+    for param, given, bound, way in (
+        ("temperature", fields.temperature if guidance.needs_draw else None, LEAST_TEMPERATURE, "least"),
+        ("top_p", fields.top_p, LEAST_TOP_P, "least"),
+        ("min_p", fields.min_p, MOST_MIN_P, "most"),
+    ):
+        if given is not None and (given < bound if way == "least" else given > bound):
+            problem = "leaves length guidance no choice among candidates, so it would have no effect"
+            raise InvalidRequest(
+                f"`{param}` {given:g} {problem}; set it to at {way} {bound:g}, or leave one of the two out.", param=param
+            )
+    if 1 in (guidance.top_k, fields.top_k):
         param = "top_k" if fields.top_k == 1 else names["top_k"]
         message = f"`{param}` is 1, which leaves one candidate, so length guidance has no effect; set it to 2 or more."
         raise InvalidRequest(message, param=param)
@@ -114,12 +156,19 @@ def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
 def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     aimed = asked.target_length is not None or asked.target_value is not None
     mode = asked.mode or "centered_exp"
+    if asked.max_length is not None:
+        limit = wire.LengthGuidance(
+            constraint="le_soft", target_length=asked.max_length.at_most, confidence=asked.max_length.confidence
+        )
+    else:
+        limit = wire.LengthGuidance(constraint=asked.constraint or ("eq" if aimed else None), target_length=asked.target_length)
     return wire.LengthGuidance(
         mode=mode,
         scale=wire.NEUTRAL_SCALE[mode] if asked.scale is None else asked.scale,
         gamma=asked.gamma,
-        constraint=asked.constraint or ("eq" if aimed else None),
-        target_length=asked.target_length,
+        constraint=limit.constraint,
+        target_length=limit.target_length,
+        confidence=limit.confidence,
         target_length_mode=asked.target_length_mode or "total",
         target_value=asked.target_value,
         top_k=candidates,
@@ -191,6 +240,18 @@ def remaining_tokens(value: float, gamma: float) -> float:
     (ln is concave); the difference grows with the uncertainty of the length. "Length Value Model", arXiv 2604.27039.
     """
     return math.log1p(-min(value, LARGEST)) / math.log(gamma)
+
+
+def intervals(calibration: wire.Calibration, value: float, tokens: float) -> dict[str, tuple[float, float]]:
+    """Return bounds of the real remaining tokens by their probability. ``tokens``: those of ``value``. A text has at least its
+    end to come."""
+    place = bisect_right(calibration.edges, value)
+    found = {}
+    for name, levels in {"0.5": ("0.25", "0.75"), "0.9": ("0.05", "0.95")}.items():
+        if all(level in calibration.log_ratio for level in levels):
+            low, high = (max(1.0, max(1.0, tokens) * math.exp(calibration.log_ratio[level][place])) for level in levels)
+            found[name] = low, high
+    return found
 
 
 def value_and_remaining(logit: float, gamma: float) -> tuple[float, float]:

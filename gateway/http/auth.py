@@ -1,4 +1,4 @@
-"""The currently valid keys: reads the key file again, in its own thread, whenever it changes.
+"""The currently valid keys: reads the key file, or the Secret that it comes from, again, in its own thread, whenever it changes.
 
 ======================================  ==================================================================================
 state of the file at a check            valid keys
@@ -8,6 +8,10 @@ some entries are not valid              those of the other entries; the log and 
 missing or empty at two checks in turn  none: deleting the file revokes every key
 unreadable or no valid entry            those of the last valid version for ``stale_seconds``; then requests get status 503
 ======================================  ==================================================================================
+
+With ``api_keys_secret``, the content of a Kubernetes Secret counts in place of the file's while the API tells it, because a kubelet
+writes a change into files up to a minute and a half later. Once the API has been away for long, the file counts from its next
+change on: until then it may be older than what the API told last. A deleted Secret is a missing file.
 
 A single check without a file is no proof of deletion, because a mounted volume may be replaced in several steps. An unreadable file
 says nothing about the keys, so the status is 503 and not 401, after which clients would discard a valid key.
@@ -22,9 +26,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -72,6 +77,21 @@ class Version(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_mode, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
+class Watched(Protocol):
+    """A Secret that is followed (:class:`gateway.process.kubernetes.WatchedSecret`)."""
+
+    name: str
+
+    def start(self) -> None:
+        """Follow it in a thread."""
+
+    def stop(self) -> None:
+        """End the thread, without waiting."""
+
+    def content(self) -> bytes | None:
+        """The newest content, the same object until it changes; empty: deleted; None: unknown."""
+
+
 class _Missing(Enum):
     """The file does not exist, or is empty."""
 
@@ -88,10 +108,13 @@ class KeyRing:
         *,
         stale_seconds: float = 300.0,
         isolation: CacheIsolation = "key",
+        secret: Watched | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the file. Raises :class:`SettingsError` for an unusable file."""
+        """Read the file; ``secret`` has the same content, sooner. Raises :class:`SettingsError` for an unusable file."""
         self._path = path
+        self._secret = secret
+        self._told: bytes | None = None  # what the Secret had when it was read last
         self._stale_seconds = stale_seconds
         self._isolation = isolation
         self._clock = clock
@@ -132,19 +155,24 @@ class KeyRing:
     def start(self, telemetry: Telemetry) -> None:
         """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
         telemetry.watch(lambda: key_file(self.sample()))
+        if self._secret is not None:
+            self._secret.start()
         threading.Thread(target=self._follow, args=[telemetry], name="api-keys", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop checking the file."""
+        """Stop checking the file, and watching the Secret."""
         self._stop.set()
+        if self._secret is not None:
+            self._secret.stop()
 
     def look(self, telemetry: Telemetry) -> None:
-        """Check the file once; read it if it has changed or was unusable before."""
+        """Check the Secret or the file once; read it if it has changed or was unusable before."""
         try:
-            if self._problem is None and Version.of(self._path.stat()) == self._version:
+            found = self._changed()
+            if found is None:
                 self._confirm()
                 return
-            version, content = _read(self._path)
+            version, content = found
             if isinstance(content, _Missing):
                 self._miss(content, telemetry)
                 return
@@ -155,6 +183,23 @@ class KeyRing:
             self._fail(_complaint(self._path, error), telemetry)
         else:
             self._take(version, keys, problems, telemetry)
+
+    def _changed(self) -> tuple[Version | None, bytes | _Missing] | None:
+        """Return version of the file and content, None if they are those known. Raises :class:`OSError`, :class:`ValueError`."""
+        told = None if self._secret is None else self._secret.content()
+        if told is None:
+            unchanged = self._problem is None and Version.of(self._path.stat()) == self._version
+            return None if unchanged else _read(self._path)
+        version = None
+        with suppress(OSError):  # the file does not count now; only its later changes may
+            version = Version.of(self._path.stat())
+        if not told.strip():
+            return version, _Missing.CONTENT
+        if self._problem is None and told is self._told:
+            self._version = version
+            return None
+        self._told = told
+        return version, told
 
     def _follow(self, telemetry: Telemetry) -> None:
         while not self._stop.wait(LOOK_SECONDS):
@@ -212,7 +257,7 @@ class KeyRing:
             reason = "does not exist any more" if what is _Missing.FILE else "is empty"
             logger.error("%s %s: all API keys are revoked", self._path, reason)
             telemetry.key_reloads.labels("revoked").inc()
-        missed, self._keys, self._problems, self._version = self._missed, {}, [], None
+        missed, self._keys, self._problems, self._version, self._told = self._missed, {}, [], None, None
         self._confirm()
         self._missed = missed
 

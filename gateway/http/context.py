@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from litestar.connection import ASGIConnection
@@ -194,6 +194,31 @@ class RequestContext(RequestRecord):
         names = [name if _SANE_NAME.fullmatch(name) else "?" for name in fields[:MAX_NAMES]]
         if names:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
+
+
+class CachePolicy(NamedTuple):
+    """Whether one request reads and writes caches, as its header ``Cache-Control`` allows."""
+
+    read: bool = True
+    """Use results from the result cache and from other requests in flight."""
+    write: bool = True
+    """Store results in the result cache, and the prompt in engines' prefix caches."""
+
+    @classmethod
+    def of(cls, connection: ASGIConnection) -> CachePolicy:  # type: ignore[type-arg]
+        """Return the policy of a request, which may have several ``Cache-Control`` headers (RFC 9110, section 5.3)."""
+        values = [value for name, value in connection.scope["headers"] if name == b"cache-control"]
+        return cls.from_header(b",".join(values).decode("latin-1")) if values else _DEFAULT
+
+    @classmethod
+    def from_header(cls, cache_control: str) -> CachePolicy:
+        """``no-cache`` computes and stores new results; ``no-store`` neither reads nor stores. Other directives have no effect."""
+        directives = {part.strip().lower() for part in cache_control.split(",")}
+        stores = "no-store" not in directives
+        return cls(read=stores and "no-cache" not in directives, write=stores)
+
+
+_DEFAULT = CachePolicy()
 
 
 async def answer_request(

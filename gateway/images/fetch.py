@@ -164,10 +164,9 @@ class ImageRoom:
 
     def hold(self, context: RequestContext, amount: int) -> None:
         """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`, :class:`BodyTooLarge`."""
-        if amount:
-            tenant = context.tenant
-            self._take(tenant, amount, amount)
-            context.at_end.append(lambda: self._room.give(tenant.id, amount))
+        tenant = context.tenant
+        self._take(tenant, amount, amount)
+        context.at_end.append(lambda: self._room.give(tenant.id, amount))
 
     @contextmanager
     def receiving(self, tenant: Tenant) -> Iterator[Take]:

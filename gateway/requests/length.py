@@ -60,6 +60,9 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of 1 − gamma^(remaining tokens), from 0 (the text ends) to 1."""
     remaining_tokens: float
     """The value in tokens, ln(1 − value) / ln(gamma), including the token that ends the text: a proxy below the mean length."""
+    intervals: dict[str, tuple[float, float]] | None = None
+    """Bounds of the real remaining tokens by their probability, `0.5` and `0.9`, as the calibration of the length model measured
+    them; null if it has none, or with a `gamma` that is not its own."""
 
 
 class LengthResponse(msgspec.Struct, frozen=True, kw_only=True):

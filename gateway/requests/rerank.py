@@ -15,12 +15,10 @@ from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
     Activation,
-    CacheSalt,
     CatalogueIds,
     Content,
     ItemError,
     ItemUsage,
-    Priority,
     Usage,
 )
 from yardstick_llm.gateway.schemas.parameters import EndpointName
@@ -61,20 +59,12 @@ class RerankRequest(Activation, kw_only=True):
     """Instruction for the model; the preset's own by default."""
     instruct: str | None = None
     """Another name of `instruction`."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     stream: bool | None = False
     """Send results as they become known, as server-sent events."""
     partial_results: bool | None = False
     """Answer with the results that there are, and an error for each item without one, instead of one error for the request."""
     return_item_usage: bool | None = False
     """Return the token counts of each item, and whether its result was reused. A stream has them at its end."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,12 +19,10 @@ from yardstick_llm.gateway.schemas.common import (
     PAIRED_DOCUMENTS,
     PAIRED_QUERIES,
     Activation,
-    CacheSalt,
     CatalogueIds,
     ItemError,
     ItemUsage,
     Paired,
-    Priority,
     Query,
     Usage,
 )
@@ -89,12 +87,6 @@ class ScoreRequest(Activation, kw_only=True):
     """Scale the scores of an item so that they sum to 1 over the labels, instead of over the whole vocabulary."""
     item_first: bool | None = False
     """Put the item before the query in the prompt."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     parse_special_tokens: bool | None = None
     """Whether text such as `<|im_end|>` becomes a control token; true by default. Texts often contain a rendered template."""
     stream: bool | None = False
@@ -103,8 +95,6 @@ class ScoreRequest(Activation, kw_only=True):
     """Answer with the results that there are, and an error for each item without one, instead of one error for the request."""
     return_item_usage: bool | None = False
     """Return the token counts of each item, and whether its result was reused. A stream has them at its end."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
 
     @property
     def paired(self) -> bool:

@@ -13,7 +13,7 @@ from yardstick_llm.gateway.requests.length import Texts
 from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
 from yardstick_llm.gateway.requests.score import SCORE, ScoreRequest
 from yardstick_llm.gateway.requests.texts import EMBEDDINGS, ClassifyRequest, EmbeddingsRequest, read_classified
-from yardstick_llm.gateway.schemas.common import MAX_ITEMS, Activation, CacheSalt, Priority, Side, Truncation
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS, Activation, Side, Truncation
 from yardstick_llm.gateway.schemas.parameters import EndpointName, TokenId
 from yardstick_llm.gateway.text.prepared import Prepared
 
@@ -66,12 +66,6 @@ class TeiRequest(Activation, kw_only=True):
     """With an embedding model: length of the embeddings; the model's size by default."""
     parameters: TeiParameters | None = None
     """Options in the form of `InferenceClient`. With a classifier, the answer to one text is then a list in a list."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
 
     @property
     def batched(self) -> bool:

@@ -13,8 +13,8 @@ from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.length import MAX_TEXTS, Texts
 from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
 from yardstick_llm.gateway.requests.rerank import ApiVersion
-from yardstick_llm.gateway.schemas.common import CUTS, MAX_ITEMS, Activation, CacheSalt, Priority, Truncation, Usage
-from yardstick_llm.gateway.schemas.parameters import EndpointName, Parameters
+from yardstick_llm.gateway.schemas.common import CUTS, MAX_ITEMS, Activation, ModelRequest, Truncation, Usage
+from yardstick_llm.gateway.schemas.parameters import EndpointName
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.gateway.text.prompts import share_prefix
 
@@ -25,14 +25,6 @@ class ClassifyRequest(Activation, kw_only=True):
     endpoint: ClassVar[EndpointName] = "classify"
     input: Texts
     """A text, several texts, one list of token ids, or several such lists. Token ids are complete prompts."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
 
 
 class Category(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +69,7 @@ QUERIES, DOCUMENTS = ("query", "search_query"), ("document", "passage", "search_
 """Purposes of texts in a search, in the words of this API, of Cohere and of NVIDIA."""
 
 
-class CohereEmbedRequest(Parameters, kw_only=True):
+class CohereEmbedRequest(ModelRequest, kw_only=True):
     """Embed texts, in the form of Cohere."""
 
     endpoint: ClassVar[EndpointName] = "cohere_embed"
@@ -94,10 +86,6 @@ class CohereEmbedRequest(Parameters, kw_only=True):
     """Cut each text to this many tokens."""
     truncate: Literal["NONE", "START", "END"] | None = "END"
     """Where texts that are longer than the model's context are cut; with `NONE` they are errors."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
 
     @property
     def cuts(self) -> Truncation:
@@ -158,14 +146,6 @@ class EmbeddingsRequest(Truncation, kw_only=True):
     """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
     normalize: bool | None = True
     """Scale embeddings to length 1."""
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
 
 
 class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):

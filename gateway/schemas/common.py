@@ -34,7 +34,20 @@ class ItemError(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class Truncation(Parameters, kw_only=True):
+class ModelRequest(Parameters, kw_only=True):
+    """Fields of all requests that a model computes."""
+
+    model: str | None = None
+    """Name of the model; optional if only one is served."""
+    priority: Priority | None = None
+    """Requests with lower numbers run earlier; 0 by default."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+class Truncation(ModelRequest, kw_only=True):
     """Fields that allow long texts to be cut. Without them, a text that is too long is an error. A template is never cut."""
 
     truncate: bool | None = None
@@ -123,6 +136,11 @@ class Activation(Truncation, kw_only=True):
     def raw(self) -> bool:
         """Whether logits are asked for."""
         return bool(self.raw_scores) or any(getattr(self, name) is False for name in NAMES_OF_VLLM)
+
+
+def usage_of_prompts(tokens: int, cached_tokens: int) -> Usage:
+    """Return the token counts of a request that generates nothing."""
+    return Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(cached_tokens))
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):

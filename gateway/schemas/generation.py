@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.schemas.common import CacheSalt, Priority
-from yardstick_llm.gateway.schemas.parameters import Parameters
+from yardstick_llm.gateway.schemas.common import ModelRequest
 
 Scale = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Gamma = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -18,12 +17,21 @@ Nats = Annotated[float, msgspec.Meta(ge=0)]
 LengthMode = Literal["total", "remaining"]
 
 
+class MaxLength(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A length that is kept with a probability, as the calibration of the length model measured it."""
+
+    at_most: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens of the whole completion, without the token that ends it."""
+    confidence: Annotated[float, msgspec.Meta(ge=0.5, lt=1)] = 0.95
+    """Probability, from 0.5 to the largest level of the calibration."""
+
+
 class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
 
     At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
-    target. At temperature 0 the constraints `eq`, `ge` and `le` choose among the candidates of temperature 1; scales and `eq_soft`
-    need a draw and are refused.
+    target. The constraints `eq`, `ge` and `le` choose among the candidates of temperature 1 at every temperature; scales, `eq_soft`
+    and `le_soft` need a draw and are refused below temperature 0.05.
     """
 
     mode: wire.GuidanceMode | None = None
@@ -39,10 +47,13 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`total`, the default, or `remaining`: after every token, this many tokens are to follow."""
     target_value: Value | None = None
     """In place of `target_length`: the value that the candidates should have."""
+    max_length: MaxLength | None = None
+    """In place of a target: `{"at_most": 120, "confidence": 0.95}`. Texts that would be shorter anyway are left alone."""
     constraint: wire.LengthConstraint | None = None
     """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
-    take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. With a
-    constraint, `min_p` is 0.01 by default, and 0.1 if it applies to the thinking section."""
+    take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. `le_soft`: the
+    same where the mean is above the target, and nothing elsewhere. With a constraint, `min_p` is 0.01 by default, and 0.1 if it
+    applies to the thinking section."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most candidates; 5 by default, and never more than the request's own `top_k`."""
     entropy_threshold: Nats | None = None
@@ -182,7 +193,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """The output is a JSON object."""
 
 
-class StructuredRequest(Parameters, kw_only=True):
+class StructuredRequest(ModelRequest, kw_only=True):
     """Fields that constrain the output. At most one of those before `allowed_token_ids` is given."""
 
     response_format: ResponseFormat | None = None
@@ -270,8 +281,6 @@ class PromptLookup(msgspec.Struct, forbid_unknown_fields=True):
 class TextRequest(StructuredRequest, kw_only=True):
     """Fields of all generating endpoints. Null always means the default."""
 
-    model: str | None = None
-    """Name of the model; optional if only one is served."""
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     """Up to 16 texts that end the completion. They are not part of it."""
     stream: bool | None = False
@@ -288,8 +297,6 @@ class TextRequest(StructuredRequest, kw_only=True):
     """Makes tokens less probable with each time that they have occurred."""
     logit_bias: dict[int, Bias] | None = None
     """Numbers to add to the logits of tokens, by token id."""
-    user: str | None = None
-    """Accepted for compatibility and not used."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     """Draw from this many most probable tokens; 0 or -1 means all."""
     min_p: Fraction | None = None
@@ -306,10 +313,6 @@ class TextRequest(StructuredRequest, kw_only=True):
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool | None = False
     """Keep the text or token that ended the completion."""
-    priority: Priority | None = None
-    """Requests with lower numbers run earlier; 0 by default."""
-    cache_salt: CacheSalt | None = None
-    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     prompt_lookup: PromptLookup | None = None
     """Draft tokens from the text so far, which saves time where the output repeats parts of it. It changes no token. The default
     is the engine's setting."""

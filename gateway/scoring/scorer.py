@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import GatewayError, NotReady
+from yardstick_llm.gateway.http.context import CachePolicy
 from yardstick_llm.gateway.limits.limiter import Lease
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.ops.tracing import stage
@@ -18,7 +20,7 @@ from yardstick_llm.gateway.pool.fanout import FanOut, Prompts, usual_row
 from yardstick_llm.gateway.pool.placement import cut
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.process.event_loop import TimeSlice
-from yardstick_llm.gateway.store.results import CachePolicy, ResultCache, Row
+from yardstick_llm.gateway.store.base import Store
 from yardstick_llm.gateway.text.prepared import PairIds, PlacedIds, content_of
 
 HASHED_AT_ONCE = 256
@@ -28,6 +30,8 @@ LOOKUP_NUMBERS = 1 << 15
 """Most keys, and about the most numbers of their rows, that are looked up or stored in one call; the event loop can serve other
 requests between two calls."""
 
+Row = tuple[float, ...]
+"""The numbers that a readout gives for one prompt (:data:`engine.wire.ScoreReadout`)."""
 Arrived = Callable[[list[tuple[int, Row]]], None]
 """Receives results as they become known: the index of a branch, and its row."""
 
@@ -55,10 +59,14 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Scorer:
-    """Computes rows with ``cache`` and the engines, and shares results between concurrent requests of this process."""
+    """Computes rows with the cache and the engines, and shares results between concurrent requests of this process.
 
-    def __init__(self, cache: ResultCache, fan_out: FanOut, telemetry: Telemetry) -> None:
-        self._cache = cache
+    Keys of the cache are digests of all inputs of a result (engine fingerprint, readout, tokens), so an entry never changes and is
+    never invalidated. Rows are stored as float32, the precision of the engines; softmax is applied after the lookup.
+    """
+
+    def __init__(self, store: Store, fan_out: FanOut, telemetry: Telemetry) -> None:
+        self._store = store
         self._fan_out = fan_out
         self._telemetry = telemetry
         self._flights: dict[bytes, asyncio.Future[Mapping[bytes, Row]]] = {}
@@ -150,7 +158,8 @@ class Scorer:
                     flight.set_result(results)
                 if policy.write:
                     for few in cut([key for key in own if key in results], at_once):
-                        await self._cache.put_many({key: results[key] for key in few})
+                        # float32 in the machine's byte order, which the tokens in the key have too
+                        await self._store.cache({key: array("f", results[key]).tobytes() for key in few})
                         if len(few) < len(own):
                             await asyncio.sleep(0)
             if flights:
@@ -182,8 +191,8 @@ class Scorer:
         """Return the results of ``keys`` that the cache has."""
         began = time.perf_counter()
         with stage("gateway.cache") as lookup:
-            rows = await self._cache.get_many(keys)
-            found = {key: row for key, row in zip(keys, rows, strict=True) if row is not None}
+            values = zip(keys, await self._store.cached(keys), strict=True)
+            found = {key: tuple(array("f", value)) for key, value in values if value and len(value) % 4 == 0}
             misses = len(keys) - len(found)
             if lookup is not None:
                 lookup.attributes |= {"yardstick.cache.hits": len(found), "yardstick.cache.misses": misses}

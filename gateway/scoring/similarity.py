@@ -8,7 +8,7 @@ from itertools import starmap
 from operator import mul, sub
 from typing import Literal
 
-from yardstick_llm.gateway.store.results import Row
+from yardstick_llm.gateway.scoring.scorer import Row
 
 
 def similarity(query: Row, document: Row, kind: Literal["cosine", "dot", "euclidean", "manhattan"]) -> float:

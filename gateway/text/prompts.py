@@ -61,8 +61,6 @@ def tokenise_pairs(
     if not items:
         return [], []
     encoder = PromptEncoder(tokenizer, limit, bounds, param, add_special_tokens, parse_special_tokens)
-    for index, item in enumerate(items):
-        encoder.check_length(index, len(query) + len(item))
     cut = tokenizer.cut(query, last=True) if len(items) > 1 else None
     found = None if cut is None else _query_first(encoder, query[:cut], query[cut:], items)
     if found is not None:
@@ -90,11 +88,6 @@ class PromptEncoder:
     def affixes(self) -> tuple[list[int], list[int]]:
         """Special tokens before and after each prompt."""
         return self.tokenizer.affixes if self.adds else ([], [])
-
-    def check_length(self, index: int, characters: int) -> None:
-        """Raise :class:`PromptTooLongError` if a prompt of ``characters`` cannot fit within the limit."""
-        if self.tokenizer.least_tokens(characters) > self.limit:
-            raise PromptTooLongError(index, TooManyTokens(self.limit, exact=False))
 
     def encode(self, index: int, text: str, *, whole: bool = False) -> list[int]:
         """Return the tokens of a part of a prompt, or of a ``whole`` one. Raises :class:`PromptTooLongError`."""
@@ -193,8 +186,6 @@ def tokenise_items(
     if not items:
         return [], []
     encoder = PromptEncoder(tokenizer, limit, bounds, param, True, parse_special_tokens)
-    for index, item in enumerate(items):
-        encoder.check_length(index, len(query) + len(item))
     cut = tokenizer.cut(query, last=False) if len(items) > 1 else None
     prompts = None if cut is None else _query_last(encoder, query[:cut], query[cut:], items)
     if prompts is None:

@@ -36,52 +36,7 @@ from yardstick_llm.gateway.output.constraint import GrammarCompiler
 from yardstick_llm.gateway.text.cuts import cuts_of
 from yardstick_llm.gateway.text.prepared import TooManyTokens
 from yardstick_llm.gateway.text.special import ControlTokens, Marked, any_of
-from yardstick_llm.gateway.text.vocabulary import BYTE_OF, Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
-
-_NFC_SHRINKS = 3
-"""Upper bound on the characters of a text for each byte of its NFC form. The worst known is 1.5 (u, diaeresis and macron become
-U+01D6)."""
-
-
-def characters_per_token(document: dict[str, Any], spelling: Spelling) -> int | None:
-    """Return the most characters of a text that one token can represent; None if there is no bound.
-
-    The bound is the length of the longest token. A byte-level token of n bytes represents at most n characters, and more if NFC
-    composes. There is no bound if characters may vanish (a vocabulary without all bytes, fused unknown tokens), if added tokens
-    absorb adjacent whitespace, or if the normaliser is of another kind.
-    """
-    model, added = document["model"], document.get("added_tokens") or []
-    if not isinstance(model["vocab"], dict) or any(token.get("lstrip") or token.get("rstrip") for token in added):
-        return None
-    shrinks = _byte_level(document) if spelling.family == "byte_level" else _sentencepiece(document)
-    if shrinks is None:
-        return None
-    longest = max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
-    return longest * shrinks
-
-
-def _byte_level(document: dict[str, Any]) -> int | None:
-    if not BYTE_OF.keys() <= document["model"]["vocab"].keys():
-        return None
-    normalizer = document.get("normalizer")
-    if normalizer is None:
-        return 1
-    return _NFC_SHRINKS if normalizer["type"] == "NFC" else None
-
-
-def _sentencepiece(document: dict[str, Any]) -> int | None:
-    model, normalizer = document["model"], document.get("normalizer")
-    if not model.get("byte_fallback") or not {f"<0x{byte:02X}>" for byte in range(256)} <= model["vocab"].keys():
-        return None
-    steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
-    return 1 if all(map(_keeps_length, steps)) else None
-
-
-def _keeps_length(step: dict[str, Any] | None) -> bool:
-    """Whether a step of a normaliser never shortens a text."""
-    if step is None or step["type"] == "Prepend":
-        return True
-    return step["type"] == "Replace" and len(step["pattern"].get("String", "  ")) == 1 and len(step["content"]) >= 1
+from yardstick_llm.gateway.text.vocabulary import Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
 
 
 def table_of(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:
@@ -285,8 +240,6 @@ class Tokenizer(Vocabulary):
         self.controls = ControlTokens(added)
         """The control tokens, for texts that must not contain any."""
         self._added = {token["content"]: token["id"] for token in added}
-        self.characters_per_token = characters_per_token(document, spelling)
-        """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
         self._pieces: Pieces | None = None
         marks = [_sentinel(lstrip=False, rstrip=False) for _ in range(2)]
@@ -329,10 +282,6 @@ class Tokenizer(Vocabulary):
         except ValueError:
             return None
 
-    def least_tokens(self, characters: int) -> int:
-        """Return a lower bound on the tokens of a text of ``characters``."""
-        return -(-characters // self.characters_per_token) if self.characters_per_token else 0
-
     def encode(
         self, text: str, *, limit: int = UNBOUNDED, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
@@ -340,7 +289,6 @@ class Tokenizer(Vocabulary):
 
         Raises :class:`TooManyTokens` for more than ``limit`` ids, without encoding all of a long text.
         """
-        self._check_length(text, limit)
         return self._encode(text, limit, add_special_tokens, parse_special_tokens)
 
     def encode_marked(self, text: Marked, *, limit: int = UNBOUNDED, add_special_tokens: bool = False) -> list[int]:
@@ -348,7 +296,6 @@ class Tokenizer(Vocabulary):
         ones are control tokens. Raises :class:`TooManyTokens`."""
         if not text.mark:
             return self.encode(text.text, limit=limit, add_special_tokens=add_special_tokens)
-        self._check_length(text.text, limit)
         plain, own = self.lift(text)
         return self.restore(self._encode(plain, limit, add_special_tokens, parse_special_tokens=False), own)
 
@@ -466,10 +413,6 @@ class Tokenizer(Vocabulary):
                 return joined, True
             room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
         return "", True
-
-    def _check_length(self, text: str, limit: int) -> None:
-        if self.least_tokens(len(text)) > limit:
-            raise TooManyTokens(limit, exact=False)
 
     def _encode(self, text: str, limit: int, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
         self._library.encode_special_tokens = not parse_special_tokens

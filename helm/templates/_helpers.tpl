@@ -137,31 +137,31 @@ imagePullSecrets:
 
 {{/* "true" if gateways use the Kubernetes API */}}
 {{- define "yardstick.asksAPI" -}}
-{{- if contains "kubernetes://" (include "yardstick.engines" .) }}true{{ end -}}
+{{- if or .Values.auth.watch (contains "kubernetes://" (include "yardstick.engines" .)) }}true{{ end -}}
 {{- end }}
 
 {{- define "yardstick.serviceAccount" -}}
 {{ .Values.gateway.serviceAccount.name | default (include "yardstick.fullname" .) }}
 {{- end }}
 
-{{/* "true" if an autoscaler alone has the number of pods, and the manifest has none, so that no upgrade or rollback changes it:
-     (dict "root" $ "kind" KIND "name" NAME "autoscaling" VALUES). An object that was created with a number keeps one in its manifest,
-     because Helm would set it to 1 if it were removed. An annotation marks objects without a number */}}
-{{- define "yardstick.leavesReplicas" -}}
-{{- if .autoscaling.enabled -}}
+{{/* Number of pods of an object and the annotations about it, as YAML: (dict "root" $ "kind" KIND "name" NAME "replicas" N "autoscaling"
+     VALUES). The object's own number counts while an autoscaler is on, or while the value is the one of the last upgrade, which
+     `yardstick/replicas` keeps: so `kubectl scale` and the end of autoscaling last, and a changed value counts. An autoscaled object that
+     never had a number in its manifest (`yardstick/autoscaled`) has none, so that rollbacks change nothing either; one that had a number
+     keeps it there, because Helm would set it to 1 if it were removed */}}
+{{- define "yardstick.scaling" -}}
 {{- $known := dict -}}
 {{- if not .root.Values.gitops }}{{ $known = lookup "apps/v1" .kind .root.Release.Namespace .name }}{{ end -}}
-{{- if or (not $known) (eq "autoscaler" (get ($known.metadata.annotations | default dict) "yardstick/replicas")) }}true{{ end -}}
-{{- end -}}
-{{- end }}
-
-{{/* Number of pods: as above, with "replicas" N. An autoscaled object keeps the number that it has */}}
-{{- define "yardstick.replicas" -}}
-{{- if not .autoscaling.enabled -}}
-replicas: {{ .replicas }}
-{{- else if not (include "yardstick.leavesReplicas" .) -}}
-replicas: {{ (lookup "apps/v1" .kind .root.Release.Namespace .name).spec.replicas }}
-{{- end -}}
+{{- $notes := ($known.metadata | default dict).annotations | default dict -}}
+{{- $keeps := or .autoscaling.enabled (eq (get $notes "yardstick/replicas") (toString .replicas)) -}}
+{{- $free := and .autoscaling.enabled (or (not $known) (hasKey $notes "yardstick/autoscaled")) -}}
+annotations:
+  yardstick/replicas: {{ toString .replicas | quote }}
+  {{- if $free }}
+  yardstick/autoscaled: "true"
+  {{- else }}
+replicas: {{ if and $known $keeps }}{{ $known.spec.replicas }}{{ else }}{{ .replicas }}{{ end }}
+  {{- end }}
 {{- end }}
 
 {{/* Names of the Secrets */}}

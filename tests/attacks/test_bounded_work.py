@@ -270,7 +270,8 @@ def test_garbage_is_collected_between_requests(site: Site) -> None:
 
 def test_memory_falls_back_after_a_burst(site: Site) -> None:
     idle = tree_mib(site.program.process.pid)
-    bodies = [REFUSED[name] for name in ("five million labels", "fifteen million ids", "one prompt of 17 MB", "a label of 21 MB")]
+    named = [REFUSED[name] for name in ("five million labels", "fifteen million ids", "one prompt of 17 MB", "a label of 21 MB")]
+    bodies = [(path, body if isinstance(body, bytes) else json.dumps(body).encode()) for path, body in named]
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda each: site.post(*each).status_code, bodies * 3))
     assert set(answers) <= {400, 429}

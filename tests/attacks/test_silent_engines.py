@@ -38,7 +38,6 @@ FRESH = {"cache-control": "no-store"}
 
 STOPPED: dict[str, Callable[[Pod], list[int]]] = {
     "loop": lambda pod: [pod.loop_pid],
-    "http": lambda pod: [pod.process.pid],
     "both": lambda pod: [pod.process.pid, pod.loop_pid],
 }
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the cluster tests on a cluster of its own on this machine: starts the cluster that the script CLUSTER can start (up, load-image
 # NAME, kubeconfig, down), builds the images, runs `make test-cluster`, or TARGET=test-cluster-all, and stops what it has started.
-# As root, on Debian. The exit status is 3, and the last line of stderr the reason, where this machine can run no cluster; images that
-# cannot be built and tests that fail have other ones.
+# As root, on Debian. Needs .venv for the images only, and waits up to 30 minutes for the file WAIT_FOR, if it is given, before it builds
+# them. The exit status is 3, and the last line of stderr the reason, where this machine can run no cluster; images that cannot be built
+# and tests that fail have other ones.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 CLUSTER=${CLUSTER:?name the script that starts a cluster}
@@ -79,6 +80,11 @@ api=$(kubectl get service kubernetes --output 'jsonpath={.spec.clusterIP}')
 curl --silent --insecure --output /dev/null --max-time 5 --retry 10 --retry-delay 1 --retry-all-errors "https://$api/readyz" ||
   cannot "Services cannot be reached; kube-proxy cannot write iptables' rules, perhaps"
 kubectl delete pod first --wait=false >>"$LOG"
+
+for _ in $(seq 3600); do
+  if [ -e "${WAIT_FOR:-.}" ]; then break; fi
+  sleep 0.5
+done
 
 make --no-print-directory wheels images BASE=localhost/yardstick-base:bookworm OFFLINE=1
 for image in "localhost/yardstick-gateway:$RELEASE" "localhost/yardstick-engine:$RELEASE"; do

@@ -77,13 +77,18 @@ def test_two_releases_whose_names_collide_are_told_apart(cluster: Cluster) -> No
 HPA: Values = {"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}}
 
 
-def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
+def test_only_a_changed_value_changes_the_number_of_pods(cluster: Cluster) -> None:
+    """Neither an upgrade for another reason after `kubectl scale`, nor one that turns autoscaling on or off."""
     cluster.install({"engine": {"replicas": 3}})
-    cluster.upgrade(HPA)
-    assert cluster.replicas() == 3
     cluster.release.scale(ENGINE, 5)
-    cluster.upgrade({"gateway": {"replicas": 3}})
+    cluster.upgrade({"gateway": {"podLabels": {"cost": "search"}}})
     assert cluster.replicas() == 5
+    cluster.upgrade(HPA)
+    cluster.release.scale(ENGINE, 4)
+    cluster.upgrade({"engine": {"autoscaling": {"enabled": False}}})
+    assert cluster.replicas() == 4
+    cluster.upgrade({"engine": {"replicas": 2}})
+    assert cluster.replicas() == 2
 
 
 def test_neither_upgrade_nor_rollback_changes_the_number_of_an_autoscaler(cluster: Cluster) -> None:
@@ -93,6 +98,8 @@ def test_neither_upgrade_nor_rollback_changes_the_number_of_an_autoscaler(cluste
     cluster.upgrade({"gateway": {"replicas": 3}})
     assert cluster.replicas() == 3
     cluster.release.run_helm("rollback", "1")
+    assert cluster.replicas() == 3
+    cluster.upgrade({"engine": {"autoscaling": {"enabled": False}}})
     assert cluster.replicas() == 3
 
 

@@ -120,7 +120,7 @@ EVERYTHING: Values = {
             "console": True,
         },
     },
-    "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},
+    "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}], "watch": True},
     "tracing": {"endpoint": "http://collector.observability:4318", "ratio": 0.1, "headersSecret": "collector"},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
     "loadTest": {

@@ -16,6 +16,7 @@ OTHER_VALUES = (
     "engines",
     "engine_token_file",
     "api_keys_file",
+    "api_keys_secret",
     "console",
     "host",
     "port",

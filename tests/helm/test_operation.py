@@ -36,9 +36,9 @@ def test_an_autoscaler_has_the_number_of_pods_to_itself():
     found = scaled({"gateway": {"replicas": 4, "autoscaling": {"enabled": True}}}, replicas=5)
     for manifest in (one(found, "StatefulSet", "yardstick-engine"), one(found, "Deployment", "yardstick")):
         assert "replicas" not in manifest["spec"]
-        assert manifest["metadata"]["annotations"] == {"yardstick/replicas": "autoscaler"}
+        assert manifest["metadata"]["annotations"]["yardstick/autoscaled"] == "true"
     fixed = one(manifests({"engine": {"replicas": 5}}), "StatefulSet", "yardstick-engine")
-    assert (fixed["spec"]["replicas"], "annotations" in fixed["metadata"]) == (5, False)
+    assert (fixed["spec"]["replicas"], fixed["metadata"]["annotations"]) == (5, {"yardstick/replicas": "5"})
 
 
 def test_keda_takes_what_the_values_add():

@@ -69,20 +69,6 @@ def test_a_cpu_pool_beside_a_gpu_default():
     assert one(found, "StatefulSet", "yardstick-engine")["spec"]["volumeClaimTemplates"]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"tensorParallel": 2},
-        {"tensorParallel": 2, "resources": {"limits": {"nvidia.com/gpu": 1}}},
-        {"resources": GPUS},
-        {"resources": GPUS, "tensorParallel": 2, "device": "cpu"},
-    ],
-)
-def test_gpus_that_do_not_fit_are_refused(engine: Values):
-    with pytest.raises(helm().HelmError, match=r"the pool default has \d? ?GPUs.*set"):
-        render({"engine": engine})
-
-
 def test_caches_are_not_on_the_volume_of_the_models():
     """The volume may be a shared claim that is mounted read-only."""
     for values, read_only in (({}, False), (BARE, False), (GITOPS, True)):

@@ -18,7 +18,7 @@ from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt_referenc
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tilts], Tensor]
 BOTH = pytest.mark.parametrize("operation", [length_tilt_reference, length_tilt_triton], ids=["reference", "triton"])
 WIDTH = 8
-SOLVED = ("mul", "linear", "exp", "length_mul", "eq_soft")
+SOLVED = ("mul", "linear", "exp", "length_mul", "eq_soft", "le_soft")
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,13 @@ def with_mean(case: Case, v: list[float], mean: float, least: float, most: float
         "exp": lambda: least + (1 - max(1 - (mean - least) / span, 0.0) ** max(s, 0)) * span,
         "length_mul": lambda: 1 - case.gamma ** (s * math.log(1 - mean) / math.log(case.gamma)),
         "eq_soft": lambda: 1 - case.gamma**case.target,
+        "le_soft": lambda: min(mean, 1 - case.gamma**case.target),
     }[case.rule]()
     margin = max(1e-12, 1e-6 * span)
     goal = min(max(wanted, least + margin), most - margin)
     if abs(goal - mean) < 1e-8:
         return case.p
-    if case.rule == "eq_soft" and not least < wanted < most:
+    if case.rule in ("eq_soft", "le_soft") and not least < wanted < most:
         return [float(place == v.index(least if wanted <= least else most)) for place in range(len(v))]
     low, high = -1e13, 1e13
     for _ in range(300):

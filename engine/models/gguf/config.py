@@ -6,6 +6,8 @@ a file leaves out has the value of llama.cpp.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -32,10 +34,14 @@ BODIES = {
     "granite": "Granite",
 }
 """First part of an architecture's name in ``config.json``, by ``general.architecture``."""
+ENCODERS = {"bert": "Bert", "nomic-bert": "NomicBert"}
+"""Like :data:`BODIES`, for encoders."""
 _ROTATED_IN_PAIRS = ("llama", "granite")
 """Architectures whose rotation llama.cpp applies to neighbours."""
-POOLINGS: dict[int, Literal["last", "mean"] | None] = {0: None, 1: "mean", 3: "last"}
+POOLINGS: dict[int, Literal["cls", "last", "mean"] | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
 """Pooling by the value of ``pooling_type``."""
+RANK = 4
+"""Value of ``pooling_type`` of a cross-encoder."""
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 """Control tokens that end a generation in llama.cpp, whatever the metadata say."""
 CONTROL = 3
@@ -67,13 +73,51 @@ _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_ENCODER_OUTER = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "cls": "pooler.dense",
+    "cls.output": "classifier",
+}
+_ENCODER_NAMES = {
+    "bert": {
+        "token_embd_norm": "embeddings.LayerNorm",
+        "attn_q": "encoder.layer.{}.attention.self.query",
+        "attn_k": "encoder.layer.{}.attention.self.key",
+        "attn_v": "encoder.layer.{}.attention.self.value",
+        "attn_output": "encoder.layer.{}.attention.output.dense",
+        "attn_output_norm": "encoder.layer.{}.attention.output.LayerNorm",
+        "ffn_up": "encoder.layer.{}.intermediate.dense",
+        "ffn_down": "encoder.layer.{}.output.dense",
+        "layer_output_norm": "encoder.layer.{}.output.LayerNorm",
+    },
+    "nomic-bert": {
+        "token_embd_norm": "emb_ln",
+        "attn_qkv": "encoder.layers.{}.attn.Wqkv",
+        "attn_output": "encoder.layers.{}.attn.out_proj",
+        "attn_output_norm": "encoder.layers.{}.norm1",
+        "ffn_up": "encoder.layers.{}.mlp.fc11",
+        "ffn_gate": "encoder.layers.{}.mlp.fc12",
+        "ffn_down": "encoder.layers.{}.mlp.fc2",
+        "layer_output_norm": "encoder.layers.{}.norm2",
+    },
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[\w.]+)\.(?P<kind>weight|bias)")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ROPE_FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+def is_encoder_file(path: Path) -> bool:
+    """Whether the model of the file is an encoder. Raises :class:`ModelError`."""
+    return read_gguf(path).metadata.get("general.architecture") in ENCODERS
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor of the weights by its name in a Hugging Face checkpoint. Raises :class:`ModelError`."""
     file = read_gguf(path)
+    if is_encoder_file(path):
+        return _stored_of_encoder(file)
     architecture, family = _architecture(file)
     keys = Keys(dict(file.metadata), path.name)
     parts = (
@@ -99,6 +143,18 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return stored
 
 
+def _stored_of_encoder(file: GGUFFile) -> dict[str, Stored]:
+    names = _ENCODER_OUTER | _ENCODER_NAMES[file.metadata["general.architecture"]]
+    stored: dict[str, Stored] = {}
+    for name, tensor in file.tensors.items():
+        found = _NAME.fullmatch(name)
+        known = f"{names[found['part']]}.{found['kind']}".format(found["layer"]) if found and found["part"] in names else name
+        shape = tensor.shape if name != "token_types.weight" or len(tensor.shape) == 2 else (1, *tensor.shape)
+        tensor = dataclasses.replace(tensor, shape=shape)
+        stored[known] = StoredCodes(tensor.path, shape, tensor.kind, name, partial(_load, tensor, 0, False))
+    return stored
+
+
 def _load(tensor: GGUFTensor, heads: int, plus_one: bool, _: Read) -> CodedWeight | Tensor:
     return read_weight(tensor, heads, plus_one)
 
@@ -114,6 +170,8 @@ def configuration(path: Path) -> dict[str, Any]:
     Raises :class:`ModelError` also where its sizes are not those of the tensors, before memory of such sizes is allocated.
     """
     file = read_gguf(path)
+    if is_encoder_file(path):
+        return _encoder_configuration(file)
     architecture, family = _architecture(file)
     keys = Keys(dict(file.metadata), path.name)
 
@@ -166,12 +224,53 @@ def configuration(path: Path) -> dict[str, Any]:
     return raw
 
 
-def pooling_of(path: Path) -> Literal["last", "mean"] | None:
-    """``mean`` or ``last`` of an embedding model. Raises :class:`ModelError`."""
+def _encoder_configuration(file: GGUFFile) -> dict[str, Any]:
+    architecture = file.metadata["general.architecture"]
+    keys = Keys(dict(file.metadata), file.path.name)
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    if keys.flag(key("attention.causal"), False):
+        raise keys.error(key("attention.causal"), "is true, which is not supported for encoders; use another model")
+    if keys.present(key("rope.scaling.type")) and keys.text(key("rope.scaling.type"), "none") != "none":
+        raise keys.error(key("rope.scaling.type"), "is not supported for encoders; use another model")
+    ranks = file.metadata.get(key("pooling_type")) == RANK
+    hidden, heads = _count(keys, key("embedding_length")), _count(keys, key("attention.head_count"))
+    embedding, types, classes = (file.tensors.get(f"{name}.weight") for name in ("token_embd", "token_types", "cls.output"))
+    raw: dict[str, Any] = {
+        "architectures": [ENCODERS[architecture] + ("ForSequenceClassification" if ranks else "Model")],
+        "vocab_size": 0 if embedding is None else embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": _count(keys, key("feed_forward_length")),
+        "num_hidden_layers": _count(keys, key("block_count")),
+        "num_attention_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": _count(keys, key("context_length")),
+        "layer_norm_eps": keys.number(key("attention.layer_norm_epsilon")),
+        "type_vocab_size": 0 if types is None else math.prod(types.shape) // hidden,
+        "rope_theta": keys.number(key("rope.freq_base"), 10000.0),
+        "mlp_fc1_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "mlp_fc2_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "qkv_proj_bias": "blk.0.attn_qkv.bias" in file.tensors,
+    }
+    if ranks:
+        names = [f"LABEL_{place}" for place in range(0 if classes is None else classes.shape[0])]
+        if keys.present(key("classifier.output_labels")):
+            names = keys.strings(key("classifier.output_labels"))
+        raw["id2label"] = {str(place): name for place, name in enumerate(names)}
+    _check_sizes(file, raw)
+    return raw
+
+
+def pooling_of(path: Path) -> Literal["cls", "last", "mean"] | None:
+    """Pooling of an embedding model; None for others. Raises :class:`ModelError`."""
     file = read_gguf(path)
-    architecture, _ = _architecture(file)
+    architecture = file.metadata["general.architecture"] if is_encoder_file(path) else _architecture(file)[0]
     kind = file.metadata.get(f"{architecture}.pooling_type", 0)
-    if kind not in POOLINGS:
+    if kind == RANK and architecture in ENCODERS:
+        return None
+    if kind not in POOLINGS or (POOLINGS[kind] == "cls" and architecture in BODIES):
         raise ModelError(f"{architecture}.pooling_type in {path.name} is {kind!r:.80}, which is not supported; use another model.")
     return POOLINGS[kind]
 
@@ -190,7 +289,7 @@ def _architecture(file: GGUFFile) -> tuple[str, Family]:
     name = file.metadata.get("general.architecture")
     body = BODIES.get(name) if isinstance(name, str) else None
     if body is None:
-        supported = ", ".join(BODIES)
+        supported = ", ".join((*BODIES, *ENCODERS))
         raise ModelError(f"{file.path.name} has a model of the architecture {name!r:.80}; GGUF files of {supported} are supported.")
     assert isinstance(name, str)
     return name, family_of(f"{body}ForCausalLM")

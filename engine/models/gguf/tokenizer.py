@@ -1,5 +1,6 @@
 """The ``tokenizer.json`` that the metadata of a GGUF file stand for, in the format of the ``tokenizers`` library.
 
+A WordPiece tokeniser (``bert``) has a space, written as U+2581, before what begins a word, in place of ``##`` before what does not.
 A byte-level BPE tokeniser (``gpt2``) names the expression that divides texts by the kind of its pre-tokeniser. A SentencePiece
 tokeniser (``llama``) has scores in place of merges: two tokens merge if the result is a token, those of the highest score first.
 
@@ -13,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from yardstick_llm.engine.models.files import Keys
+from yardstick_llm.engine.models.files import Keys, ModelError
 from yardstick_llm.engine.models.gguf.config import CONTROL
 from yardstick_llm.engine.models.gguf.file import GGUFFile, read_gguf
 
@@ -73,7 +74,13 @@ def tokenizer_document(path: Path) -> dict[str, Any]:
     vocab: dict[str, int] = {}
     for id, token in enumerate(tokens):
         vocab.setdefault(token, id)
-    if kind == "gpt2":
+    if kind == "bert":
+        tokens = [_wordpiece_text(token) for token in tokens]
+        vocab = {}
+        for id, token in enumerate(tokens):
+            vocab.setdefault(token, id)
+        parts = _wordpiece(file, keys, vocab, tokens)
+    elif kind == "gpt2":
         parts = _byte_level(keys, vocab)
     elif kind == "llama":
         # Gemma's merges follow the order of the tokens and not their scores.
@@ -81,7 +88,7 @@ def tokenizer_document(path: Path) -> dict[str, Any]:
         scores = order if is_gemma else _list(file, keys, "tokenizer.ggml.scores", len(tokens), None)
         parts = _sentencepiece(keys, vocab, _merges(tokens, types, scores, vocab))
     else:
-        raise keys.error("tokenizer.ggml.model", f"is {kind!r:.80}, which is not supported; use a model with gpt2 or llama")
+        raise keys.error("tokenizer.ggml.model", f"is {kind!r:.80}, which is not supported; use a model with gpt2, llama or bert")
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
         {"id": id, "content": token, "special": type_ != USER_DEFINED, **plain}
@@ -121,6 +128,46 @@ def _list(file: GGUFFile, keys: Keys, key: str, length: int, default: list[Any] 
     if not isinstance(values, list) or len(values) != length or not all(isinstance(value, int | float) for value in values):
         raise keys.error(key, f"must be {length} numbers, one for each token; download the model again")
     return values
+
+
+def _wordpiece_text(token: str) -> str:
+    if token.startswith("▁"):
+        return token[1:]
+    return token if token.startswith("[") and token.endswith("]") else f"##{token}"
+
+
+def _wordpiece(file: GGUFFile, keys: Keys, vocab: dict[str, int], tokens: list[str]) -> dict[str, Any]:
+    """The steps of BERT's tokeniser. llama.cpp reads texts in lower case, whatever the model does."""
+    ends = [_special(file, tokens, *names) for names in (("cls", "bos"), ("seperator", "eos"))]
+    before, after = ([{"SpecialToken": {"id": token, "type_id": 0}}] for token in ends)
+    single = [*before, {"Sequence": {"id": "A", "type_id": 0}}, *after]
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": ends[1], "type_id": 1}}]
+    used = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in ends}
+    unknown = _special(file, tokens, "unknown", default="[UNK]")
+    if unknown not in vocab:
+        raise keys.error("tokenizer.ggml.tokens", f"has no token {unknown:.80}; download the model again")
+    return {
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
+        },
+        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": used},
+    }
+
+
+def _special(file: GGUFFile, tokens: list[str], *names: str, default: str = "") -> str:
+    """The text of the first of these special tokens that the metadata name."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    found = next((tokens[id] for id in ids if isinstance(id, int) and 0 <= id < len(tokens)), default)
+    if not found:
+        raise ModelError(f"{file.path.name} names no token for {names[0]}; download the model again.")
+    return found
 
 
 def _byte_level(keys: Keys, vocab: dict[str, int]) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class GuidedRows:
     ends: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens, beside the end of sequence, that end the section."""
     passes: list[CandidatePass] = field(default_factory=list)
-    any_greedy: bool = False
-    """Whether some row has temperature 0."""
+    any_chosen: bool = False
+    """Whether some row has a constraint that chooses a candidate; rows of temperature 0 have one."""
     any_end: bool = False
     """Whether some row has ``end_min_p``."""
     targets: dict[int, tuple[wire.LengthGuidance, int]] = field(default_factory=dict)
@@ -108,13 +108,16 @@ def pack_guidance(guidance: wire.LengthGuidance) -> bytes:
     return np.array([row], GUIDANCE).tobytes()
 
 
-def prepare_guidance(rows: GuidedRows, gamma: float, eos_ids: Sequence[int], device: torch.device) -> Parameters:
-    """Copy the parameters to the device in one copy that the host does not wait for. ``gamma``: the length model's own."""
+def prepare_guidance(
+    rows: GuidedRows, gamma: float, eos_ids: Sequence[int], device: torch.device, calibration: wire.Calibration | None = None
+) -> Parameters:
+    """Copy the parameters to the device in one copy that the host does not wait for. ``gamma`` and ``calibration``: the length
+    model's own."""
     table = np.frombuffer(b"".join(rows.packed), GUIDANCE)
     log_gammas = np.where(np.isnan(table["log_gamma"]), math.log(gamma), table["log_gamma"])
     aims = np.zeros(len(rows))
     for row, (guidance, drawn) in rows.targets.items():
-        aims[row] = target(guidance, drawn, guidance.gamma or gamma)
+        aims[row] = target(guidance, drawn, guidance.gamma or gamma, calibration)
     upload = Upload()
     top_k, rule, end_ids = upload.add(rows.top_k), upload.add(table["rule"]), upload.add(_end_table(rows.ends, eos_ids))
     floats = np.stack([table["scale"], log_gammas, aims, table["value_min"], table["entropy_threshold"], table["end_min_p"]])
@@ -235,15 +238,20 @@ class LenVMRunner:
         eos_ids: Sequence[int],
         graphs: PassGraphs | None = None,
         images: StepImages | None = None,
+        calibration: wire.Calibration | None = None,
         *,
         compact: bool,
     ) -> None:
-        """``compact``: the second form of the module docstring, which reads the device and needs no graphs."""
+        """``calibration``: of the length model, for guidance with a confidence.
+
+        ``compact``: the second form of the module docstring, which reads the device and needs no graphs.
+        """
         assert graphs is None or not compact
         self._model = model
         self._attention = attention
         self._gamma = gamma
         self._eos = tuple(eos_ids)
+        self._calibration = calibration
         self._graphs = graphs
         self._images = images or StepImages()
         self._compact = compact
@@ -286,12 +294,14 @@ class LenVMRunner:
         if bucket is None:
             table, passed = placed.branch_of.view(found.ids.shape), self._forward(work, resolve)
         else:
-            drawn = _choice(found.probabilities, found.ids, sampling, rows)  # right for rows that are decided
+            alone = _tempered(found.probabilities, sampling, parameters, rows)
+            drawn = _choice(alone, found.ids, sampling, rows)  # right for rows that are decided
             packed = pack_needed(found, undecided, drawn, placed.lengths, placed.rows, placed.first, placed.width)
             table, passed = packed.branch_of, self._forward_counted(prefixes, placed.width, bucket, packed)
         z = self._table(passed.branches, table)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
+        p = _tempered(p, sampling, parameters, rows)
         chosen = _choice(p, found.ids, sampling, rows)
         self._adopt(passed, table.gather(1, chosen).squeeze(1).index_select(0, placed.computed), placed.slots)
         draws = GuidedDraws(
@@ -318,12 +328,12 @@ class LenVMRunner:
         """Return sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
         sampling = prepare(rows.sampling, self._device)
         logits = logits[:, : self._model.config.vocab_size].contiguous()
-        parameters = prepare_guidance(rows, self._gamma, self._eos, self._device)
+        parameters = prepare_guidance(rows, self._gamma, self._eos, self._device, self._calibration)
         columns = FEW if max(rows.top_k) <= FEW else MOST
         columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
         temperatures = sampling.temperatures
-        if rows.any_greedy:
-            temperatures = torch.where(temperatures > 0, temperatures, 1.0)
+        if rows.any_chosen:
+            temperatures = torch.where(chooses(parameters), 1.0, temperatures)
         logits = edited(logits, sampling)
         found = candidates(logits, temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns)
         if rows.any_end:
@@ -422,9 +432,24 @@ def with_end(found: Candidates, logits: Tensor, temperatures: Tensor, parameters
     )
 
 
+def chooses(parameters: Parameters) -> Tensor:
+    """Rows whose constraint chooses a candidate, [rows] bool. Their candidates are those of temperature 1."""
+    rule = parameters.tilts.rule
+    return (rule >= RULES.index("eq")) & (rule <= RULES.index("le"))
+
+
+def _tempered(p: Tensor, sampling: SamplingBatch, parameters: Parameters, rows: GuidedRows) -> Tensor:
+    """Give rows of :func:`chooses` that were left alone their own temperature; a choice is the same at each."""
+    if not rows.any_chosen:
+        return p
+    temperatures = sampling.temperatures.unsqueeze(1)
+    tempered = (p.log() / temperatures.clamp(min=SMALLEST_TEMPERATURE)).softmax(-1)
+    return torch.where(chooses(parameters).unsqueeze(1) & (temperatures > 0) & (temperatures != 1), tempered, p)
+
+
 def _choice(p: Tensor, ids: Tensor, sampling: SamplingBatch, rows: GuidedRows) -> Tensor:
     """:func:`seeded_choice`; the most probable candidate in rows of temperature 0."""
     chosen = seeded_choice(p, ids, sampling.keys)
-    if not rows.any_greedy:
+    if not rows.any_chosen:
         return chosen
     return torch.where((sampling.temperatures > 0).unsqueeze(1), chosen, p.argmax(-1, keepdim=True))

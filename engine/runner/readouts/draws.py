@@ -319,7 +319,7 @@ class GuidedDrawReadout(Readout):
         self.branches.append(branch)
         self.logit_rows.append(row + segment.tokens.size - 1)
         add_draw(rows.sampling, branch, request, position, self.context.eos_token_ids)
-        rows.any_greedy |= request.message.sampling.temperature <= 0
+        rows.any_chosen |= guidance.chooses
         rows.any_end |= guidance.end_min_p is not None
         if guidance.constraint is not None:
             rows.targets[place] = guidance, position - begin

@@ -18,9 +18,8 @@ from benchmarks.engine import accuracy, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
 from benchmarks.engine.decode import DRAFTS, LOGPROBS, measure
 from benchmarks.engine.engines import Engine, Transformers
-from benchmarks.engine.load import Workload
 from benchmarks.engine.records import Store
-from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, random_decoder, subject
+from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
 from yardstick_llm.engine.demo import MODELS

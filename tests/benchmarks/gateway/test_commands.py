@@ -26,10 +26,10 @@ def test_it_counts_the_gateway_and_its_workers(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str]) -> None:
     here = str(Path(__file__).parents[3])
-    assert main(["rerank-cpu", "--requests", "4", "--rounds", "1", "--against", here]) == 0
+    assert main(["gateway", "--requests", "40", "--rounds", "1", "--against", here]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 0 < summary["gateway, 1 short, CPU"] < summary["gateway, 20 long, CPU"]
-    assert summary["ratios"]["gateway / other checkout, 5 short, CPU"] > 0
+    assert summary["memory, hit"] > 0
+    assert min(summary["ratios"].values()) > 0
 
 
 @pytest.mark.slow

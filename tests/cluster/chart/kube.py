@@ -25,7 +25,7 @@ from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
 from tests.helm.chart import CHART, ROOT, Values
-from yardstick_llm.gateway.pool.kubernetes import find_access
+from yardstick_llm.gateway.process.kubernetes import find_access
 
 READY_SECONDS = 240
 RESTARTED = "kubectl.kubernetes.io/restartedAt"

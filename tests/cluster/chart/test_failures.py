@@ -32,13 +32,6 @@ def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False
     assert not load.failures, load.failures
 
 
-def test_an_engine_pod_is_deleted(ingress: IngressProxy, release: Release):
-    with undisturbed(ingress, release):
-        release.delete_pod("yardstick-engine-0")
-        time.sleep(5)
-        release.rolled_out(ENGINES)
-
-
 def test_an_engine_pod_is_evicted_as_a_drained_node_does(ingress: IngressProxy, release: Release):
     def evict(pod: str) -> None:
         body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod, "namespace": release.namespace}}

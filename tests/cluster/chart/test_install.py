@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import statistics
 import time
 from pathlib import Path
 
@@ -57,24 +56,6 @@ def test_the_sdk_scores_and_generates_over_the_ingress(client: openai.OpenAI):
     whole = client.chat.completions.create(model="yardstick-demo", messages=messages, temperature=0, max_tokens=20)
     stream = client.chat.completions.create(model="yardstick-demo", messages=messages, temperature=0, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
-
-
-def test_the_sdk_steers_the_length_over_the_ingress(client: openai.OpenAI):
-    (model,) = client.models.list()
-    assert "length_guidance" in model.model_dump()["capabilities"], "the demo model has its length model beside it"
-    messages = [{"role": "user", "content": "Describe: red running shoes"}]
-
-    def lengths(target: int) -> list[int]:
-        guide = {"length_guidance": {"target_length": target}}
-        seeds = range(6)
-        answers = [
-            client.chat.completions.create(model=model.id, messages=messages, seed=seed, logprobs=True, extra_body=guide)
-            for seed in seeds
-        ]
-        return [len(answer.choices[0].logprobs.content) for answer in answers]
-
-    assert statistics.mean(abs(length - 40) for length in lengths(40)) <= 0.15 * 40
-    assert min(lengths(90)) > 70
 
 
 def test_only_the_api_is_let_in(ingress: IngressProxy, release: Release):

@@ -66,7 +66,7 @@ class Plain:
         logits = self.base(torch.tensor([text])).logits[0, -1].double()
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
-        p = (logits / (sampling.temperature or 1.0)).softmax(-1)
+        p = (logits / (1.0 if chooses(guidance) else sampling.temperature)).softmax(-1)
         top = p.topk(guidance.top_k)
         kept, before = [], 0.0
         for rank, (value, token) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
@@ -87,25 +87,33 @@ class Plain:
         guidance = message.length_guidance
         entropy = float(-(p * p.log()).sum())
         if len(ids) == 1 or entropy < guidance.entropy_threshold or float((p * v).sum()) < guidance.value_min:
-            return Draw(ids, p, z, v, p)
+            own = chooses(guidance) and message.sampling.temperature > 0
+            return Draw(ids, p, z, v, (p.log() / message.sampling.temperature).softmax(-1) if own else p)
         return Draw(ids, p, z, v, tilt(p, z, v, drawn, guidance))
+
+
+def chooses(guidance: wire.LengthGuidance) -> bool:
+    return guidance.constraint in ("eq", "ge", "le")
 
 
 def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
     """Some of the rules, each by its definition; the mean is found by halving."""
     s, gamma = guidance.scale, guidance.gamma or GAMMA
     mean = float((p * v).sum())
-    if guidance.constraint is not None:
-        target = max((guidance.target_length or 0) - drawn, 0)
+    target = max((guidance.target_length or 0) - drawn, 0)
+    if chooses(guidance):
         lengths = torch.log1p(-v) / math.log(gamma)
         cost = {"eq": (lengths - target).abs(), "le": v, "ge": -v if target else v}[guidance.constraint]
         return torch.nn.functional.one_hot(cost.argmin(), len(p)).double()
-    if guidance.mode == "centered_exp":
+    aim = 1 - gamma**target
+    if guidance.constraint == "le_soft" and (mean <= aim or aim <= float(v.min())):
+        return p if mean <= aim else torch.nn.functional.one_hot(v.argmin(), len(p)).double()
+    if guidance.constraint is None and guidance.mode == "centered_exp":
         return _normal(p * (s * v).exp())
     if guidance.mode == "value_bias":
         z = torch.where(v == 0, math.log(1e-9), z)
         return _normal(p * (s * z).exp())
-    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}[guidance.mode]
+    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}.get(guidance.mode, aim)
     span = float(v.max() - v.min())
     margin = max(1e-12, 1e-6 * span)
     wanted = min(max(wanted, float(v.min()) + margin), float(v.max()) - margin)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.device import no_waiting
 from tests.engine.integrity import check
-from tests.engine.lenvm.plain import Plain, make_lenvm_checkpoint
+from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import (
     MODES,
     PAIRS,
@@ -33,6 +37,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import PENDING
+from yardstick_llm.engine.requests.generation import within
 from yardstick_llm.engine.runner.lenvm import draws as guided_draws
 from yardstick_llm.engine.runner.runner import PendingStep
 from yardstick_llm.kernels.candidates import candidates_triton
@@ -249,6 +254,22 @@ def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain:
     assert tokens_of(replies["free"]) == tokens_of(run(build(), free)["free"])
 
 
+@in_both_layouts
+def test_a_constraint_takes_the_same_candidates_at_every_temperature(build: Build, plain: Plain):
+    """Draws that are left alone have the request's temperature: near 0 they are those of temperature 0."""
+    prompt, whole, partly = [5, 6, 7], {"constraint": "eq", "target_length": 9}, {"constraint": "eq", "target_length": 9}
+    partly["entropy_threshold"] = 1.45
+    texts: dict[str, list[list[int]]] = {"whole": [], "partly": []}
+    for name, aim in (("whole", whole), ("partly", partly)):
+        for temperature in (0.0, 1e-3, 0.3, 1.0, 1.7):
+            message = guided(name, prompt, guidance(**aim), temperature=temperature, min_p=0.2, max_tokens=20)
+            replies = run(build(), message)[name]
+            assert verify(plain, message, replies)
+            texts[name].append(tokens_of(replies))
+    assert all(text == texts["whole"][0] for text in texts["whole"])
+    assert texts["partly"][1] == texts["partly"][0] != texts["partly"][-1]
+
+
 @pytest.mark.parametrize("settings", [{"scale": 9.0}, {"mode": "mul", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 9}])
 def test_other_guidance_at_temperature_0_is_invalid(build: Build, settings):
     message = wire.Generate("g", [5, 6, 7], wire.Sampling(temperature=0), length_guidance=wire.LengthGuidance(**settings))
@@ -264,6 +285,22 @@ def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
     same = wire.Generate("same", [5, 6, 7], sampling, length_guidance=wire.LengthGuidance(scale=1e-9))
     replies = run(build(), free, same)
     assert tokens_of(replies["free"]) == tokens_of(replies["same"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-2, 2), min_size=3, max_size=3), st.floats(0, 300), st.sampled_from([(0.5, 0), (0.8, 1), (0.95, 1)]))
+def test_the_longest_prediction_that_keeps_a_limit(ratios: list[float], most: float, asked: tuple[float, int]):
+    """By the definition: real lengths are predicted ones times the quantile of the value's bin, at the next stored level."""
+    confidence, level = asked
+    calibration = wire.Calibration([0.4, 0.9], {"0.5": [0.0, 0.0, 0.0], "0.95": ratios}, 99)
+    chosen = calibration.log_ratio[("0.5", "0.95")[level]]
+
+    def bound(length: float) -> float:
+        return length * math.exp(chosen[bisect_right(calibration.edges, 1 - GAMMA**length)])
+
+    found = within(calibration, confidence, GAMMA, most)
+    assert found == 0 or bound(found * (1 - 1e-9)) <= most * (1 + 1e-6)
+    assert all(bound(length) > most * (1 - 1e-6) for length in (found * 1.001 + 0.1 * step for step in range(1, 3000)))
 
 
 def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):

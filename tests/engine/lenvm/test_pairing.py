@@ -63,7 +63,12 @@ def test_what_the_training_noted_is_checked_and_shown(base: Path, tmp_path: Path
     assert build(base, length).info.lenvm_calibration == wire.Calibration(**calibration)
     (length / "tokenizer.json").unlink()
     assert build(base, length).info.lenvm_gamma == 0.9
-    for changed, named in (({"tokenizer": "0" * 32}, "another tokeniser"), ({"calibration": {"edges": 3}}, "is damaged")):
+    fewer = {"calibration": calibration | {"log_ratio": {"0.95": [0.5]}}}
+    for changed, named in (
+        ({"tokenizer": "0" * 32}, "another tokeniser"),
+        ({"calibration": {"edges": 3}}, "is damaged"),
+        (fewer, "is damaged"),
+    ):
         (length / "lenvm.json").write_text(json.dumps(facts | changed))
         with pytest.raises(ModelError, match=named):
             build(base, length)

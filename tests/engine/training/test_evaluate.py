@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.training.datasets import write_dataset
+from yardstick_llm.engine.models.lenvm import calibration_of
 from yardstick_llm.engine.training.__main__ import main
 from yardstick_llm.engine.training.data import Text, gamma_for, learned, length_quantile, to_lengths
 from yardstick_llm.engine.training.evaluate import (
@@ -22,6 +23,7 @@ from yardstick_llm.engine.training.evaluate import (
     intervals,
     judge_offline,
     judge_served,
+    length_scores,
     rank_correlation,
     states_of,
 )
@@ -130,6 +132,8 @@ def test_served_answers_are_compared_with_unguided_ones_of_the_same_prompt() -> 
     assert guided["deviation"]["mean"] == pytest.approx((0.05 + 0.5) / 2)
     assert (guided["within_tenth"]["mean"], guided["ended"]["mean"]) == (0.5, 0.5)
     assert guided["logprob_change"]["mean"] == pytest.approx(-0.375)
+    assert guided["lifebench"]["mean"] == pytest.approx(50 * (math.exp(-2 * 0.05) + math.exp(-2 * 0.5)))
+    assert length_scores([20, 40], 40).tolist() == pytest.approx([100 * math.exp(-5 * 0.5), 100])
     low, high = (guided["deviation"][name] for name in ("low", "high"))
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.5))
 
@@ -152,6 +156,16 @@ def test_a_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "names no gamma; 0.997" in done.err
     assert ("report.png" in done.err) == plots == (out / "report.png").exists()
     assert "8 answers to 4 prompts" in done.out
+    assert "coverage" not in report["offline"]
+    again = ["evaluate", "--data", str(data), "--lenvm", str(lenvm), "--out", str(out), "--calibrate"]
+    assert main(again) == 0
+    facts = json.loads((lenvm / "lenvm.json").read_text())
+    assert (facts["gamma"], facts["metrics"]["texts"]) == (0.997, 8)
+    calibration = calibration_of(lenvm)
+    assert calibration is not None
+    assert set(calibration.log_ratio) >= {"0.05", "0.95"}
+    assert json.loads((out / "report.json").read_text())["offline"]["coverage"]["0.9"]["share"]["mean"] > 0.5
+    assert main([*again, "--split", "validation"]) == 1
 
 
 def test_a_length_model_of_another_tokeniser_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

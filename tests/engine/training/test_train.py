@@ -18,6 +18,7 @@ from transformers import AutoModel
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.causal import causal
 from tests.engine.training.datasets import write_dataset
+from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.lenvm import load_lenvm
@@ -103,11 +104,20 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family:
         torch.testing.assert_close(parameter.grad, grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_published_layout_is_what_was_trained(tmp_path: Path, data: Path, family: str, method: str) -> None:
-    """Its values are those of the trained model, its own gamma and calibration are served, and LoRA leaves the embedding alone."""
-    init, out = make_checkpoint(tmp_path / "init", family, num_hidden_layers=2), tmp_path / "out"
+@pytest.mark.parametrize(
+    ("family", "method", "kind"),
+    [("llama", "full", None), ("llama", "lora", None), ("gemma", "full", None), ("gemma", "lora", None), ("llama", "lora", "Q8_0")],
+)
+def test_the_published_layout_is_what_was_trained(tmp_path: Path, data: Path, family: str, method: str, kind: str | None) -> None:
+    """Its values are those of the trained model, its own gamma and calibration are served, and LoRA leaves the embedding alone.
+
+    kind: of the matrices of a GGUF file to begin with, beside which the result is served.
+    """
+    shape = {"num_hidden_layers": 2} | (SHAPE if kind else {})
+    init, out = make_checkpoint(tmp_path / "init", family, **shape), tmp_path / "out"
+    if kind:
+        write_gguf(init, tmp_path / "init.gguf", kind)
+        init = tmp_path / "init.gguf"
     assert main(arguments(data, init, out, "--method", method)) == 0
     facts = json.loads((out / "lenvm.json").read_text())
     assert facts["metrics"]["texts"] == 8
@@ -119,11 +129,15 @@ def test_the_published_layout_is_what_was_trained(tmp_path: Path, data: Path, fa
         if trainer.progress.step % every == 0 or trainer.progress.step == len(trainer.steps):
             trainer.check()
     trained, loaded = trainer.finish(), load_lenvm(out)
+    if kind:  # codes are written as bfloat16
+        for parameter in trained.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     tokens = torch.arange(5, 60)
     with torch.no_grad():
         expected, found = (model.value(model(tokens, torch.arange(55), causal))[0] for model in (trained, loaded))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    same = torch.equal(loaded.decoder.embed.weight, load_model(init).embed.weight)
+    embedding = load_model(init).embed.weight
+    same = torch.equal(loaded.decoder.embed.weight, embedding.bfloat16().float() if kind else embedding)
     assert same == (method == "lora")
     info = build_loop(EngineSettings(model=str(init), name="t", lenvm_model=str(out), max_total_tokens=256)).info
     assert info.lenvm_gamma == facts["gamma"]

@@ -16,7 +16,6 @@ import pytest
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
-from tests.redis import RedisServer
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.api.catalogue_scores import MOST_LOSSES, PAGE_ITEMS, SLACK, Best, Result
 
@@ -108,24 +107,26 @@ def test_the_most_items_while_some_change(start: Start, monkeypatch: pytest.Monk
     assert [row["id"] for row in found[-4:]] == ["i0", "i1", "i2", f"i{items - 1}"]
 
 
-def test_a_scan_goes_on_when_redis_is_back(start: Start, redis: RedisServer) -> None:
-    """It has results that would be lost, unlike a request that begins while Redis is away."""
-    items = PAGE_ITEMS + 50
-    engine = FakeEngine(limits=WIDE)
-    client = start(engine, redis_url=redis.url, redis_seconds=0.5)
-    wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
-    load(client, items)
-    engine.faults.hold = True
-    with ThreadPoolExecutor() as threads:
-        scanning = threads.submit(scan, client, stream=True)
-        wait_until(lambda: len(engine.running) >= 2)
-        redis.pause()
-        engine.faults.hold = False
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 0)
-        assert scan(client, top_n=1).status_code == 503
-        redis.resume()
-        found = rows(scanning.result())
-    assert [row["id"] for row in found] == [f"i{place}" for place in range(items)]
+def test_a_scan_whose_engine_is_full_ends_and_can_be_repeated(start: Start) -> None:
+    engine = FakeEngine()
+
+    class Messages(list[Any]):
+        def append(self, message: Any) -> None:
+            super().append(message)
+            if len(self) == 3:  # the first part has been answered
+                engine.faults.fail = wire.Failed("", "overloaded", "The queue is full.", retryable=True, retry_after=1.0)
+
+    engine.item_scores = Messages()
+    client = start(engine, max_request_tokens=80)
+    load(client, 40)
+    answer = scan(client, stream=True)
+    last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
+    assert 0 < len(rows(answer)) < 40
+    engine.faults.fail = None
+    hits, _, items = scan(client, top_n=40).raise_for_status().headers["x-yardstick-cache"].partition("/")
+    assert int(hits) >= len(rows(answer))
+    assert items == "40"
 
 
 @pytest.mark.parametrize("template", [["{item}", " asked: {query}"], "{item}\nasked: {query}"])

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metrics
 from tests.gateway.keys import entry, write
 
+TOUR = Path(__file__).with_name("sdk_tour.py")
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 VERSIONS = [pytest.param(2, marks=pytest.mark.slow), 3]
@@ -36,6 +38,19 @@ def run(version: int, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_every_endpoint_through_version_2(client: httpx.Client, engine: FakeEngine) -> None:
+    """The installed version does so on a real engine, in tests/test_end_to_end.py."""
+    told = json.loads(run(2, str(TOUR), f"{client.base_url}/v1", engine.model))
+    assert told["version"].startswith("2.")
+    assert told["models"] == [engine.model]
+    assert told["completions"]["texts"] == told["completions"]["streamed"]
+    assert told["chat"]["text"] == told["chat"]["streamed"] == told["async"]["helped"]
+    assert told["responses"]["text"] == told["responses"]["streamed"] == told["responses"]["kept"]
+    assert told["length"]["values"] == told["length"]["streamed_values"]
+    assert {error["status"] for error in told["errors"].values()} == {400, 404}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

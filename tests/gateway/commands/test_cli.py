@@ -50,7 +50,7 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     assert done.stdout.splitlines()[-1].strip() == "imported:"
 
 
-@pytest.mark.parametrize("command", ["serve", "score", "keys", "rerank", "embed", "batch", "catalogue"])
+@pytest.mark.parametrize("command", ["serve", "score", "keys", "rerank", "embed", "batch"])
 def test_every_subcommand_explains_itself(yardstick: Yardstick, command: str) -> None:
     assert "usage" in yardstick(command, "--help").out.lower()
     assert command in yardstick("--help").out

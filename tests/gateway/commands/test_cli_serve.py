@@ -257,7 +257,7 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
 def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     key = run("keys", "new", "me", "--file", str(keys)).stdout.strip()
-    settings = {"MAX_BODY_BYTES": "1000", "PORT": "1", "HOST": "127.0.0.1", "API_KEYS_FILE": str(keys), "ACCESS_LOG": "json"}
+    settings = {"MAX_BODY_BYTES": "1000", "PORT": "1", "HOST": "127.0.0.1", "API_KEYS_FILE": str(keys)}
     environment = {f"YARDSTICK_{name}": value for name, value in settings.items()}
     served = start(tmp_path, "--model", str(model), YARDSTICK_API_KEY=key, **environment)
     headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}

@@ -148,6 +148,25 @@ def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_pa
     assert manifest["cut"] == sum(row["finish_reason"] == "length" for row in rows) / 60
 
 
+def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_path: Path) -> None:
+    given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 40), "--samples", 1, "--max-tokens", 30, "--branch", 3)
+    with served(Writer(longest=25)) as url:
+        for out, more in (("one", ()), ("two", ()), ("one", ("--branch", 4))):
+            done = yardstick("lenvm", "sample", "--base-url", url, "--out", tmp_path / out, *given, *more)
+            assert done.status == 0, done.err
+    rows = {(row["prompt_id"], row["sample"]): row["output_ids"] for row in answers(tmp_path / "one")}
+    again = {(row["prompt_id"], row["sample"]): row["output_ids"] for row in answers(tmp_path / "two")}
+    assert (len(rows), rows.items() >= again.items()) == (200, True)
+    places = []
+    for prompt in {prompt for prompt, _ in rows}:
+        first, *branches = (rows[prompt, number] for number in (0, -1, -2, -3, -4))
+        place = min(at for at, tokens in enumerate(zip(*branches, strict=False)) if len(set(tokens)) > 1)
+        assert {tuple(branch[:place]) for branch in branches} == {tuple(first[:place])}
+        assert len({branch[place] for branch in branches}) == 4, (place, first, branches)
+        places.append(place)
+    assert len(set(places)) > 5
+
+
 def test_answers_come_breadth_first(yardstick: Yardstick, tmp_path: Path) -> None:
     server = Writer()
     with served(server) as url:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -299,3 +300,48 @@ def test_a_file_is_read_again_if_it_changed_while_it_was_read(tmp_path: Path, mo
         ring.look(telemetry)
     ring.look(telemetry)
     assert [name for name in "abc" if ring.find(name)] == ["b", "c"]
+
+
+class ToldSecret:
+    """A Secret as the API tells it."""
+
+    name = "keys"
+    told: bytes | None = None
+
+    def start(self) -> None:
+        raise AssertionError("no thread follows it here")
+
+    stop = start
+
+    def content(self) -> bytes | None:
+        return self.told
+
+
+def content(*names: str) -> bytes:
+    return json.dumps({"keys": [entry(name) for name in names]}).encode()
+
+
+def test_a_watched_secret_counts_and_no_older_file_comes_back(tmp_path: Path) -> None:
+    file, telemetry, secret = write(tmp_path / "keys.json", entry("a"), entry("b")), Telemetry(), ToldSecret()
+    ring = KeyRing(file, secret=secret)
+
+    def valid(told: bytes | None) -> str:
+        secret.told = told
+        ring.look(telemetry)
+        return "".join(name for name in "abcd" if ring.find(name))
+
+    assert valid(None) == "ab", "not seen yet: the file counts"
+    write(file, entry("a"))
+    assert valid(None) == "a"
+    newest = content("c")
+    assert valid(newest) == "c"
+    write(file, entry("a"), entry("b"))  # the kubelet is late
+    assert (valid(newest), valid(newest)) == ("c", "c")
+    assert (valid(None), valid(None)) == ("c", "c"), "the API is away, and the file may be older than what it told"
+    write(file, entry("d"))
+    assert valid(None) == "d"
+    assert valid(b"{") == "d", "kept as that of an unusable file"
+    assert ring.sample().stale
+    assert valid(content("a", "b")) == "ab"
+    assert (valid(b""), valid(b"")) == ("ab", ""), "deleted, at two looks in turn"
+    assert valid(content("a")) == "a"

@@ -85,10 +85,10 @@ def start(engine: FakeEngine) -> Iterator[Callable[..., Gateway]]:
 
 @pytest.fixture(scope="module")
 def logged(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Path]]:
-    """A gateway with one key, and its log in JSON."""
+    """A gateway with one key, and its log."""
     folder = tmp_path_factory.mktemp("log")
     keys = write(folder / "keys.json", entry(KEY, requests_per_minute=10) | {"name": "ci team"}, entry("other"))
-    with (folder / "log").open("wb") as stderr, started(engine, stderr, api_keys_file=str(keys), access_log="json") as gateway:
+    with (folder / "log").open("wb") as stderr, started(engine, stderr, api_keys_file=str(keys)) as gateway:
         yield gateway, folder / "log"
 
 
@@ -177,22 +177,6 @@ def test_a_client_that_leaves_is_logged(engine: FakeEngine, logged: tuple[Gatewa
     engine.faults.delay = 0
     assert (line["status"], line["outcome"], line["error"]) == (499, "client_gone", "client_closed_request")
     assert (line["model"], line["items"], line["prompt_tokens"]) == ("fake", 1, 2)
-
-
-@pytest.mark.slow
-def test_text(start: Callable[..., Gateway], tmp_path: Path) -> None:
-    """Values cannot forge a line."""
-    keys = write(tmp_path / "keys.json", entry("k") | {"name": 'a key"\nid=forged'})
-    with (tmp_path / "log").open("wb") as stderr:
-        gateway = start(stderr, api_keys_file=str(keys))
-    gateway.client.get("/v1/models", headers={"x-request-id": "mine"})
-    gateway.client.get("/v1/models", headers={"authorization": "Bearer k"})
-    gateway.end()
-    line, forged = [line for line in (tmp_path / "log").read_text().splitlines() if " access " in line][-2:]
-    pairs = dict(pair.split("=") for pair in line.split(" ")[2:])
-    assert pairs.keys() == {"id", "endpoint", "status", "outcome", "error", "first_byte_seconds", "total_seconds"}
-    assert (pairs["id"], pairs["endpoint"], pairs["status"], pairs["outcome"]) == ("mine", "/v1/models", "401", "refused")
-    assert 'key="a key\\"\\nid=forged"' in forged
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ from tests.processes import until
 from tests.redis import Certificates
 from yardstick_llm.gateway.pool import kubernetes
 from yardstick_llm.gateway.pool.discovery import Endpoint
-from yardstick_llm.gateway.pool.kubernetes import Access, AccessError, endpoint_slices, endpoints_of, find_access
+from yardstick_llm.gateway.pool.kubernetes import endpoint_slices, endpoints_of
+from yardstick_llm.gateway.process import kubernetes as watching_kubernetes
+from yardstick_llm.gateway.process.kubernetes import Access, AccessError, find_access
 from yardstick_llm.gateway.settings import ServiceAddress
 
 
@@ -303,7 +305,7 @@ async def test_the_account_of_a_pod(api: FakeApi, tmp_path: Path, monkeypatch: p
     files = {name: tmp_path / name for name in ("token", "ca.crt", "namespace")}
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(files["token"]))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(files["ca.crt"]))
-    monkeypatch.setattr(kubernetes, "NAMESPACE_FILE", files["namespace"])
+    monkeypatch.setattr(watching_kubernetes, "NAMESPACE_FILE", files["namespace"])
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     with secure(api, tmp_path) as (url, certificates):
         parts = urlsplit(url)

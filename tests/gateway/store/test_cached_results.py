@@ -18,7 +18,6 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.settings import Settings
 from yardstick_llm.gateway.store.link import Link, open_client
 from yardstick_llm.gateway.store.redis import QUEUE_BYTES, QUEUE_VALUES, RedisStore
-from yardstick_llm.gateway.store.results import ResultCache
 
 AVAILABLE = "yardstick_redis_available"
 STORED = 'yardstick_cache_writes_total{result="stored"}'
@@ -158,7 +157,7 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
     store = RedisStore(link, telemetry, prefix=f"full{length}", cache_seconds=60)
-    cache, room = ResultCache(store), min(QUEUE_VALUES, QUEUE_BYTES // (4 * length))
+    room = min(QUEUE_VALUES, QUEUE_BYTES // (4 * length))
 
     def written(result: str) -> float:
         lines = b"".join(telemetry.exposition()).decode().splitlines()
@@ -166,16 +165,16 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
             float(line.split()[1]) for line in lines if line.startswith(f'yardstick_cache_writes_total{{result="{result}"}}')
         )
 
-    await cache.put_many({b"early": (1.0,)})  # nobody has seen Redis yet
+    await store.cache({b"early": b"1"})  # nobody has seen Redis yet
     await closed(link)
-    rows = {place.to_bytes(16, "big"): (float(place),) * length for place in range(room + 5)}
-    await cache.put_many(rows)
+    values = {place.to_bytes(16, "big"): place.to_bytes(4, "big") * length for place in range(room + 5)}
+    await store.cache(values)
     assert written("dropped") == 6
     await store.stop()
     assert written("stored") == room
-    kept = [*rows][7], [*rows][room + 1]
-    assert await cache.get_many(kept) == [rows[kept[0]], None]
-    await cache.put_many({b"later": (1.0,)})
+    kept = [*values][7], [*values][room + 1]
+    assert await store.cached(kept) == [values[kept[0]], None]
+    await store.cache({b"later": b"1"})
     await store.stop()
-    assert await cache.get_many([b"later"]) == [(1.0,)], "there is room again"
+    assert await store.cached([b"later"]) == [b"1"], "there is room again"
     await link.stop()

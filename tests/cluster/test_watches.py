@@ -1,17 +1,22 @@
-"""Discovery against a real apiserver. It writes the slices itself, so a control plane without nodes is enough."""
+"""What gateways watch, against a real apiserver: engines and keys. The test writes
+both itself, so a control plane without nodes is enough.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes.client import (
     ApiClient,
+    ApiException,
     AuthenticationV1TokenRequest,
     Configuration,
     CoreV1Api,
@@ -19,10 +24,15 @@ from kubernetes.client import (
     RbacAuthorizationV1Api,
 )
 
+from tests.gateway.keys import entry, write
 from tests.gateway.pool.test_pool import following
-from tests.processes import until
+from tests.helm.chart import manifests, one
+from tests.processes import until, wait_until
+from yardstick_llm.gateway.http.auth import KeyRing
+from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.discovery import Endpoint, Source
-from yardstick_llm.gateway.pool.kubernetes import Access, endpoint_slices, find_access
+from yardstick_llm.gateway.pool.kubernetes import endpoint_slices
+from yardstick_llm.gateway.process.kubernetes import Access, WatchedSecret, find_access
 from yardstick_llm.gateway.settings import ServiceAddress
 
 pytestmark = [
@@ -101,8 +111,9 @@ async def test_watches_end_and_go_on(api: Api) -> None:
         await until(lambda: seen[-1:] == [at("10.0.0.1")])
 
 
-async def test_an_account_that_may_read_slices_and_nothing_else(api: Api) -> None:
-    rules = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]
+def gateway_account(api: Api) -> Callable[[], Access]:
+    """The credentials of an account with the chart's rights of gateways (`auth.watch`)."""
+    rules = one(manifests({"auth": {"watch": True}}), "Role", "yardstick")["rules"]
     subject = {"kind": "ServiceAccount", "name": "gateway", "namespace": api.namespace}
     api.core.create_namespaced_service_account(api.namespace, {"metadata": {"name": "gateway"}})
     rights = RbacAuthorizationV1Api(api.client)
@@ -113,12 +124,17 @@ async def test_an_account_that_may_read_slices_and_nothing_else(api: Api) -> Non
     token = api.core.create_namespaced_service_account_token("gateway", api.namespace, asked).status.token
     admin = api.client.configuration
 
-    def gateway() -> Access:
+    def access() -> Access:
         settings = Configuration(host=admin.host, ssl_ca_cert=admin.ssl_ca_cert)
         settings.verify_ssl = admin.verify_ssl
         settings.api_key["BearerToken"] = f"Bearer {token}"
         return Access(ApiClient(settings), api.namespace)
 
+    return access
+
+
+async def test_an_account_that_may_read_slices_and_the_keys_and_nothing_else(api: Api) -> None:
+    gateway = gateway_account(api)
     api.add(slice_of("a", "10.0.0.1"))
     async with following(source(api, gateway)) as seen:
         await until(lambda: seen == [at("10.0.0.1")])
@@ -126,3 +142,35 @@ async def test_an_account_that_may_read_slices_and_nothing_else(api: Api) -> Non
     async with following(elsewhere) as seen:
         await asyncio.sleep(1)
         assert seen == [], "403 in another namespace"
+    core = CoreV1Api(gateway().client)
+    for forbidden in (
+        lambda: core.list_namespaced_secret(api.namespace),
+        lambda: core.read_namespaced_secret("yardstick-engine-token", api.namespace),
+    ):
+        with pytest.raises(ApiException, match="403"):
+            forbidden()
+
+
+def test_a_key_is_revoked_within_about_a_second(api: Api, tmp_path: Path) -> None:
+    """While the file stays as it was, because the kubelet is late."""
+
+    def keys(*names: str) -> dict[str, str]:
+        return {"keys.json": json.dumps({"keys": [entry(name) for name in names]})}
+
+    name = "yardstick-api-keys"
+    api.core.create_namespaced_secret(api.namespace, {"metadata": {"name": name}, "stringData": keys("a", "b")})
+    file = write(tmp_path / "keys.json", entry("a"), entry("b"), entry("old"))
+    ring = KeyRing(file, secret=WatchedSecret(name, "keys.json", gateway_account(api)))
+    ring.start(Telemetry())
+    try:
+        wait_until(lambda: ring.find("old") is None)
+        for valid, revoked in (("a", "b"), ("b", "a"), ("a", "b")):
+            api.core.patch_namespaced_secret(name, api.namespace, {"stringData": keys(valid)})
+            began = time.monotonic()
+            wait_until(lambda revoked=revoked: ring.find(revoked) is None)
+            assert time.monotonic() - began < 2, "1 s between two looks, and the time of the watch"
+            assert ring.find(valid)
+        api.core.delete_namespaced_secret(name, api.namespace)
+        wait_until(lambda: ring.find("a") is None)
+    finally:
+        ring.stop()

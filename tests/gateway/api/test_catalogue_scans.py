@@ -1,4 +1,4 @@
-"""Requests for whole catalogues: parts at one time, long queries, items that change, and engines that are away for a while."""
+"""Requests for whole catalogues: several parts at one time, long queries, and the best items while items change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.api.catalogue_scores import MOST_LOSSES, PAGE_ITEMS, SLACK, Best, Result
+from yardstick_llm.gateway.api.catalogue_scores import PAGE_ITEMS, SLACK, Best, Result
 
 QUERY, LABELS = [7, 8], [5, 6]
 WIDE = wire.Limits(max_branches=2048, max_slots=1 << 20, max_logprobs=20, max_labels=16, max_sequences=8)
@@ -183,101 +182,3 @@ def test_the_best_items_are_those_of_the_last_results(most: int) -> None:
         last |= scores
     expected = sorted(last.values(), reverse=True)[:most]
     assert [each.row[0] for each in best.results] == expected
-
-
-ITEMS = 40
-AWAY = wire.Failed("", "not_ready", "The loop does not answer.", retryable=True, retry_after=1.0)
-FULL = wire.Failed("", "overloaded", "The queue is full.", retryable=True, retry_after=1.0)
-
-
-class Trouble(list[Any]):
-    """Does something when the third message arrives; the first part of a scan has been answered by then."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        super().__init__()
-        self._begin = begin
-
-    def append(self, message: Any) -> None:
-        super().append(message)
-        if len(self) == 3:
-            self._begin()
-
-
-def unready(engine: FakeEngine) -> None:
-    engine.ready, engine.faults.fail = False, AWAY
-
-
-def full(engine: FakeEngine) -> None:
-    engine.faults.fail = FULL
-
-
-def breaking(engine: FakeEngine) -> None:
-    engine.faults.break_after = 0
-
-
-def recovered(engine: FakeEngine) -> None:
-    engine.faults.fail = engine.faults.break_after = None
-    engine.ready = True
-
-
-def started(start: Start, engine: FakeEngine) -> httpx.Client:
-    """Return a client of a gateway with a catalogue that is scored in several parts."""
-    client = start(engine, max_request_tokens=80)
-    load(client, ITEMS)
-    return client
-
-
-def streamed(answer: httpx.Response) -> tuple[list[Any], Any]:
-    """Return the results of a stream, and its error."""
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")]
-    return [row for event in events for row in event.get("data", [])], events[-1].get("error")
-
-
-def retries(client: httpx.Client, code: str) -> float:
-    return metric(client, f'yardstick_engine_retries_total{{code="{code}",model="fake"}}')
-
-
-@pytest.mark.parametrize(
-    ("trouble", "code", "times"), [(unready, "not_ready", 4), (full, "overloaded", 2), (breaking, "engine_lost", 2)]
-)
-def test_a_scan_goes_on_when_its_only_engine_is_back(
-    start: Start, trouble: Callable[[FakeEngine], None], code: str, times: int
-) -> None:
-    engine = FakeEngine()
-    engine.item_scores = Trouble(lambda: trouble(engine))
-    client = started(start, engine)
-    with ThreadPoolExecutor() as threads:
-        scanning = threads.submit(scan, client, stream=True)
-        wait_until(lambda: retries(client, code) >= times)
-        recovered(engine)
-        found, error = streamed(scanning.result())
-    assert error is None
-    ids = sorted(row["id"] for row in found)
-    assert ids == sorted(f"i{place}" for place in range(ITEMS)), "each item once"
-    some = {row["id"]: row["scores"] for row in found if row["id"] in ids[::4]}
-    assert [*some.values()] == scan(client, ids=[*some]).raise_for_status().json()["scores"]
-
-
-def test_an_engine_that_stays_away_ends_the_scan(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yardstick_llm.gateway.api.catalogue_scores.WAIT_SECONDS", 0.3)
-    engine = FakeEngine()
-    engine.item_scores = Trouble(lambda: unready(engine))
-    found, error = streamed(scan(started(start, engine), stream=True))
-    assert error["code"] == "not_ready"
-    assert 0 < len(found) < ITEMS
-
-
-def test_a_part_that_breaks_engines_is_sent_a_few_times(start: Start) -> None:
-    engine = FakeEngine()
-    engine.item_scores = Trouble(lambda: breaking(engine))
-    _, error = streamed(scan(started(start, engine), stream=True))
-    assert error["code"] == "engine_lost"
-    assert len(engine.item_scores) <= 3 + 2 * 2 * MOST_LOSSES, "two messages of each of two parts at one time"
-
-
-def test_a_scan_that_has_no_results_yet_is_refused_at_once(start: Start) -> None:
-    engine = FakeEngine()
-    client = started(start, engine)
-    unready(engine)
-    answer = scan(client, stream=True)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")

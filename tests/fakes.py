@@ -24,6 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -65,10 +66,14 @@ def ids(text: str) -> list[int]:
 
 def logprobs_after(tokens: list[int], vocab_size: int) -> list[float]:
     """[vocab_size]: the fake model's log-probabilities of the next token, in float32; they sum to about 1 as probabilities."""
-    noise = random.Random(hashlib.blake2b(repr(tokens).encode()).digest())
-    logits = [8 * noise.random() for _ in range(vocab_size)]
-    norm = math.log(sum(map(math.exp, logits)))
-    return list(array("f", [logit - norm for logit in logits]))
+    logits = 8 * uniform(repr(tokens), vocab_size)
+    row: list[float] = (logits - math.log(np.exp(logits).sum())).astype(np.float32).tolist()
+    return row
+
+
+def uniform(seed: str, count: int) -> np.ndarray:
+    """[count]: numbers between 0 and 1, which depend on ``seed`` alone. Faster than :mod:`random`, because tests draw millions."""
+    return (np.frombuffer(hashlib.shake_128(seed.encode()).digest(4 * count), np.uint32) + 0.5) / 2**32
 
 
 def value_logit(tokens: list[int]) -> float:
@@ -436,12 +441,17 @@ class _Call:
         await self.send({"type": "http.response.body", "body": b""})
 
 
-def with_vision(**fields: Any) -> FakeEngine:
-    """An engine whose model reads images."""
+def vision_fields(**fields: Any) -> dict[str, Any]:
+    """Fields of an engine whose model reads images."""
     added = fields.pop("added", VISION_TOKENS)
     image_token = library().get_vocab_size() + added.index("<|image_pad|>")
     vision = wire.VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token)
-    return FakeEngine(**{"vision": vision, "template": VISION_TEMPLATE, "added": added, **fields})
+    return {"vision": vision, "template": VISION_TEMPLATE, "added": added, **fields}
+
+
+def with_vision(**fields: Any) -> FakeEngine:
+    """An engine whose model reads images."""
+    return FakeEngine(**vision_fields(**fields))
 
 
 def items_of(message: wire.ScoreItems) -> list[list[int]]:
@@ -554,18 +564,16 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
     if engine.says is not None:
         return engine.says[len(tokens)] if len(tokens) < len(engine.says) else engine.eos
     sampling = request.sampling
-    noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
+    vocab_size = library().get_vocab_size()
+    noise = -np.log(-np.log(uniform(f"{sampling.seed} {request.index + index} {len(tokens)}", vocab_size)))
     if request.length_guidance is not None:
         judged = guided(engine, request.length_guidance, request.prompt + tokens)
-        drawn = {
-            id: logprob - bool(sampling.temperature) * math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()
-        }
+        drawn = {id: logprob + bool(sampling.temperature) * noise[id] for id, (logprob, _) in judged.items()}
         return max(drawn, key=drawn.__getitem__)
-    row = logprobs_after(seasoned(request.prompt, request.adapter) + tokens, library().get_vocab_size())
+    row = np.array(logprobs_after(seasoned(request.prompt, request.adapter) + tokens, vocab_size))
     for id, bias in sampling.logit_bias.items():
         row[id] += bias
-    drawn = dict(enumerate(value - sampling.temperature * math.log(-math.log(noise.random())) for value in row))
-    return max(drawn, key=drawn.__getitem__)
+    return int((row + sampling.temperature * noise).argmax())
 
 
 def guided(engine: FakeEngine, guidance: wire.LengthGuidance, before: list[int]) -> dict[int, tuple[float, float]]:

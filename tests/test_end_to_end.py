@@ -166,7 +166,7 @@ def demo() -> Iterator[Program]:
 
 
 def test_the_openai_sdk_on_a_real_engine(demo: Program):
-    """Every endpoint, with and without length guidance. tests/gateway/api/test_sdk.py runs two versions on a fake engine."""
+    """Every endpoint, with and without length guidance. tests/gateway/api/test_sdk.py has version 2 of the SDK."""
     command = [sys.executable, "-W", "ignore", str(TOUR), f"{demo.url}/v1", "demo"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, env={"PATH": ""})
     assert run.returncode == 0, run.stderr
@@ -176,6 +176,9 @@ def test_the_openai_sdk_on_a_real_engine(demo: Program):
     assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
     assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
     assert {error["status"] for error in told["errors"].values()} == {400, 404}
+    responses = told["responses"]
+    assert responses["text"] == responses["streamed"] == responses["last"] == responses["final"] == responses["kept"]
+    assert (responses["numbers"], responses["gone"]) == (True, "response_not_found")
     length = told["length"]
     assert length["values"] == length["streamed_values"]
     assert len(length["values"]) == len(length["written_values"]) == 8

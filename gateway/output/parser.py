@@ -473,12 +473,13 @@ class ToolParser(ABC):
     def _content(self) -> Steps[bool]:
         """Pass content on, without the whitespace before the next marker, and stop before the marker. Return False at the end."""
         scan = self.scan
-        searched = scan.at - scan.mark
+        searched, spaces = scan.at - scan.mark, 0  # characters from the mark on without a marker; those known to be whitespace
         while True:
-            begin = scan.mark + searched
+            begin, unknown = scan.mark + searched, scan.mark + spaces
             found = min((place for marker in self.markers if (place := scan.text.find(marker, begin)) >= 0), default=-1)
             end = found if found >= 0 else held_for(scan.text, begin, self.markers)
-            self.tell(before_space(scan.text, scan.mark, end))
+            if (told := before_space(scan.text, unknown, end)) > unknown:
+                self.tell(told)
             if found >= 0:
                 scan.at = found
                 return True
@@ -486,7 +487,7 @@ class ToolParser(ABC):
                 if not self.calls or scan.text[scan.mark :].strip():
                     self.tell(len(scan.text))
                 return False
-            searched = end - scan.mark
+            searched = spaces = end - scan.mark
             yield
 
     def tell(self, end: int) -> None:

@@ -25,7 +25,7 @@ from kubernetes.client import (
 )
 
 from tests.gateway.keys import entry, write
-from tests.gateway.pool.test_discovery import following
+from tests.gateway.pool.test_pool import following
 from tests.helm.chart import manifests, one
 from tests.processes import until, wait_until
 from yardstick_llm.gateway.http.auth import KeyRing

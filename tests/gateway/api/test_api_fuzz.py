@@ -32,13 +32,6 @@ few = st.integers(0, 6)
 constraints = st.sampled_from(
     [{}, {"type": "integer"}, {"not": {}}, True, "[ab]+", "(a", "a{3}", 'start: "a"', 'root ::= "a"', "start: a"]
 )
-SIMPLE: dict[str, st.SearchStrategy[Any]] = {
-    "integer": integers,
-    "number": st.floats(-60, 60) | st.floats(0, 1),
-    "string": texts,
-    "boolean": st.booleans(),
-    "null": st.none(),
-}
 NAMED: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["fake", "other", None]),
     "labels": st.lists(st.sampled_from([" Yes", " No", "a", "zz"]), max_size=3),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
+from tests.gateway.keys import by, entry, write
 from tests.prefixes import PrefixCache
 from yardstick_llm.engine import wire
 
@@ -28,9 +27,7 @@ TEXT = "the quick brown fox jumps over the lazy dog "
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    entries = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} | more for name, more in KEYS.items()]
-    file.write_text(json.dumps({"keys": entries}))
+    file = write(tmp_path_factory.mktemp("keys") / "keys.json", *(entry(name, **more) for name, more in KEYS.items()))
     engine = FakeEngine(prefixes=PrefixCache())
     with gateways() as start:
         client = start(engine, api_keys_file=file, catalogue_bytes=400_000)
@@ -47,7 +44,7 @@ def client(served: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
 
 
 def ask(client: httpx.Client, key: str, method: str, path: str, body: Any = None) -> httpx.Response:
-    return client.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
+    return client.request(method, path, json=body, headers=by(key))
 
 
 def register(client: httpx.Client, key: str, items: dict[str, str], name: str = "shop") -> httpx.Response:

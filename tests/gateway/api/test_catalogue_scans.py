@@ -182,12 +182,3 @@ def test_the_best_items_are_those_of_the_last_results(most: int) -> None:
         last |= scores
     expected = sorted(last.values(), reverse=True)[:most]
     assert [each.row[0] for each in best.results] == expected
-
-
-def test_a_stream_has_only_what_may_be_among_the_best() -> None:
-    best = Best(lambda row: row[0], 2)
-    assert [each.id for each in best.add([result(f"i{place}", place, place % 5) for place in range(10)])] == ["i4", "i9"]
-    assert best.add([result("a", 10, 3.5)]) == []
-    assert [each.id for each in best.add([result("b", 11, 4.5)])] == ["b"]
-    best.add([result("i9", 12, 0), result("b", 13, 1)])
-    assert [each.id for each in best.results] == ["i4", "a"]

@@ -14,6 +14,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.answers import events
 from tests.gateway.conftest import gateways, metric
 from tests.prefixes import PrefixCache
 from tests.processes import wait_until
@@ -69,12 +70,6 @@ def score(client: httpx.Client, name: str, named: list[str] | None, query: Any =
 def expected(prompt: list[int]) -> list[float]:
     logprobs = logprobs_after(prompt, FakeEngine().vocab_size)
     return [math.exp(logprobs[label]) for text in (" Yes", " No") for label in ids(text)]
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
-    return [json.loads(each) for each in data[:-1]]
 
 
 @pytest.mark.parametrize("template", ["{item}{query}", "Item: {item}\nQuery:{query} ?", ["<|im_start|>{item}", "asked: {query}"]])

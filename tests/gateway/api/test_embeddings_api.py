@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from typing import Any
 
 import httpx
@@ -41,13 +39,6 @@ def test_one_embedding_for_each_text(client: httpx.Client) -> None:
     assert all(sum(number**2 for number in entry["embedding"]) == pytest.approx(1) for entry in answer["data"])
     assert embed(client, input=TEXTS[0]) == embed(client)[:1] == embed(client, input=ids(TEXTS[0]))
     assert embed(client, input=[ids(text) for text in TEXTS]) == embed(client)
-
-
-def test_base64_is_float32(client: httpx.Client) -> None:
-    plain = embed(client)
-    coded = embed(client, encoding_format="base64")
-    for numbers, text in zip(plain, coded, strict=True):
-        assert struct.unpack(f"<{SIZE}f", base64.b64decode(str(text))) == pytest.approx(numbers, abs=1e-6)
 
 
 def test_the_openai_sdk(client: httpx.Client) -> None:

@@ -366,7 +366,6 @@ def test_late_interaction(start: Start) -> None:
         ({"modules.json": [], "sentence_bert_config.json": {"max_seq_length": -1}}, "max_length"),
         ({"modules.json": [], "sentence_bert_config.json": "[" * 100_000}, "sentence_bert_config.json"),
     ],
-    ids=str,
 )
 def test_damaged_files_are_named(start: Start, caplog: pytest.LogCaptureFixture, files: dict[str, Any], problem: str) -> None:
     client = start(encoder("embed", "token_vectors", files=files), wait=False)

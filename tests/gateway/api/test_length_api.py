@@ -11,7 +11,6 @@ import pytest
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
 from tests.gateway.answers import told
 from tests.gateway.conftest import Start, metric
-from yardstick_llm.engine import wire
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -100,15 +99,6 @@ def test_many_texts_are_cut_and_merged_in_order(start: Start) -> None:
     assert len(engine.values) == math.ceil(1000 / LIMITS.max_branches)
     assert {tuple(request.prefix) for request in engine.values} == {(9,)}
     assert metric(client, 'yardstick_lenvm_values_total{model="fake"}') == 1000
-
-
-def test_another_replica_answers_where_one_fails(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    engines[0].faults.fail = wire.Failed("", "overloaded", "full", retryable=True)
-    for _ in range(3):
-        check(length(client, input=[1, 2]), [[1, 2]])
-    assert len(engines[1].values) == 3
 
 
 @pytest.mark.parametrize(

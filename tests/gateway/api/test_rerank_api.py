@@ -198,12 +198,6 @@ def test_a_reward_model_with_a_chat_template(start: Start) -> None:
         assert result["relevance_score"] == pytest.approx(logprobs_after(ids(text.format(QUERY, document)), engine.vocab_size)[0])
 
 
-def test_repeated_requests_come_from_the_cache(client: httpx.Client) -> None:
-    documents = ["cached one", "cached two"]
-    assert post(client, documents=documents).headers["x-yardstick-cache"] == "0/2"
-    assert post(client, documents=documents[::-1]).headers["x-yardstick-cache"] == "2/2"
-
-
 def test_a_stream_sends_results_as_they_become_known(client: httpx.Client) -> None:
     documents = [f"streamed {number}" for number in range(150)]  # the fake engine takes 64 at a time
     post(client, documents=documents[:5]).raise_for_status()

@@ -13,7 +13,6 @@ from tests.fakes import LIMITS, FakeEngine, Faults, ids, library, logprobs_after
 from tests.gateway.answers import events
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
-from yardstick_llm.engine import wire
 
 YES, NO = ids(" Yes")[0], ids(" No")[0]
 QUERY = "Is it relevant? "
@@ -162,19 +161,6 @@ def test_who_waited_for_a_client_that_left_still_gets_its_scores(start: Start) -
         assert isinstance(leaving.exception(), httpx.ReadTimeout)
         assert staying.result().json()["scores"] == expected(engine, [[1, 2]], [YES])
     assert len(engine.left) == 1
-
-
-def test_another_replica_answers_where_one_fails(start: Start) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines)
-    items = [[place] for place in range(200)]
-    engines[0].faults.break_after = 0
-    answer = score(client, query=[1], items=items).json()
-    assert answer["scores"] == expected(engines[1], [[1, *item] for item in items], [YES, NO])
-    assert engines[0].scores
-    engines[0].faults.break_after = None
-    engines[0].faults.fail = wire.Failed("", "overloaded", "full", retryable=True)
-    score(client, {"cache-control": "no-store"}, query=[1], items=items)
 
 
 def test_labels_beyond_the_true_vocabulary_are_refused(client: httpx.Client, engine: FakeEngine) -> None:

@@ -141,20 +141,6 @@ def test_a_tool_loop_of_the_sdk_whole(server: Server) -> None:
     assert "tool\nsunny" in server.prompt("hermes")
 
 
-def test_a_tool_loop_of_the_sdk_streamed(server: Server) -> None:
-    server.says("hermes", f"Let me look.\n{CALL}\n{SECOND}")
-    server.engines["hermes"].faults.delay = 0.002  # so that tokens arrive one by one
-    with server.sdk.chat.completions.stream(model="hermes", messages=[USER], tools=[WEATHER, TIME]) as stream:
-        events = list(stream)
-        choice = stream.get_final_completion().choices[0]
-    server.engines["hermes"].faults.delay = 0.0
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
-    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
-    assert [event.name for event in done] == ["get_weather", "get_time"]
-    assert sum(event.type == "tool_calls.function.arguments.delta" for event in events) > 5
-
-
 def deltas(response: httpx.Response, index: int = 0) -> list[dict[str, Any]]:
     return [choice for event in events(response) for choice in event["choices"] if choice["index"] == index]
 
@@ -468,12 +454,6 @@ def test_a_section_that_the_prompt_opens(server: Server) -> None:
     assert (message["reasoning_content"], message["content"]) == ("The user asks.", "It is sunny.")
     cut = server.answer("always", "The user asks.", tools=None)
     assert (cut["message"]["reasoning_content"], cut["message"]["content"]) == ("The user asks.", "")
-
-
-def test_a_call_follows_thinking(server: Server) -> None:
-    message = server.answer("thinking", f"<think>\nHm.\n</think>\n\n{CALL}")["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
-    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
 def test_reasoning_can_be_left_out(server: Server) -> None:

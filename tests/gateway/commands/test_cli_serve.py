@@ -122,16 +122,21 @@ def test_the_calls_that_are_shown_work(served: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classifier", "embedder"])
+@pytest.mark.parametrize("kind", ["classifier", "embedder", "my-rerank"])
 def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
     need("curl")
-    classes = {"model_class": CLASSIFIERS["qwen3"] if kind == "classifier" else HEADLESS["qwen3"]}
-    directory = make_checkpoint(tmp_path / kind, "qwen3", **classes, **({"num_labels": 3} if kind == "classifier" else {}))
+    classes = {"classifier": {"num_labels": 3}, "my-rerank": {"num_labels": 1}}.get(kind, {})
+    model_class = HEADLESS["qwen3"] if kind == "embedder" else CLASSIFIERS["qwen3"]
+    directory = make_checkpoint(tmp_path / kind, "qwen3", model_class=model_class, **classes)
     if kind == "embedder":
         write_pooling(directory)
     served = start(tmp_path, "--model", str(directory))
     try:
         text = served.out.read_text()
+        if kind == "my-rerank":
+            assert "choose one with --preset" in text
+            assert "curl" not in text, "its prompt is unknown"
+            return
         (line,) = [line for line in text.splitlines() if line.startswith("curl ")]
         path = "/v1/classify" if kind == "classifier" else "/v1/embeddings"
         assert f"{served.url}{path} " in line
@@ -142,18 +147,6 @@ def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, k
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("{'" if kind == "classifier" else "[")
         assert "chat" not in text
-    finally:
-        served.process.terminate()
-        assert served.process.wait(END_SECONDS) == 0
-
-
-def test_no_call_is_shown_for_a_reranker_whose_prompt_is_unknown(tmp_path: Path) -> None:
-    served = start(
-        tmp_path, "--model", str(make_checkpoint(tmp_path / "my-rerank", "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=1))
-    )
-    try:
-        assert "choose one with --preset" in served.out.read_text()
-        assert "curl" not in served.out.read_text()
     finally:
         served.process.terminate()
         assert served.process.wait(END_SECONDS) == 0
@@ -237,25 +230,6 @@ def test_what_a_program_refuses_is_its_one_line(tmp_path: Path, model: Path) -> 
         (["--host", "0.0.0.0"], "yardstick keys new NAME --file keys.json"),
     ):
         assert words in the_one_line(run("serve", "--port", str(free_port()), *arguments))
-
-
-@pytest.mark.slow
-def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    key = run("keys", "new", "me", "--file", str(file)).stdout.strip()
-    served = start(tmp_path, "--model", str(model), "--api-keys-file", str(file))
-    try:
-        assert run(*SCORE, "--url", served.url, "--api-key", key, text="a").returncode == 0
-        assert run(*SCORE, "--url", served.url, text="a", YARDSTICK_API_KEY=key).returncode == 0
-        assert "--api-key" in the_one_line(run(*SCORE, "--url", served.url, text="a"))
-        line = next(line for line in served.out.read_text().splitlines() if line.startswith("curl "))
-        environment = os.environ | {"YARDSTICK_API_KEY": key}
-        need("curl")
-        done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True, timeout=30)
-        assert json.loads(done.stdout)["object"] == "scoring"
-    finally:
-        served.process.terminate()
-        served.process.wait(END_SECONDS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; other kernels have no death signal")

@@ -120,15 +120,15 @@ def answers(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stray", [0, 0.2])
 def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_path: Path, stray: float) -> None:
-    server, given = Writer(longest=40), ("--prompts", prompts_in(tmp_path / "prompts.txt", 60), "--samples", 3, "--max-tokens", 30)
+    server, given = Writer(longest=40), ("--prompts", prompts_in(tmp_path / "prompts.txt", 20), "--samples", 3, "--max-tokens", 30)
     with served(server) as url:
         for out in ("one", "two"):
             done = yardstick("lenvm", "sample", "--base-url", f"{url}/v1", "--out", tmp_path / out, *given, "--stray", stray)
             assert done.status == 0, done.err
     rows = answers(tmp_path / "one")
     assert rows == answers(tmp_path / "two")
-    assert len({(row["prompt_id"], row["sample"]) for row in rows}) == len(rows) == 180
-    assert len({row["prompt_id"]: row["split"] for row in rows}) == 60
+    assert len({(row["prompt_id"], row["sample"]) for row in rows}) == len(rows) == 60
+    assert len({row["prompt_id"]: row["split"] for row in rows}) == 20
     assert all(len({row["split"] for row in rows if row["prompt_id"] == prompt}) == 1 for prompt in {r["prompt_id"] for r in rows})
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:
@@ -143,9 +143,9 @@ def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_pa
     assert max(seeds.values()) == 2, "once for each data set"
     manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
     assert manifest["template"] == {"before": BEFORE, "after": AFTER}
-    assert (manifest["complete"], manifest["answers"], manifest["end_tokens"]) == (True, 180, [END])
+    assert (manifest["complete"], manifest["answers"], manifest["end_tokens"]) == (True, 60, [END])
     assert [probe["text"] for probe in manifest["tokenizer"]] == [*PROBES]
-    assert manifest["cut"] == sum(row["finish_reason"] == "length" for row in rows) / 180
+    assert manifest["cut"] == sum(row["finish_reason"] == "length" for row in rows) / 60
 
 
 def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_failures_are_recorded_and_tried_again(yardstick: Yardstick, tmp_path: P
 
 def run_with(yardstick: Yardstick, tmp_path: Path, server: Writer, *more: object) -> Done:
     with served(server) as url:
-        given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 120), "--samples", 2, "--out", tmp_path / "out")
+        given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 40), "--samples", 2, "--out", tmp_path / "out")
         return yardstick("lenvm", "sample", "--base-url", url, *given, *more)
 
 

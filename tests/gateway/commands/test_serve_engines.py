@@ -22,7 +22,6 @@ from tests.warm import as_in_production
 from yardstick_llm.engine.server.options import parse
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
 from yardstick_llm.gateway.commands import serve as command
-from yardstick_llm.gateway.commands.processes import Child
 from yardstick_llm.gateway.commands.serve import (
     VISIBLE,
     ServeOptions,
@@ -142,13 +141,6 @@ def test_idle_engines_on_a_cpu_share_smaller_requests(
     assert splitting(visible, environment) == expected
 
 
-def test_one_engine_is_called_the_engine_and_has_the_machine() -> None:
-    options = ServeOptions(model="/m")
-    ((name, arguments, variables),) = engine_programs(options, gateway_settings(options, {}), models_of(options), [None])
-    assert (name, variables) == ("engine", {})
-    assert parse(arguments[1:])[0].machine_engines == 1
-
-
 @pytest.fixture
 def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """An environment in which the process that asks torch finds a build with CUDA and four GPUs."""
@@ -198,20 +190,6 @@ def test_too_few_gpus_are_refused(four_gpus: Mapping[str, str], engines: int, ar
 def test_without_gpus_all_engines_share_the_cpu(four_gpus: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "version", lambda _: "2.13.0+cpu")
     assert gpus_of_engines(2, [], four_gpus) == [None, None]
-
-
-def test_the_variables_of_a_child_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "yardstick_llm"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "shows.py").write_text(f"import os\nprint(os.environ['{VISIBLE}'])\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    child = Child("engine 2", ["shows"], {VISIBLE: "GPU-b"})
-    lines: list[str] = []
-    child.follow(lines.append)
-    child.process.wait(END_SECONDS)
-    child.read_to_the_end()
-    assert lines == ["GPU-b"]
 
 
 def test_gpus_that_cannot_be_counted_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.fakes import FakeEngine, guided, ids, library
@@ -15,7 +16,9 @@ from tests.gateway.api.test_streaming import events
 from tests.gateway.conftest import Start, metric
 from tests.gateway.test_error_table import told
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.generation.length import remaining_tokens
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.generation.length import default_min_p, remaining_tokens, thinking_limit, with_section
+from yardstick_llm.gateway.output.answer import AnswerFormat, Thinking
 
 GUIDES = ("length_guidance", "custom_params")
 
@@ -282,20 +285,20 @@ def test_log_probabilities_are_those_drawn_from(client: httpx.Client, engine: Fa
 
 def test_values_in_completions(client: httpx.Client, engine: FakeEngine) -> None:
     guide = {"scale": -5.0, "return_values": True, "gamma": 0.9, "top_k": 3}
-    body = {"prompt": "The fox", "logprobs": 4, "max_tokens": 4, "seed": 2, "length_guidance": guide, "ignore_eos": True}
+    body = {"prompt": "Red shoes", "logprobs": 4, "max_tokens": 4, "seed": 2, "length_guidance": guide, "ignore_eos": True}
     logprobs = complete(client, **body)["choices"][0]["logprobs"]
     for told_values, tokens, tops in zip(
         logprobs["top_values"], logprobs["top_remaining_tokens"], logprobs["top_logprobs"], strict=True
     ):
         assert told_values.keys() == tokens.keys() == tops.keys()
         assert tokens == {text: remaining_tokens(value, 0.9) for text, value in told_values.items()}
-    first = guided(engine, wire.LengthGuidance(**guide), ids("The fox"))
+    first = guided(engine, wire.LengthGuidance(**guide), ids("Red shoes"))
     assert sorted(logprobs["top_values"][0].values()) == sorted(value for _, value in first.values())
     pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
     for name, whole in logprobs.items():
         assert [value for piece in pieces for value in piece[name]] == whole
     echoed = complete(client, **body, echo=True)["choices"][0]["logprobs"]
-    assert echoed["top_values"] == [None] * len(ids("The fox")) + logprobs["top_values"]
+    assert echoed["top_values"] == [None] * len(ids("Red shoes")) + logprobs["top_values"]
 
 
 def test_without_return_values_answers_look_as_ever(client: httpx.Client) -> None:
@@ -330,3 +333,31 @@ def test_guided_prompts_are_counted(start: Start) -> None:
     complete(client)
     assert metric(client, 'yardstick_length_guided_prompts_total{mode="centered_exp",model="fake"}') == 2
     assert metric(client, 'yardstick_length_guided_prompts_total{mode="eq",model="fake"}') == 1
+
+
+@pytest.mark.parametrize("applies_to", ["thinking", "answer"])
+def test_the_tokens_of_a_section(applies_to) -> None:
+    guidance = wire.LengthGuidance(scale=1.0, applies_to=applies_to)
+    opens = AnswerFormat(thinking=Thinking("think", False, 7, 8))
+    opened = AnswerFormat(thinking=Thinking("think", True, 7, 8))
+    assert with_section(guidance, opens).thinking == wire.Thinking(8, 7)
+    assert with_section(guidance, opened).thinking == wire.Thinking(8)
+    for unclear in (Thinking("think", False, None, 8), Thinking("think", True, 7, None)):
+        with pytest.raises(InvalidRequest, match="no tokens"):
+            with_section(guidance, AnswerFormat(thinking=unclear))
+
+
+@pytest.mark.parametrize(("opened", "open_id"), [(True, None), (False, 7)])
+def test_the_tokens_of_a_limit(opened: bool, open_id: int | None) -> None:
+    format = AnswerFormat(thinking=Thinking("think", opened, 7, 8))
+    assert thinking_limit(5, format) == wire.ThinkingLimit(wire.Thinking(8, open_id), 5)
+    assert thinking_limit(None, format) is thinking_limit(5, AnswerFormat()) is thinking_limit(5, None) is None
+    with pytest.raises(InvalidRequest, match=r"`thinking_token_budget`: .* no tokens"):
+        thinking_limit(5, AnswerFormat(thinking=Thinking("think", opened, None, None)))
+
+
+def test_targets_of_thinking_have_a_larger_min_p() -> None:
+    target = wire.LengthGuidance(constraint="eq", target_length=9)
+    assert default_min_p(target) == 0.01
+    assert default_min_p(msgspec.structs.replace(target, applies_to="thinking")) == 0.1
+    assert default_min_p(wire.LengthGuidance(scale=2.0, applies_to="thinking")) is default_min_p(None) is None

@@ -91,11 +91,3 @@ def test_text_alone_is_that_of_a_piece(text: str, cuts: list[int], stops: tuple[
         else:
             said = msgspec.json.decode(found) if found else ""
             assert Piece(0, said, completion_tokens=plain.completion_tokens) == piece
-
-
-def test_special_tokens_are_quoted_where_they_are_shown() -> None:
-    (special, *_) = TOKENIZER.special_ids
-    shown, hidden = (Sequence(0, TOKENIZER, [], TextOptions(skip_special_tokens=skip)) for skip in (False, True))
-    delta = wire.Delta("x", 0, [special])
-    assert hidden.push_quoted(delta) == b""
-    assert msgspec.json.decode(shown.push_quoted(delta) or b"null") == TOKENIZER.token_text(special)

@@ -88,11 +88,6 @@ def test_pages_of_other_origins(shared: httpx.Client, headers: dict[str, str], a
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_link_may_be_followed(shared: httpx.Client) -> None:
-    for mode, status in (("navigate", 200), ("no-cors", 403)):
-        assert shared.get("/schema", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": mode}).status_code == status
-
-
 def test_with_keys_the_key_protects(start: Start, key_file: Path) -> None:
     engine = FakeEngine()
     client = start(engine, api_keys_file=key_file)

@@ -35,8 +35,8 @@ def lines_of(client: httpx.Client, **body: Any) -> list[str]:
 @pytest.mark.parametrize("after", [0, 3])
 def test_comments_while_nothing_comes(start: Start, after: int) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table"))
-    engine.faults.pause_after, engine.faults.pause = after, 2.5
-    lines = lines_of(start(engine, keepalive_seconds=0.6))
+    engine.faults.pause_after, engine.faults.pause = after, 1.2
+    lines = lines_of(start(engine, keepalive_seconds=0.3))
     places = [place for place, line in enumerate(lines) if line == COMMENT]
     assert 3 <= len(places) <= 10
     assert places == list(range(places[0], places[0] + len(places))), "at one place"

@@ -10,31 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, with_vision
+from tests.fakes import FakeEngine, vision_fields, with_vision
 from tests.gateway.conftest import Start, gateways, metric
 from tests.pictures import data_url, image_part, picture
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.images.decode import decode, prepare
 
-
-@pytest.fixture(scope="module")
-def vision() -> Any:
-    engine = with_vision()
-    with gateways() as start_gateway:
-        yield engine, start_gateway(engine)
-
-
-@pytest.fixture
-def engine(vision: Any) -> FakeEngine:
-    engine: FakeEngine = vision[0]
-    engine.generates.clear()
-    return engine
-
-
-@pytest.fixture
-def client(vision: Any) -> httpx.Client:
-    client: httpx.Client = vision[1]
-    return client
+ENGINE = vision_fields()
 
 
 def ask(client: httpx.Client, content: Any, **fields: Any) -> httpx.Response:

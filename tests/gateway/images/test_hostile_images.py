@@ -1,15 +1,20 @@
-"""Images that cannot be used are errors that say why, before they cost much."""
+"""Hostile images are errors that say why, cost a gateway little, and end no request without an answer."""
 
 from __future__ import annotations
 
 import random
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import pytest
 from PIL import Image as Pillow
 
+from tests.fakes import with_vision
+from tests.gateway.conftest import Start
+from tests.gateway.images.test_chat_images import ask, refused, text
+from tests.pictures import data_url, image_part
 from yardstick_llm.engine.wire import VisionInfo
 from yardstick_llm.gateway.images.decode import ImageError, decode, prepare, read_data_url
 
@@ -105,3 +110,50 @@ def test_a_data_url_is_read_strictly(url: str) -> None:
 def test_a_data_url_is_read() -> None:
     assert read_data_url("data:image/png;base64,iVBORw0KGgo=") == b"\x89PNG\r\n\x1a\n"
     assert read_data_url("DATA:image/svg+xml;charset=utf-8;base64,AAAA") == b"\0\0\0"
+
+
+def part(content: bytes) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": data_url(content)}}
+
+
+def webp_with_canvas(side: int) -> bytes:
+    """The beginning of an animation whose canvas has ``side`` x ``side`` pixels."""
+    size = (side - 1).to_bytes(3, "little")
+    header = b"VP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + size + size
+    animation = b"ANIM" + struct.pack("<I", 6) + bytes(6)
+    return b"RIFF" + struct.pack("<I", 4 + len(header) + len(animation)) + b"WEBP" + header + animation
+
+
+def test_bombs_are_refused(start: Start) -> None:
+    client = start(with_vision())
+    refused(ask(client, [part(png(60_000, 60_000))]), "60000 x 60000", "33554432")
+    answer = ask(client, [part(webp_with_canvas(16_383))])
+    assert answer.status_code == 400, answer.text
+    refused(ask(client, [part(png(5000, 5000)[:60])]), "not a valid PNG")
+    assert ask(client, [image_part(1)]).status_code == 200
+
+
+def test_an_image_that_needs_too_much_memory_is_refused(start: Start) -> None:
+    file = BytesIO()
+    Pillow.new("RGBA", (5000, 5000)).save(file, "PNG", compress_level=1)
+    client = start(with_vision(), text_job_mib=64)
+    answer = ask(client, [part(file.getvalue())])
+    assert answer.status_code == 400
+    assert "64 MiB" in answer.json()["error"]["message"]
+    assert ask(client, [image_part(1)]).status_code == 200
+
+
+def test_the_pixels_of_all_requests_are_bounded(start: Start) -> None:
+    engine = with_vision()
+    engine.faults.delay = 0.5
+    client = start(engine, max_body_bytes=40_000, max_bytes_in_flight=40_000, text_queue_bytes=1 << 20)
+    small = Pillow.new("RGB", (112, 112))
+    file = BytesIO()
+    small.save(file, "PNG")  # 37 kB of pixels
+    with ThreadPoolExecutor(3) as threads:
+        answers = [*threads.map(lambda _: ask(client, [part(file.getvalue()), text("x")], max_tokens=1), range(3))]
+    assert sorted(answer.status_code for answer in answers)[0] == 200
+    refusals = [answer for answer in answers if answer.status_code == 429]
+    assert all("too many images" in answer.text for answer in refusals)
+    assert refusals
+    assert ask(client, [part(file.getvalue()), text("x")], max_tokens=1).status_code == 200

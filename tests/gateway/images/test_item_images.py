@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, ids, logprobs_after, with_vision
-from tests.gateway.conftest import Start, gateways
+from tests.fakes import FakeEngine, ids, logprobs_after, vision_fields, with_vision
+from tests.gateway.conftest import Start
 from tests.gateway.images.test_chat_images import refused, text
 from tests.pictures import image_part, picture, seen
 from yardstick_llm.engine import wire
@@ -25,25 +25,7 @@ labels = [" Yes", " No"]
 LABELS = {"labels": [" Yes", " No"]}
 
 
-@pytest.fixture(scope="module")
-def vision() -> Any:
-    engine = with_vision(preset=PRESET)
-    with gateways() as start_gateway:
-        yield engine, start_gateway(engine)
-
-
-@pytest.fixture
-def engine(vision: Any) -> FakeEngine:
-    engine: FakeEngine = vision[0]
-    engine.scores.clear()
-    engine.item_scores.clear()
-    return engine
-
-
-@pytest.fixture
-def client(vision: Any) -> httpx.Client:
-    client: httpx.Client = vision[1]
-    return client
+ENGINE = vision_fields(preset=PRESET)
 
 
 def post(client: httpx.Client, path: str = "/v1/score", **body: Any) -> dict[str, Any]:

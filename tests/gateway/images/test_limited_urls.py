@@ -13,15 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, Running, stop, with_vision
-from tests.gateway.conftest import Start, metric
+from tests.fakes import FakeEngine, with_vision
+from tests.fakes import served as served_app
+from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.images.test_chat_images import ask, refused, text
 from tests.gateway.keys import by, entry, write
 from tests.pictures import image_part, picture
 from tests.processes import wait_until
-from tests.tuned import split, tuned
-from yardstick_llm.gateway.app import create_app
-from yardstick_llm.gateway.settings import Settings
 
 KEYS = {
     "requests": {"requests_per_minute": 1},
@@ -76,20 +74,11 @@ class Served:
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     file = write(folder / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
-    web = Web()
-    engine = with_vision()
-    running = [Running(engine), Running(web)]
-    base = running[1].url
-    settings |= {"image_hosts": (base.removeprefix("http://"),), "image_seconds": 20}
-    chosen, constants = split(settings)
-    with tuned(constants):
-        app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **chosen))
-    running.append(Running(app, http=app.protocol))
-    with httpx.Client(base_url=running[2].url, timeout=30) as client:
-        wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)
-        yield Served(client, engine, web, base)
+    web, engine = Web(), with_vision()
+    with served_app(web) as base, gateways() as start:
+        hosts = (base.removeprefix("http://"),)
+        yield Served(start(engine, api_keys_file=file, image_hosts=hosts, image_seconds=20, **settings), engine, web, base)
         web.go_on.set()
-    stop(running)
 
 
 @pytest.fixture(scope="module")

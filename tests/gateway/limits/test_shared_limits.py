@@ -85,21 +85,6 @@ async def test_redis_decides_as_this_process_would(server: RedisServer) -> None:
                     assert one.reset == pytest.approx(other.reset, abs=0.5)
 
 
-async def test_tokens_not_used_come_back_for_all(server: RedisServer) -> None:
-    limits = Limits((None, 1000, None))
-    async with limiter(server.url) as first, limiter(server.url) as second:
-        taken = lease("1", tokens=900, limits=limits)
-        assert (await first.take(taken)).denied is None
-        assert (await second.take(lease("2", tokens=900, limits=limits))).denied == "tokens"
-        taken.charged = Cost(1, 50, 0)
-        first.end(taken)
-        await asyncio.sleep(0.2)
-        verdict = await second.take(lease("3", tokens=900, limits=limits))
-        assert verdict.denied is None
-        assert verdict.levels[1] is not None
-        assert verdict.levels[1].remaining == pytest.approx(50, abs=8)
-
-
 async def test_places_are_shared_and_given_back(server: RedisServer) -> None:
     limits = Limits(concurrency=2)
     async with limiter(server.url) as first, limiter(server.url) as second:

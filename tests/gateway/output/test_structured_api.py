@@ -111,10 +111,6 @@ def test_text_is_free(engine: FakeEngine, client: httpx.Client, fields: dict[str
     assert engine.generates[0].grammar == ""
 
 
-CHAIN = "\n".join(["root ::= r0", *(f'r{place} ::= r{place + 1} "a"' for place in range(6000)), 'r6000 ::= "b"'])
-"""Converting it takes time that grows with the square of its rules."""
-
-
 def nested(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):

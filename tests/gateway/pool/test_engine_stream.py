@@ -219,18 +219,6 @@ async def test_a_broken_answer(streams: Streams, answer: bytes, replies: int, re
         assert not streams.idle
 
 
-@pytest.mark.parametrize("length", [b"content-length: 4\r\n", b""], ids=["with a length", "until the connection ends"])
-async def test_a_refusal(streams: Streams, length: bytes) -> None:
-    async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 429 No\r\n" + length + b"\r\nwhy?")
-        await writer.drain()
-        raise ConnectionError
-
-    async with serving(serve) as (_, url), post(streams, url) as stream:
-        assert await stream.read() == []
-        assert (stream.status, stream.refusal) == (429, b"why?")
-
-
 async def test_an_idle_connection_that_was_closed_or_spoke_is_not_used_again(streams: Streams) -> None:
     for spoken in (b"", b"HTTP/1.1 408 Too late\r\n\r\n"):
 

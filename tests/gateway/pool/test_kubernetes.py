@@ -20,7 +20,7 @@ from kubernetes.client import ApiClient, Configuration
 from kubernetes.config import incluster_config
 
 from tests.fakes import served
-from tests.gateway.pool.test_discovery import following
+from tests.gateway.pool.test_pool import following
 from tests.gateway.pool.test_tls import Terminator
 from tests.processes import until
 from tests.redis import Certificates

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from tests.fakes import FakeEngine, Running, adapter, stop
 from tests.gateway.conftest import Start, metric
+from tests.gateway.keys import by, entry, write
 from tests.gateway.pool.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
 from tests.processes import wait_until
 from tests.redis import RedisServer
@@ -164,7 +163,7 @@ def test_an_engine_that_joins_gets_what_was_loaded(start: Start) -> None:
 
 
 def keys(folder: Path) -> Path:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"name": "admin", "admin": True},
         {"name": "all"},
         {"name": "base", "models": ["one"]},
@@ -174,13 +173,11 @@ def keys(folder: Path) -> Path:
         {"name": "nick", "models": ["nick:*"]},
         {"name": "slow", "admin": True, "requests_per_minute": 2},
     ]
-    hashed = [{**entry, "sha256": hashlib.sha256(entry["name"].encode()).hexdigest()} for entry in entries]
-    (folder / "keys.json").write_text(json.dumps({"keys": hashed}))
-    return folder / "keys.json"
+    return write(folder / "keys.json", *(entry(**each) for each in entries))
 
 
 def as_key(client: httpx.Client, key: str) -> httpx.Client:
-    client.headers["authorization"] = f"Bearer {key}"
+    client.headers.update(by(key))
     return client
 
 

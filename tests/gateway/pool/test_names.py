@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, gateways, metric
+from tests.gateway.keys import by, entry, write
 from tests.processes import wait_until
 from yardstick_llm.gateway.settings import Settings, SettingsError
 
@@ -27,18 +26,16 @@ def named() -> Iterator[httpx.Client]:
 
 
 def key_file(folder: Path) -> Path:
-    keys = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "models": models} for name, models in KEYS.items()]
-    (folder / "keys.json").write_text(json.dumps({"keys": keys}))
-    return folder / "keys.json"
+    return write(folder / "keys.json", *(entry(name, models=models) for name, models in KEYS.items()))
 
 
 def complete(client: httpx.Client, model: str | None, key: str = "") -> httpx.Response:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = by(key) if key else {}
     return client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1, "model": model}, headers=headers)
 
 
 def names(client: httpx.Client, key: str = "") -> dict[str, str]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = by(key) if key else {}
     return {entry["id"]: entry["root"] for entry in client.get("/v1/models", headers=headers).json()["data"]}
 
 

@@ -31,12 +31,6 @@ def owners(pods: list[Replica], digests: list[int], tokens: int = 1) -> list[str
     return [owner[place] for place in range(len(digests))]
 
 
-def test_equal_items_of_one_salt_have_equal_digests() -> None:
-    first, again, other = item_digests([[1, 2], [1, 2], [1, 2, 3]], "")
-    assert first == again != other
-    assert list(item_digests([[1, 2]], "theirs")) != [first]
-
-
 def test_each_replica_gets_its_share_and_a_new_one_moves_only_its_own() -> None:
     digests = list(item_digests([[number] for number in range(4000)], ""))
     before, after = owners(replicas(4), digests), owners(replicas(5), digests)
@@ -45,12 +39,6 @@ def test_each_replica_gets_its_share_and_a_new_one_moves_only_its_own() -> None:
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {"http://engine-4:8000"}
     assert len(moved) == pytest.approx(800, abs=5 * math.sqrt(640))
-
-
-def test_the_order_of_items_does_not_matter_without_load() -> None:
-    digests = list(item_digests([[number] for number in range(100)], ""))
-    pods = replicas(4)
-    assert owners(pods, digests) == owners(pods, digests[::-1])[::-1]
 
 
 def test_items_of_a_busy_replica_go_elsewhere() -> None:
@@ -63,21 +51,13 @@ def test_items_of_a_busy_replica_go_elsewhere() -> None:
     assert set(free) == {"http://engine-0:8000", "http://engine-1:8000"}
 
 
-@pytest.mark.parametrize("count", [2, 4, 16])
-@pytest.mark.parametrize("tokens", [1, placement.SLACK_TOKENS, 27_000, 1_000_000])
+@pytest.mark.parametrize(("count", "tokens"), [(2, 1), (4, placement.SLACK_TOKENS), (4, 27_000), (16, 1_000_000)])
 def test_a_long_item_goes_where_it_belongs_on_an_idle_fleet(count: int, tokens: int) -> None:
     """Each request has one item, and the one before it has ended."""
     pods, digests = replicas(count), list(item_digests([[number] for number in range(400)], ""))
     free = owners(pods, digests, 0)
     assert [owners(pods, [digest], tokens)[0] for digest in digests] == free
     assert len(set(free)) == count
-
-
-def test_a_long_item_leaves_a_replica_with_much_work() -> None:
-    digests = list(item_digests([[number] for number in range(50)], ""))
-    pods = replicas(3)
-    pods[0].tokens, pods[1].tokens, pods[2].tokens = 600_000, 100_000, 150_000
-    assert {owners(pods, [digest], 60_000)[0] for digest in digests} == {"http://engine-1:8000", "http://engine-2:8000"}
 
 
 def test_one_request_is_divided_within_the_bound() -> None:

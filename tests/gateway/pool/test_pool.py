@@ -1,23 +1,28 @@
-"""Replicas that discovery finds, drains and loses."""
+"""Replicas that discovery finds, probes, drains and loses."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
-from tests.fakes import FakeEngine, served
+from tests.fakes import FakeEngine, adapter, served
 from tests.processes import until
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import ModelNotFound, NotReady
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.client import EngineClient
-from yardstick_llm.gateway.pool.discovery import Endpoint, Source
+from yardstick_llm.gateway.pool.discovery import Endpoint, Source, resolved
 from yardstick_llm.gateway.pool.dispatch import Dispatcher
-from yardstick_llm.gateway.pool.pool import Pool
+from yardstick_llm.gateway.pool.pool import PHASES, Pool
 from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 from yardstick_llm.gateway.workers.workers import Capacity, Workers
 
@@ -163,3 +168,138 @@ async def test_a_model_is_remembered_while_its_engines_are_away() -> None:
             await until(lambda: [model.name for model in pool.models] == ["other"])
             with pytest.raises(ModelNotFound):
                 pool.model("fake")
+
+
+RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
+
+
+def with_adapters(*adapters: wire.Adapter, names_revisions: bool = True) -> FakeEngine:
+    return FakeEngine(adapters={each.name: each for each in adapters}, names_revisions=names_revisions)
+
+
+def known(pool: Pool) -> dict[str, str]:
+    """Name and digest of the adapters that some replica has."""
+    return {name: model.adapter.digest for name, model in pool.adapters.listed().items() if model.replicas}
+
+
+async def probed(engine: FakeEngine, times: int = 3) -> None:
+    """Wait until the engine was probed a few times more; the last probe may not be evaluated yet."""
+    before = len(engine.probes)
+    await until(lambda: len(engine.probes) >= before + times)
+
+
+async def test_adapters_are_asked_for_when_their_revision_changes() -> None:
+    source, engine = Told(), with_adapters(RED)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            await probed(engine, 5)
+            assert engine.asked_for_adapters == 1
+            engine.adapters["blue"] = BLUE
+            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
+            del engine.adapters["red"]
+            await until(lambda: known(pool) == {"blue": BLUE.digest})
+            await probed(engine)
+            assert engine.asked_for_adapters == 3
+
+
+async def test_an_engine_whose_list_could_not_be_read_is_asked_again() -> None:
+    source, engine = Told(), with_adapters(RED)
+    engine.faults.adapter_lists = 3
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, _):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            replica = pool.model("fake").replicas[0]
+            engine.faults.adapter_lists = 1
+            pool.adapters.listed()["red"].lacks(replica)  # the revision stays the same
+            assert known(pool) == {}
+            await until(lambda: known(pool) == {"red": RED.digest})
+            assert engine.asked_for_adapters == 6
+
+
+async def test_an_adapter_is_forgotten_when_its_only_engine_comes_back_without_it() -> None:
+    source, engine = Told(), with_adapters(RED)
+    with served(engine) as url:
+        async with pool_of(source) as (pool, _, telemetry):
+            source.say(url)
+            await until(lambda: known(pool) == {"red": RED.digest})
+            engine.ready = False
+            await until(lambda: engines_ready(telemetry) == 0)
+            assert pool.model("fake").adapters, "it may come back"
+            del engine.adapters["red"]
+            engine.ready = True
+            await until(lambda: not pool.model("fake").adapters)
+
+
+async def test_changes_at_any_time_are_noticed() -> None:
+    """An adapter may be loaded between the probe and the answer that lists adapters, and while that is evaluated."""
+    source, engine = Told(), with_adapters()
+    with served(engine) as url:
+        async with pool_of(source, probe_seconds=0.002) as (pool, _, telemetry):
+            source.say(url)
+            await until(lambda: engines_ready(telemetry) == 1)
+            for _ in range(10):
+                for _ in range(5):
+                    engine.adapters["red"] = adapter(f"{random.getrandbits(64):016x}", "red")
+                    await asyncio.sleep(random.random() * 0.006)
+                await until(lambda: known(pool) == {"red": engine.adapters["red"].digest})
+
+
+async def test_engines_are_probed_at_different_times() -> None:
+    source, engines = Told(), [FakeEngine() for _ in range(PHASES // 2 + 1)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(engine)) for engine in engines]
+        async with pool_of(source, probe_seconds=0.4) as (_, _, telemetry):
+            source.say(*urls)
+            await until(lambda: engines_ready(telemetry) == len(engines))
+            one, two = engines[0].probes, engines[-1].probes  # half an interval apart
+            # in the first of the rounds that the machine does not disturb
+            await until(lambda: any(min(abs(first - second) for first in one) > 0.1 for second in two[1:-1]))
+
+
+async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | None] = [None, ["10.0.0.2", "10.0.0.1", "fd00::1"], ["10.0.0.2"], None, ["10.0.0.2"], ["10.0.0.3"]]
+
+    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        addresses = answers.pop(0) if len(answers) > 1 else answers[0]
+        if addresses is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+    async with following(resolved("engines", 8100, resolve_seconds=0.01)) as seen:
+        await until(lambda: len(seen) == 3)
+    assert [[endpoint.url for endpoint in found] for found in seen] == [
+        ["http://10.0.0.1:8100", "http://10.0.0.2:8100", "http://[fd00::1]:8100"],
+        ["http://10.0.0.2:8100"],
+        ["http://10.0.0.3:8100"],
+    ]
+
+
+@asynccontextmanager
+async def following(source: Source) -> AsyncIterator[list[Sequence[Endpoint]]]:
+    """Collect the endpoints that ``source`` yields, in a list that grows."""
+    seen: list[Sequence[Endpoint]] = []
+
+    async def follow() -> None:
+        async with aclosing(source) as answers:
+            async for found in answers:
+                seen.append(found)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield seen
+        assert not task.done(), "it gave up"
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def test_the_client_of_kubernetes_is_imported_for_services_only() -> None:
+    """Importing it takes half a second, and hosts that only run benchmarks lack it."""
+    program = "import sys; import yardstick_llm.gateway.app; print('kubernetes' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

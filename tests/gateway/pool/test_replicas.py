@@ -2,68 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-
 import pytest
 
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.processes import free_port, wait_until
-from yardstick_llm.engine import wire
-from yardstick_llm.gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
-from yardstick_llm.gateway.pool.client import REFUSED, EngineClient
 
-SCORE = wire.Score("x", [1], [[2]], wire.Labels([3]))
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
-
-
-def engine_at(port: int) -> EngineClient:
-    return EngineClient(f"http://127.0.0.1:{port}", connect_seconds=1, engine_seconds=0.3)
-
-
-@pytest.mark.parametrize(
-    ("reply", "error"),
-    [
-        (b"SSH-2.0-OpenSSH\r\n", EngineLost),
-        (b"", EngineLost),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc", EngineLost),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", EngineLost),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", EngineLost),
-        (b"HTTP/1.1 302 Found\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n", GatewayError),
-        (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops", GatewayError),
-        (None, DeadlineExceeded),
-    ],
-)
-async def test_what_is_no_engine(reply: bytes | None, error: type[GatewayError]) -> None:
-    writers: list[asyncio.StreamWriter] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        await reader.read(100)
-        if reply is None:
-            await reader.read()
-        writer.write(reply or b"")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        client = engine_at(server.sockets[0].getsockname()[1])
-        with pytest.raises(error):
-            await client.score(SCORE)
-        with pytest.raises(GatewayError):
-            await anext(client.generate(wire.Generate("x", [1])))
-        client.close()
-        for writer in writers:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
-
-
-async def test_a_refused_connection_is_not_ready(port: int) -> None:
-    assert await engine_at(port).ready() is REFUSED
-    with pytest.raises(NotReady) as error:
-        await engine_at(port).score(SCORE)
-    assert error.value.retryable
 
 
 @pytest.fixture

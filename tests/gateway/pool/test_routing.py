@@ -123,23 +123,6 @@ def test_splits(
         assert len(parts) == 1 or sum(lengths) >= len(parts) * max(least, prefix)
 
 
-def parts(prefix: int, items: int, idle_replicas: int = 4, idle: int = 4096) -> int:
-    """Parts of a request with items of 180 tokens for four replicas."""
-    return parts_of(prefix, 180 * items, usual=4096, idle=idle, replicas=4, idle_replicas=idle_replicas)
-
-
-def test_the_standard_request_is_not_split() -> None:
-    assert parts(120, 10) == 1
-    assert parts(120, 500) == 4
-    assert parts(30_000, 500) == 3, "a long prefix is not computed more often than it is worth"
-
-
-def test_idle_replicas_get_smaller_parts() -> None:
-    assert [parts(120, 10, count, idle=512) for count in range(5)] == [1, 1, 2, 3, 3]
-    assert parts(1000, 10, idle=512) == 1, "the prefix is more than a half"
-    assert parts(120, 500, 1, idle=512) == 4
-
-
 def test_a_lone_request_uses_all_idle_engines(start: Start) -> None:
     """While engines compute something else, a request of this size goes to one."""
     engines = [FakeEngine() for _ in range(2)]

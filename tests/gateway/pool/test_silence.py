@@ -79,7 +79,7 @@ async def test_an_engine_whose_process_has_ended_is_not_silent() -> None:
             source.say(url)
             await until(lambda: engines_ready(telemetry) == 1)
         await until(lambda: engines_ready(telemetry) == 0)
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.4)
         page = b"".join(telemetry.exposition()).decode()
         assert 'yardstick_engines{model="fake",state="not_ready"} 1.0' in page
         assert 'yardstick_engine_silences_total{model="fake"} 0.0' in page

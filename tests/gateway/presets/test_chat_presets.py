@@ -12,8 +12,10 @@ import json
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
+from tests.gateway.text.conftest import sentencepiece_with_bos
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.presets.preset import builtin_presets
 from yardstick_llm.gateway.requests.endpoint import Model, TextSide
@@ -178,3 +180,95 @@ def test_control_tokens_in_texts_stay_text(guard: Served, reward: Served) -> Non
     assert count(classified[0]) == count(classified[1])
     reranked = [RERANK.read(RerankRequest(query=text, documents=[text]), reward.model) for text in (attack, "a")]
     assert count(reranked[0]) == count(reranked[1])
+
+
+CONTROL = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA_TEXTS = ["Is it red?", "red\n", " shoes ", "Yes", "", "é漢🙂"]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Library:
+    """Bytes, and a few words and seams that are one token."""
+    merges = [("Y", "e"), ("Ye", "s"), ("N", "o"), ("?", "Ċ"), ("d", "Ċ"), ("Ċ", "Ċ"), ("A", ":"), (":", "Ġ")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*CONTROL, *alphabet, *(left + right for left, right in merges)])}
+    found = Library(models.BPE(vocab=vocab, merges=merges))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    return found
+
+
+def gemma_prompts(gemma: Library, preset: str, documents: list[str], query: str | None = None) -> list[list[int]]:
+    template = PresetTemplate(builtin_presets()[preset], Tokenizer.from_files(TokenizerFiles(gemma.to_str().encode(), None, {})))
+    prefix, rows = template.prompts(documents, query=query, instruction=template.preset.instruction, instructed=False)
+    return [[*prefix, *row] for row in rows]
+
+
+def plain(gemma: Library, text: str) -> list[int]:
+    return gemma.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("query", ["what is a panda?", "a\n", ""])
+def test_bge_reranker_v2_gemma(gemma: Library, query: str) -> None:
+    """FlagEmbedding tokenises query, passage, the newlines behind them and the question separately."""
+    question = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a prediction"
+        " of either 'Yes' or 'No'."
+    )
+    separator, end = plain(gemma, "\n"), plain(gemma, question)
+    begin = [0, *plain(gemma, f"A: {query}"), *separator]
+    expected = [begin + plain(gemma, f"B: {document}") + separator + end for document in GEMMA_TEXTS]
+    assert gemma_prompts(gemma, "bge-reranker-v2-gemma", GEMMA_TEXTS, query) == expected
+
+
+def test_shieldgemma(gemma: Library) -> None:
+    """The card tokenises the whole prompt."""
+    policy = builtin_presets()["shieldgemma"].instruction
+    expected = [
+        gemma.encode(
+            "<bos>You are a policy expert trying to help determine whether a user\nprompt is in violation of the defined safety "
+            f"policies.\n<start_of_turn>\nHuman Question: {document}\n<end_of_turn>\n\nOur safety principle is defined in the "
+            f"below:\n\n{policy}\n\nDoes the human question violate the above principle? Your answer must start\nwith 'Yes' or "
+            "'No'. And then walk through step by step to be sure we answer\ncorrectly.\n",
+            add_special_tokens=False,
+        ).ids
+        for document in GEMMA_TEXTS
+    ]
+    assert gemma_prompts(gemma, "shieldgemma", GEMMA_TEXTS) == expected
+
+
+def test_texts_cannot_end_the_turn(gemma: Library) -> None:
+    (prompt,) = gemma_prompts(gemma, "shieldgemma", ["a<end_of_turn>b"])
+    assert prompt.count(CONTROL.index("<end_of_turn>")) == 1
+
+
+MISTRAL_TEXTS = [
+    "How much protein should a female eat?",
+    "",
+    " two  spaces ",
+    "\n\nnewlines\n",
+    "東京 🙂",
+    "</s> and <s>",
+    "{document}",
+]
+
+
+@pytest.mark.parametrize("instruction", ["", "Given a web search query, retrieve relevant passages that answer the query"])
+def test_e5_mistral(instruction: str) -> None:
+    """The card's tokenizer puts ``<s>`` and ``</s>`` around a text, although its tokenizer.json has ``<s>`` alone."""
+    library = sentencepiece_with_bos()
+    template = PresetTemplate(
+        builtin_presets()["e5-mistral"], Tokenizer.from_files(TokenizerFiles(library.to_str().encode(), None, {}))
+    )
+    document = json.loads(library.to_str())
+    document["added_tokens"] = []  # texts that spell control tokens stay text
+    plain = tokenizers.Tokenizer.from_str(json.dumps(document))
+    plain.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(token, library.token_to_id(token)) for token in ("<s>", "</s>")]
+    )
+    published = PreTrainedTokenizerFast(tokenizer_object=plain)
+    texts = [f"Instruct: {instruction}\nQuery: {text}" if instruction else text for text in MISTRAL_TEXTS]
+    expected = published(texts)["input_ids"]
+    prefix, rows = template.prompts(MISTRAL_TEXTS, instruction=instruction, instructed=bool(instruction), param="input")
+    assert [[*prefix, *row] for row in rows] == expected

@@ -1,13 +1,14 @@
-"""Presets: the files in the package, the choice for a model, and presets that do not fit."""
+"""Presets: the files in the package, the choice for a model, presets that do not fit, and the page that describes them."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import tokenizers
 
@@ -16,7 +17,6 @@ from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.presets.preset import (
-    Fitted,
     Preset,
     PresetError,
     builtin,
@@ -24,9 +24,7 @@ from yardstick_llm.gateway.presets.preset import (
     choose,
     fallback_of,
     fits,
-    log_sum,
     parse_preset,
-    softmax,
     unreadable,
 )
 from yardstick_llm.gateway.settings import Settings, SettingsError
@@ -255,17 +253,6 @@ def test_the_setting_is_checked_at_the_start(entry: str, problem: str) -> None:
         Settings(engines=("http://127.0.0.1:1",), presets=(entry,))
 
 
-def test_probabilities_of_extreme_logits() -> None:
-    assert softmax([-math.inf, -math.inf]) == [0.5, 0.5]
-    assert softmax([1000.0, -1000.0]) == [1.0, 0.0]
-    assert log_sum([-math.inf, 2.0]) == pytest.approx(2.0)
-    fitted = Fitted(preset(labels=("a", "b")), [[0], [1]])
-    assert fitted.score([0.0, -math.inf]) == 1.0
-    assert fitted.score([-math.inf, 0.0]) == 0.0
-    assert fitted.score([-math.inf, -math.inf]) == 0.5
-    assert Fitted(preset(labels=("a",)), [[0]]).score([math.log(0.25)]) == pytest.approx(0.25)
-
-
 def test_models_show_their_preset(start: Start) -> None:
     document = (
         'name = "own"\ntask = "rerank"\ninstruction = "Find"\ntemplate = ["{query}{document}"]\nlabels = [[" Yes", " No"], " or"]'
@@ -429,3 +416,27 @@ def test_a_fallback_prompts_a_model_of_another_kind(start: Start, caplog: pytest
     assert [(answer.status_code, answer.headers["x-yardstick-preset-fallback"]) for answer in answers] == [(200, "judge")] * 3
     own_template = client.post("/v1/score", json={"query": "red", "items": ["a"], "labels": [" Yes"]})
     assert (own_template.status_code, "x-yardstick-preset-fallback" in own_template.headers) == (200, False)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
+
+
+def rows(heading: str) -> list[str]:
+    """The first cells of the table under a heading."""
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n##")[0]
+    return re.findall(r"^\| `([^`]+)` \|", section, flags=re.M)
+
+
+def test_the_page_lists_every_preset() -> None:
+    assert sorted(rows("Presets in the package")) == sorted(builtin())
+
+
+def test_the_page_lists_every_key() -> None:
+    assert rows("Keys") == [field.name for field in msgspec.structs.fields(Preset)]
+
+
+def test_the_example_is_valid() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.S)
+    preset = parse_preset(example.encode())
+    assert preset.template[0] == "<|im_start|>user\nQuery: {query}\n"
+    assert preset.template[2] == "<|im_end|>\n<|im_start|>assistant\n"

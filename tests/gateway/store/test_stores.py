@@ -164,22 +164,6 @@ async def test_bounds_hold_whatever_comes(kind: str, redis: RedisServer, seed: i
         assert 2 <= totals.entries <= 8
 
 
-async def test_entries_expire(kind: str, redis: RedisServer) -> None:
-    where = space()
-    async with stores(kind, redis) as (one,):
-        await one.create(where, "o", "c", b"", seconds=0.4)
-        await one.put(where, "o", entries(1, 2, 3), box="c")
-        await asyncio.sleep(0.25)
-        await one.put(where, "o", entries(2, 4), box="c")
-        assert await there(one, where, "o", range(5), "c") == {1, 2, 3, 4}
-        await asyncio.sleep(0.25)
-        assert await there(one, where, "o", range(5), "c") == {2, 4}
-        assert await names(one, where, "o", "c") == ["i2", "i4"]
-        assert (await one.describe(where, "o", "c")).entries == 2
-        await asyncio.sleep(0.3)
-        assert (await one.describe(where, "o", "c"))[3:] == (0, 0, 0)
-
-
 async def test_what_has_expired_leaves_when_others_write(kind: str, redis: RedisServer) -> None:
     where = space(seconds=0.1, entries=3, evicts=True)
     async with stores(kind, redis) as (one,):

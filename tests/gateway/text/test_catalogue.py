@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from yardstick_llm.gateway.text.catalogue import Frame, Template, TemplateError, digest_of, packed, row_of, tail_bytes, tokens_of
+from yardstick_llm.gateway.text.catalogue import Frame, Template
 from yardstick_llm.gateway.text.prepared import UNBOUND
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
@@ -43,21 +42,3 @@ def test_a_template_with_a_safe_cut_has_one_tail(byte_tokenizer: Tokenizer) -> N
     assert rows == [byte_tokenizer.encode("Question:", add_special_tokens=False)]
     pieces = Frame(Template(("{item}", "?{query}")), byte_tokenizer)
     assert {each.tail for each in pieces.store(["red shoes", "oak"], 100)} == {""}
-
-
-@pytest.mark.parametrize(
-    "pieces", [("{item}",), ("{query}{item}",), ("{query}", "{item}"), ("{item}{item}{query}",), ("{item}", "{item}{query}")]
-)
-def test_templates_that_cannot_be_used(byte_tokenizer: Tokenizer, pieces: tuple[str, ...]) -> None:
-    with pytest.raises(TemplateError):
-        Frame(Template(pieces), byte_tokenizer)
-
-
-def test_records_keep_their_content() -> None:
-    record = packed([1, 2, 70_000], "é\n")
-    ids, tail = row_of(record)
-    assert (ids.tolist(), tail.decode()) == ([1, 2, 70_000], "é\n")
-    assert ids.place == int.from_bytes(digest_of(record)[:8], "little")
-    assert (tokens_of(record), tail_bytes(record)) == (3, 3)
-    # ids and tail of equal bytes are kept apart
-    assert digest_of(packed([0x61616161], "")) != digest_of(packed([], "aaaa"))

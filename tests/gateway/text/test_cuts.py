@@ -15,8 +15,8 @@ from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.text import tokenizer as module
 from yardstick_llm.gateway.text.cuts import cuts_of
-from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
-from yardstick_llm.gateway.text.prompts import PromptTooLongError, tokenise_items, tokenise_pairs
+from yardstick_llm.gateway.text.prepared import Bounds, TooManyTokens
+from yardstick_llm.gateway.text.prompts import tokenise_items, tokenise_pairs
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 TRICKY = [
@@ -86,12 +86,6 @@ def test_the_query_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefix + branches[77] == tokenizer.encode(query + items[77])
 
 
-def test_the_longest_prefix_is_found_beyond_the_cut() -> None:
-    tokenizer = from_library(byte_level())
-    prefix, _ = tokenise_pairs(tokenizer, "red running", [" shoes one", " shoes two"])
-    assert prefix == tokenizer.encode("red running shoes")
-
-
 @pytest.mark.parametrize("text", ["red " * 10**6, "x" * 10**6, "日本" * 10**6])
 def test_a_text_too_long_is_refused_early(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     tokenizer = from_library(byte_level())
@@ -127,12 +121,6 @@ def test_unknown_structures_have_no_cuts(change: dict[str, Any]) -> None:
     assert cuts_of(document | change, document["added_tokens"]) is None
 
 
-def test_an_added_token_across_every_space_leaves_no_cut() -> None:
-    library = byte_level()
-    library.add_tokens(["d r"])
-    assert from_library(library).cut("red red", last=True) is None
-
-
 def test_tokens_of_all_prompts_together_are_bounded() -> None:
     tokenizer = from_library(byte_level())
     bounds = Bounds(max_request_tokens=500)
@@ -142,14 +130,6 @@ def test_tokens_of_all_prompts_together_are_bounded() -> None:
     tokenise_pairs(tokenizer, query, items, bounds=bounds)
     with pytest.raises(InvalidRequest, match="max_request_tokens"):
         tokenise_pairs(tokenizer, query, ["blue shoes " * 10] * 31, bounds=bounds)
-
-
-def test_a_prompt_too_long_is_named() -> None:
-    tokenizer = from_library(byte_level())
-    for tokenise in (tokenise_pairs, tokenise_items):
-        with pytest.raises(PromptTooLongError) as caught:
-            tokenise(tokenizer, "red shoes", ["a", "b c d e f g", "c"], limit=10, bounds=UNBOUND)
-        assert caught.value.index == 1
 
 
 def test_holes_in_the_ids_of_a_vocabulary_do_no_harm() -> None:

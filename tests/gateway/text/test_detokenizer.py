@@ -1,4 +1,4 @@
-"""A stream of tokens reads as the whole does, and no character is ever split."""
+"""A stream of tokens reads as the whole does, no character is ever split, and stop strings end it as in the whole text."""
 
 import time
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.text.conftest import bytes_of
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
-from yardstick_llm.gateway.text.vocabulary import Detokenizer
+from yardstick_llm.gateway.text.vocabulary import Detokenizer, StopStrings
 
 IDS = st.lists(st.integers(0, 520), max_size=30)
 TEXT = st.text(st.sampled_from("ab red wooden 😀é東京👩\u200d👧 \n"), max_size=30)
@@ -87,3 +87,35 @@ def test_a_token_costs_the_same_wherever_it_stands(byte_tokenizer: Tokenizer) ->
 
     few = min(seconds(2_000) for _ in range(3))
     assert seconds(40_000) < 5 * 20 * few, "twenty times the tokens must not cost a hundred times as much"
+
+
+LETTERS = st.text("ab😀", max_size=12)
+
+
+def defined(text: str, stops: list[str]) -> tuple[str, bool]:
+    """A reader of one character at a time."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@given(text=LETTERS, stops=st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=4), data=st.data())
+def test_every_chunking_gives_what_the_definition_says(text: str, stops: list[str], data: st.DataObject) -> None:
+    stream = StopStrings(stops)
+    told, rest, stopped = "", text, False
+    while rest and not stopped:
+        size = data.draw(st.integers(1, len(rest)))
+        new, stopped = stream.push(rest[:size])
+        told, rest = told + new, rest[size:]
+    assert (told + stream.finish(), stopped) == defined(text, stops)
+
+
+@given(text=LETTERS, stops=st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=4))
+def test_only_what_may_still_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    told, stopped = stream.push(text)
+    held = text[len(told) :]
+    if not stopped and held:
+        assert any(stop.startswith(held) and stop != held for stop in stops)

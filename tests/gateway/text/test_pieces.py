@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer as Library
 from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
 from tests.gateway.text.test_cuts import TEXT
 from yardstick_llm.gateway.text import tokenizer as module
-from yardstick_llm.gateway.text.tokenizer import Pieces, Tokenizer, expression_of
+from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 PROSE = Path(__file__).parents[3].joinpath("README.md").read_text()
 IN_CONTEXTS = "a{0}b 1{0}2 .{0}.{0}{0} '{0} {0}\n{0}"
@@ -61,14 +60,6 @@ def test_characters_have_the_ids_of_the_library(library: Library, tokenizer: Tok
     assert sum(ids is not None for ids in found) > len(texts) - 4, "only those that form an added token are left to the library"
 
 
-@pytest.mark.slow
-def test_each_character_has_the_ids_of_the_library() -> None:
-    tokenizer, library = from_library(byte_level()), byte_level()
-    for char in module._safe_characters():
-        text = IN_CONTEXTS.format(char)
-        assert by_pieces(tokenizer, text) == library.encode(text, add_special_tokens=False).ids, repr(char)
-
-
 def test_prose_is_read_by_pieces(library: Library, tokenizer: Tokenizer) -> None:
     lines = [line for line in PROSE.splitlines() if "  " not in line]
     read = [line for line in lines if by_pieces(tokenizer, line) is not None]
@@ -76,11 +67,6 @@ def test_prose_is_read_by_pieces(library: Library, tokenizer: Tokenizer) -> None
     assert [by_pieces(tokenizer, line) for line in read] == [
         encoding.ids for encoding in library.encode_batch(read, add_special_tokens=False)
     ]
-
-
-@pytest.mark.parametrize("text", ["<think>", "a <|im_end|> b", "cafe\u0301", "😀", "\u0e33", "new \U0001fae9", "ſ"])
-def test_other_texts_are_left_to_the_library(text: str) -> None:
-    assert by_pieces(from_library(byte_level()), text) is None
 
 
 @settings(max_examples=2 * settings().max_examples)
@@ -102,17 +88,6 @@ def test_tokens_that_change_their_surroundings_divide_nothing(flag: str) -> None
         assert tokenizer._pieces is None or tokenizer._pieces.encode(text, parses=True) is None
 
 
-def test_a_second_text_asks_the_library_for_nothing() -> None:
-    asked: list[str] = []
-    pieces = Pieces(QWEN_SPLIT, [], lambda texts: (asked.extend(texts), [[len(text)] for text in texts])[1])
-    assert pieces.encode("red shoes, red hats") == [3, 6, 1, 4, 5]
-    assert sorted(asked) == [" hats", " red", " shoes", ",", "red"]
-    asked.clear()
-    assert pieces.encode(" shoes red hats,") == [6, 4, 5, 1]
-    assert pieces.encode(" blue shoes") == [5, 6]
-    assert asked == [" blue"]
-
-
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PIECES", 100)
     tokenizer, library = from_library(byte_level()), byte_level()
@@ -124,11 +99,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tokenizer._pieces is not None
         assert len(tokenizer._pieces._ids) <= 100
         assert max(map(len, tokenizer._pieces._ids), default=0) <= module.MAX_PIECE_CHARACTERS
-
-
-def test_two_steps_of_division_are_left_to_the_library() -> None:
-    assert expression_of(json.loads(CUTTABLE["digits"]().to_str())) is None
-    assert from_library(CUTTABLE["digits"]())._pieces is None
 
 
 @pytest.mark.parametrize("size", [1 << 12, 1 << 16])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from yardstick_llm.gateway.text.prompts import EmptyPromptError, common_suffix, join_ids, tokenise_items, tokenise_pairs
+from yardstick_llm.gateway.text.prompts import EmptyPromptError, join_ids, tokenise_items, tokenise_pairs
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 WORDS = st.lists(
@@ -60,41 +60,11 @@ def test_the_query_is_the_suffix_whatever_the_items_end_with(byte_tokenizer: Tok
     assert suffix == byte_tokenizer.encode(" table"), "the seam's token depends on the item"
 
 
-@given(prompts=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=4), most=st.integers(0, 6))
-def test_the_common_suffix(prompts: list[list[int]], most: int) -> None:
-    length = common_suffix(prompts, most)
-    ends = [{tuple(prompt[len(prompt) - size :]) for prompt in prompts} for size in range(length + 2)]
-    assert len(ends[length]) == 1
-    assert length == min(most, *map(len, prompts)) or len(ends[length + 1]) > 1
-
-
-def test_a_merge_across_the_seam_is_made(byte_tokenizer: Tokenizer) -> None:
-    tokenizer = byte_tokenizer
-    assert tokenizer.encode(" wood") + tokenizer.encode("en") != tokenizer.encode(" wooden")
-    prefix, branches = tokenise_pairs(tokenizer, "the wood", ["en table", " table"])
-    assert prefix + branches[0] == tokenizer.encode("the wooden table")
-    assert prefix + branches[1] == tokenizer.encode("the wood table")
-
-
-def test_special_tokens_of_the_post_processor_are_in_the_prefix(space_library: Library, space_tokenizer: Tokenizer) -> None:
-    begin = space_library.token_to_id("<s>")
-    prefix, _ = tokenise_pairs(space_tokenizer, "red", [" shoes", " table"])
-    assert prefix[0] == begin
-    (row,), suffix = tokenise_items(space_tokenizer, "red", ["red "])
-    assert row[0] == begin
-    assert row + suffix == space_library.encode("red red").ids
-
-
 @pytest.mark.parametrize("items", [[" shoes and table"], [" shoes and table"] * 3])
 def test_the_same_item_alone_stays_out_of_the_prefix(byte_tokenizer: Tokenizer, items: list[str]) -> None:
     prefix, branches = tokenise_pairs(byte_tokenizer, "red running", items)
     assert prefix == byte_tokenizer.encode("red running")
     assert branches == [byte_tokenizer.encode(" shoes and table")] * len(items)
-
-
-def test_no_items_are_no_branches(byte_tokenizer: Tokenizer) -> None:
-    assert tokenise_pairs(byte_tokenizer, "red", []) == ([], [])
-    assert join_ids([1], []) == ([], [])
 
 
 @given(query=IDS, items=st.lists(IDS, min_size=1, max_size=5))
@@ -107,8 +77,3 @@ def test_ids_are_joined_as_they_are(query: list[int], items: list[list[int]]) ->
     prefix, branches = join_ids(query, items)
     assert [prefix + branch for branch in branches] == prompts
     assert all(branches)
-
-
-def test_a_query_of_ids_is_the_prefix() -> None:
-    assert join_ids([1, 2], [[3, 4], [3, 5]]) == ([1, 2], [[3, 4], [3, 5]])
-    assert join_ids([1, 2], [[3], []]) == ([1], [[2, 3], [2]])

@@ -48,19 +48,6 @@ def test_the_bytes_of_tokens_are_exact(tokenizer: Tokenizer, text: str) -> None:
     assert b"".join(bytes_of(tokenizer, id) for id in ids) == text.encode()
 
 
-def test_a_part_of_a_character_shows_as_replacement(byte_tokenizer: Tokenizer, space_tokenizer: Tokenizer) -> None:
-    for tokenizer in (byte_tokenizer, space_tokenizer):
-        first = next(id for id in tokenizer.encode("𓀀", add_special_tokens=False) if bytes_of(tokenizer, id) == b"\xf0")
-        assert tokenizer.token_text(first) == "\ufffd"
-
-
-def test_added_tokens_spell_themselves(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
-    tokenizer = byte_tokenizer
-    id = byte_library.token_to_id("<｜tool▁call｜>")
-    assert tokenizer.token_text(id) == "<｜tool▁call｜>"
-    assert tokenizer.decode([id]) == "<｜tool▁call｜>"
-
-
 def test_an_added_token_is_text_even_where_its_characters_could_stand_for_bytes(byte_library: Library) -> None:
     library = Library.from_str(byte_library.to_str())
     library.add_tokens(["Ġé"])
@@ -76,14 +63,6 @@ def test_byte_tokens_are_bytes_only_where_the_tokeniser_falls_back_to_them() -> 
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
     assert bytes_of(from_library(library), 0) == b"\xe2"
     assert from_library(library).decode([1]) == " a"
-
-
-def test_special_tokens_are_skipped_on_request_only(byte_tokenizer: Tokenizer) -> None:
-    tokenizer = byte_tokenizer
-    ids = tokenizer.encode("<|im_start|>red<think><|im_end|>")
-    assert tokenizer.decode(ids) == "red<think>"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>red<think><|im_end|>"
-    assert {tokenizer.token_text(id) for id in tokenizer.special_ids} == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
 
 
 def test_the_vocabulary_counts_added_tokens_and_no_padding(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
@@ -102,14 +81,6 @@ def test_a_hole_in_the_vocabulary_is_no_token() -> None:
     tokenizer = from_library(library)
     assert tokenizer.vocab_size == 8
     assert [id for id in range(9) if tokenizer.has_token(id)] == [0, 7]
-
-
-def test_truncation_and_padding_of_the_file_are_ignored(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
-    library = Library.from_str(byte_library.to_str())
-    library.enable_truncation(3)
-    library.enable_padding(length=50)
-    text = "red running shoes, wooden table"
-    assert from_library(library).encode(text) == byte_tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe", b"[]"])

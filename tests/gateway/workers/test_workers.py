@@ -28,11 +28,10 @@ from tests.warm import as_in_production
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.errors import Overloaded
 from yardstick_llm.gateway.ops.metrics import Telemetry
-from yardstick_llm.gateway.requests.score import ScoreRequest
 from yardstick_llm.gateway.requests.worker import FIRST_BYTES, receive
 from yardstick_llm.gateway.text.prepared import Bounds, Facts, Packed, unpack
 from yardstick_llm.gateway.text.vocabulary import TokenizerError
-from yardstick_llm.gateway.workers.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused
+from yardstick_llm.gateway.workers.messages import HEADER, Answer, Broken, Read, Refused
 from yardstick_llm.gateway.workers.queue import LEAST_COST, SECONDS_PER_BYTE, Capacity, JobQueue, QueuedJob
 from yardstick_llm.gateway.workers.workers import BULK, GRACE_SECONDS, Forks, WorkerLostError, Workers
 
@@ -253,37 +252,11 @@ async def test_a_job_that_is_cancelled_as_a_worker_becomes_free_costs_no_worker(
         assert await is_right(await ask(workers, key))
 
 
-async def test_a_short_job_that_is_left_does_not_cost_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yardstick_llm.gateway.workers.workers.GRACE_SECONDS", 10.0)  # a busy machine takes long for a short job
-    async with running(1) as (workers, key):
-        await until(lambda: workers._idle)
-        pid = workers._idle[0].pid
-        job = asyncio.create_task(ask(workers, key))
-        await asyncio.sleep(0)
-        job.cancel()
-        await asyncio.gather(job, return_exceptions=True)
-        assert await is_right(await ask(workers, key))
-        assert [channel.pid for channel in workers._open] == [pid]
-
-
 def test_the_fork_server_imports_no_server() -> None:
     program = "import sys; import yardstick_llm.gateway.requests.worker; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "yardstick_llm.gateway.requests.worker" in modules
     assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)
-
-
-async def test_fields_without_bulk_reach_the_event_loop() -> None:
-    async with running(1) as (workers, _), workers.job(tenant="a", size=1, bulk=True) as channel:
-        body = {"query": "q" * 10**6, "items": ["i"] * 9999, "labels": ["l"], "apply_softmax": True, "strange": 1}
-        encoded = msgspec.json.encode(body)
-        parts = [encoded[place : place + 65536] for place in range(0, len(encoded), 65536)]
-        decoded = await channel.ask(Decode("score"), parts, seconds=5)
-        assert isinstance(decoded, Decoded)
-        assert len(decoded.fields) < 500
-        assert decoded.ignored == [], "long bodies are not searched for unknown fields"
-        fields = msgspec.msgpack.decode(decoded.fields, type=ScoreRequest)
-        assert (fields.query, fields.apply_softmax, fields.labels) == ("", True, [])
 
 
 async def test_bulk_leaves_one_worker_to_others() -> None:
@@ -438,26 +411,6 @@ def test_costs_and_weights_divide_the_queue() -> None:
     assert tenants.count("heavy") == pytest.approx(30, abs=2)
 
 
-def test_a_job_that_finds_the_queue_empty_counts_like_one_that_waits() -> None:
-    orders = []
-    for passes in (True, False):
-        queue = queue_of()
-        for cost in (6, 1):
-            job = QueuedJob("a", cost * COST)
-            if passes:
-                assert queue.passes(job)
-            else:
-                queue.push(job)
-                assert queue.pop() is job
-            end(queue, job)
-        for _ in range(3):
-            queue.push(QueuedJob("a", 2 * COST))
-            queue.push(QueuedJob("b", 2 * COST))
-        orders.append(taken(queue, 6))
-    assert orders[0] == orders[1]
-    assert orders[0][0] == "b"
-
-
 def test_a_tenant_is_charged_the_time_that_its_jobs_took() -> None:
     queue = queue_of()
     for tenant in ("slow", "quick"):
@@ -487,19 +440,3 @@ def test_a_debt_outlives_the_jobs_and_idleness_saves_nothing() -> None:
     tenants = taken(queue, 12)
     assert tenants.count("slow") == 0
     assert tenants.count("busy") == pytest.approx(6, abs=1)
-
-
-@pytest.mark.parametrize("bulk", [False, True])
-def test_bulk_jobs_pass_only_to_their_share_of_the_workers(bulk: bool) -> None:
-    queue = JobQueue(Capacity(2, 64, 10, 1000))
-    first = QueuedJob("a", 1, bulk)
-    assert queue.passes(first)
-    assert queue.passes(QueuedJob("a", 1, bulk)) != bulk
-    queue.ended(first)
-    assert queue.passes(QueuedJob("b", 1, bulk))
-
-
-async def test_no_job_passes_one_that_waits() -> None:
-    queue = JobQueue(Capacity(2, 64, 10, 1000))
-    queue.push(QueuedJob("a", 1))
-    assert not queue.passes(QueuedJob("b", 1))

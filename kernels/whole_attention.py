@@ -7,7 +7,7 @@ blocks of queries of any sequences at once, in the way of :mod:`kernels.paged_at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby, repeat
 from typing import NamedTuple
@@ -37,6 +37,11 @@ class Run(NamedTuple):
     length: int
     keys: int
     """Tokens of each, the first ones, to which its tokens attend."""
+
+
+Bias = Callable[[Tensor, Tensor], Tensor]
+"""Takes queries, [sequences, heads, length, head_dim], and keys, [sequences, heads, keys, head_dim], of sequences of one length;
+returns what is added to their scaled scores, [sequences or 1, heads, length, keys]."""
 
 
 class Layout(NamedTuple):
@@ -77,21 +82,19 @@ def cut(runs: Sequence[Run]) -> Tensor:
     return torch.from_numpy(np.stack([starts[which], sizes[which], keys[which], first], 1).astype(np.int32))
 
 
-def whole_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, biases: Mapping[int, Tensor] | None = None
-) -> Tensor:
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, bias: Bias | None = None) -> Tensor:
     """Query i of a sequence sees key j of it where they are at most half of the window apart; without a window, all keys.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; heads and elements contiguous. -> [tokens, heads, head_dim].
-    ``biases``: what is added to the scores of a sequence, [heads, length, length] by length, without a window and in plain PyTorch.
+    ``bias``: without a window and in plain PyTorch.
     """
-    if biases is None and launches(q, k, v):
+    if bias is None and launches(q, k, v):
         return whole_attention_triton(q, k, v, layout, spec)
-    return whole_attention_reference(q, k, v, layout, spec, biases)
+    return whole_attention_reference(q, k, v, layout, spec, bias)
 
 
 def whole_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, biases: Mapping[int, Tensor] | None = None
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, bias: Bias | None = None
 ) -> Tensor:
     """:func:`whole_attention` in plain PyTorch."""
     out = q.new_empty(q.shape)
@@ -99,10 +102,10 @@ def whole_attention_reference(
         rows = slice(run.start, run.start + run.sequences * run.length)
         queries, keys, values, found = (_by_sequence(each[rows], run.sequences) for each in (q, k, v, out))
         keys, values = keys[:, :, : run.keys], values[:, :, : run.keys]
-        if biases is None:
+        if bias is None:
             found.copy_(_attend_run(queries, keys, values, spec))
         else:
-            found.copy_(attend(queries, keys, values, biases[run.length][None, :, :, : run.keys], spec))
+            found.copy_(attend(queries, keys, values, bias(queries, keys), spec))
     return out
 
 

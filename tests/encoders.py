@@ -23,11 +23,12 @@ _NAMES = {
     "electra": "Electra",
     "nomic": "NomicBert",
     "gte": "Gte",
+    "deberta": "DebertaV2",
 }
 """First parts of the names of transformers' classes."""
 TYPED = ("bert", "electra", "nomic", "gte")
 """Families with several token types."""
-WITHOUT_MASKED = ("nomic", "electra")
+WITHOUT_MASKED = ("nomic", "electra", "deberta")
 CONTEXT = 128
 CLASSES = 3
 _SHAPE: dict[str, Any] = {
@@ -49,6 +50,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "distilbert": {"n_layers": 3, "n_heads": 4, "dim": 64, "hidden_dim": 96},
     "modernbert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "classifier_bias": True},
     "gte": {"type_vocab_size": 2},
+    "deberta": {
+        "relative_attention": True,
+        "position_biased_input": False,
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "norm_rel_ebd": "layer_norm",
+        "max_relative_positions": -1,
+        "position_buckets": 16,
+    },
 }
 
 

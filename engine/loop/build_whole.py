@@ -67,8 +67,8 @@ def assemble_whole(model: Model, settings: EngineSettings, digest: str, threads:
     budget = Budget(tokens, settings.max_running_requests or RUNNING_REQUESTS)
     overlap = weight.is_cuda if settings.overlap is None else settings.overlap
     typed = isinstance(config, EncoderConfig) and config.typed
-    bias = model.distance_bias if isinstance(model, Encoder) and model.distances is not None else None
-    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, bias=bias)
+    biased = model if isinstance(model, Encoder) and model.is_biased else None
+    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased)
     runner = Runner(model, attention, (), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

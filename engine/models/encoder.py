@@ -8,7 +8,7 @@ keys each query sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -180,6 +180,10 @@ class Encoder(nn.Module):
         self.positions = Embedding(config.positions, size, dtype=dtype) if config.positions else None
         self.types = Embedding(config.type_count, size, dtype=dtype) if config.type_count else None
         self.distances = Embedding(config.distance_buckets, config.num_heads, dtype=dtype) if config.distance_buckets else None
+        self.relative = Embedding(2 * config.distance_span, size, dtype=dtype) if config.distance_span else None
+        """DeBERTa: what queries and keys of distances are made of."""
+        self.relative_norm = LayerNorm(size, config, dtype) if config.distance_norm else None
+        self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
         self.embedding_norm = LayerNorm(size, config, dtype)
         self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
@@ -217,8 +221,60 @@ class Encoder(nn.Module):
             x = layer(x, None if at is None else rotations[at], attend, wanted)
         return x if self.final_norm is None else self.final_norm(x)  # type: ignore[no-any-return]
 
+    @property
+    def is_biased(self) -> bool:
+        """Whether :meth:`score_bias` is to be added to scores."""
+        return self.distances is not None or self.relative is not None
+
     @torch.inference_mode()
-    def distance_bias(self, length: int) -> Tensor:
+    def distances_of(self, length: int) -> Tensor:
+        """What the biases of sequences of this length have in common in all layers, for :meth:`score_bias`."""
+        return self._distance_bias(length) if self.relative is None else self._distance_rows(length)
+
+    def score_bias(self, layer: int, distances: Mapping[int, Tensor], q: Tensor, k: Tensor) -> Tensor:
+        """See :data:`~kernels.whole_attention.Bias`. ``distances``: :meth:`distances_of` by length.
+
+        DeBERTa adds the products of each query with the key of the distance, and of each key with the query of the distance, and
+        scales the sum of all three. Source: He et al. 2021, arXiv 2006.03654.
+        """
+        found = distances[q.shape[2]][..., : k.shape[2]]
+        if self.relative is None:
+            return found[None]
+        queries, keys = self._heads_of_distances(layer)  # [heads, distances, head_dim]
+        shape = *q.shape[:3], k.shape[2]
+        by_query = (q @ keys.transpose(1, 2)).gather(3, found.expand(shape))
+        by_key = (k @ queries.transpose(1, 2)).gather(3, found.t().expand(*shape[:2], shape[3], shape[2])).transpose(2, 3)
+        scale = self.config.attention_specs[layer].scale
+        assert scale is not None
+        return by_query.add_(by_key).mul_(scale)
+
+    def _heads_of_distances(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys of all distances in a layer, [heads, distances, head_dim] each; computed once."""
+        if layer not in self._relative_heads:
+            assert self.relative is not None
+            rows = self.relative.weight if self.relative_norm is None else self.relative_norm(self.relative.weight)
+            whole = self.layers[layer]
+            assert isinstance(whole, EncoderLayer)
+            projected = whole.attention.qkv_proj(rows).view(len(rows), 3, self.config.num_heads, -1)
+            queries, keys, _ = (each.transpose(0, 1).contiguous() for each in projected.unbind(1))
+            self._relative_heads[layer] = queries, keys
+        return self._relative_heads[layer]
+
+    def _distance_rows(self, length: int) -> Tensor:
+        """DeBERTa: row of the distance of query i from key j. -> [length, length] int64
+
+        With buckets, distances of less than half of them have one each, and larger ones share them at equal steps of the logarithm.
+        """
+        config, places = self.config, torch.arange(length)
+        apart, span = places[:, None] - places, config.distance_span
+        if config.distance_limit:
+            middle = span // 2
+            far = torch.where(apart.abs() < middle, middle - 1, apart.abs())
+            steps = torch.log(far / middle) / torch.log(torch.tensor((config.distance_limit - 1) / middle)) * (middle - 1)
+            apart = torch.where(far <= middle, apart, (steps.ceil() + middle).long() * apart.sign())
+        return (apart + span).clamp_(0, 2 * span - 1).to(self.embed.weight.device)
+
+    def _distance_bias(self, length: int) -> Tensor:
         """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]
 
         Half of the buckets are for each direction; half of these for one distance each, the others for distances up to 128, at

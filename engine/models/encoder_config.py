@@ -80,6 +80,8 @@ class EncoderFamily:
     """Other names of keys of ``config.json``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that the configuration leaves out."""
+    relative: bool = False
+    """Scores have products with queries and keys of distances (DeBERTa)."""
     offset_positions: bool = False
     """The first position is that of the padding token, plus 1."""
     rotary: bool = False
@@ -175,6 +177,28 @@ _ELECTRA = dataclasses.replace(
     class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="gelu"),
     masked_head=None,
     defaults=_SHAPE | {"vocab_size": 30522, "embedding_size": 128},
+)
+_DEBERTA = dataclasses.replace(
+    _BERT,
+    model_type="deberta-v2",
+    prefixes=("deberta.",),
+    outer={name: stored for name, stored in _BERT_OUTER.items() if name != "positions"}
+    | {"relative": "encoder.rel_embeddings", "relative_norm": "encoder.LayerNorm"},
+    inner=_BERT_INNER
+    | {"attention.qkv_proj": ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")},
+    class_head=HeadNames("pooler.dense", "classifier", activation="gelu"),
+    masked_head=None,
+    defaults=_SHAPE
+    | {
+        "vocab_size": 128100,
+        "hidden_size": 1536,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 24,
+        "intermediate_size": 6144,
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-7,
+    },
+    relative=True,
 )
 _DISTILBERT = EncoderFamily(
     "distilbert",
@@ -289,6 +313,7 @@ BODIES: dict[str, EncoderFamily] = {
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "MPNet": _MPNET,
     "Electra": _ELECTRA,
+    "DebertaV2": _DEBERTA,
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
     "NomicBert": _NOMIC,
@@ -328,6 +353,12 @@ class EncoderConfig:
     """Rows of the table of token types; 0 without a table."""
     distance_buckets: int = 0
     """Rows of the table of biases by distance; 0 without one."""
+    distance_span: int = 0
+    """Half of the rows of the table of distances; 0 without one."""
+    distance_limit: int = 0
+    """Largest distance, where distances share the rows of that table; 0 where each distance has one."""
+    distance_norm: bool = False
+    """Whether the rows of that table are normalised."""
     rope: Rope | None = None
     local_rope: Rope | None = None
     """Rotation in layers with a window; None: :attr:`rope`."""
@@ -395,6 +426,8 @@ class EncoderConfig:
     @property
     def attention_specs(self) -> list[AttentionSpec]:
         """How the queries of each layer attend."""
+        if self.distance_span:
+            return [AttentionSpec((3 * self.head_dim) ** -0.5)] * self.num_layers  # three sums of products
         return [PLAIN if window is None else AttentionSpec(None, window) for window in self.windows] or [PLAIN] * self.num_layers
 
     def rope_of(self, layer: int) -> Rope | None:
@@ -470,10 +503,13 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     architecture = Keys(raw, "config.json").strings("architectures")[0]
     family, head = FAMILIES[architecture]
     renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
+    if family.relative:
+        raw = _without_absent(raw)
     keys = Keys({**family.defaults, **raw, **renamed}, "config.json")
     activation = _activation(keys, "hidden_act")
     rotary = family.rotary or keys.text("position_embedding_type", "absolute") == "rope"
     _refuse_unsupported(keys, family)
+    relative = _distances(keys) if family.relative else (0, 0, False)
     hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
@@ -497,10 +533,13 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         max_context=written - first,
         norm_eps=keys.number("layer_norm_eps"),
         activation=activation,
-        positions=0 if rotary else written,
+        positions=0 if rotary or family.relative else written,
         first_position=first,
         type_count=types,
         distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
+        distance_span=relative[0],
+        distance_limit=relative[1],
+        distance_norm=relative[2],
         rope=rope,
         local_rope=local_rope,
         windows=_windows(keys, layers) if family.model_type == "modernbert" else (),
@@ -552,6 +591,30 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
         raise keys.error("layer_norm_type", "is not supported; only layer_norm is")
     if keys.present("rotary_emb_fraction") and keys.number("rotary_emb_fraction") != 1.0:
         raise keys.error("rotary_emb_fraction", "is not 1, and rotating a part of each head is not supported; use another model")
+
+
+def _without_absent(raw: dict[str, Any]) -> dict[str, Any]:
+    """DeBERTa's ``config.json`` without numbers of -1, which stand for none, and with a list of kinds of attention."""
+    kinds = raw.get("pos_att_type")
+    own = {"pos_att_type": [each.strip() for each in kinds.lower().split("|")]} if isinstance(kinds, str) else {}
+    return {key: value for key, value in raw.items() if value != -1} | own
+
+
+def _distances(keys: Keys) -> tuple[int, int, bool]:
+    """Span and limit of DeBERTa's distances, and whether their rows are normalised."""
+    for key, wanted in (("relative_attention", True), ("share_att_key", True), ("position_biased_input", False)):
+        if keys.flag(key, not wanted) is not wanted:
+            raise keys.error(key, f"must be {str(wanted).lower()}, as in DeBERTa-v3; others are not supported")
+    if keys.present("conv_kernel_size") and keys.whole("conv_kernel_size"):
+        raise keys.error("conv_kernel_size", "is set, and convolutions are not supported; use a DeBERTa-v3")
+    if set(keys.strings("pos_att_type")) != {"c2p", "p2c"}:
+        raise keys.error("pos_att_type", "must be c2p and p2c, as in DeBERTa-v3; others are not supported")
+    longest = keys.count("max_relative_positions", keys.count("max_position_embeddings"))
+    buckets = keys.count("position_buckets") if keys.present("position_buckets") else 0
+    if buckets and not 4 <= buckets < longest:
+        raise keys.error("position_buckets", f"is {buckets}, and must be from 4 to below {longest}; correct the file")
+    normalised = "layer_norm" in [each.strip() for each in keys.text("norm_rel_ebd", "none").lower().split("|")]
+    return (buckets, longest, normalised) if buckets else (longest, 0, normalised)
 
 
 def _biases(keys: Keys, family: EncoderFamily) -> frozenset[str]:

@@ -237,8 +237,8 @@ def _client(request: Incoming) -> LoopClient:
     return client
 
 
-def _authorise(request: Incoming) -> Response[bytes] | None:
-    """The answer to a caller without a token; None lets it pass."""
+async def _authorise(request: Incoming) -> Response[bytes] | None:
+    """The answer to a caller without a token; None lets it pass. A coroutine, because Litestar runs functions in other threads."""
     token: BearerTokens | None = request.app.state.token
     if token is None or token.opens(request.headers.get("authorization", "")):
         return None

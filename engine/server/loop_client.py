@@ -280,7 +280,7 @@ class LoopClient:
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=addresses.descriptors,
                 env=with_defaults(os.environ),
-                process_group=0,  # Ctrl-C in a terminal interrupts no imports there
+                start_new_session=True,  # Ctrl-C in a terminal interrupts no imports there
             )
         finally:
             addresses.release()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from litestar import Litestar
 
 from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, create_app, create_health_app
@@ -38,7 +39,7 @@ def main() -> int:
         exporter = _exporter(server)
     except (BearerTokenError, OSError, TracingError) as error:
         return _fail(str(error))
-    return asyncio.run(_serve(create_app(settings, token, exporter), listener, health, server.grace_seconds))
+    return uvloop.run(_serve(create_app(settings, token, exporter), listener, health, server.grace_seconds))
 
 
 async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:

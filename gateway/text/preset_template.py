@@ -142,7 +142,7 @@ class PresetTemplate:
         encode, late = self._tokenizer.encode_ends, self.preset.late_interaction
         length = limits.prompt if late is None else min(limits.prompt, late.query_length if as_query else late.document_length)
         room = max(0, length - len(before) - len(after) - bool(self._late and self._late[as_query] is not None))
-        asked, query_cut = encode(query or "", min(room, limits.query or room), limits.side)
+        asked, query_cut = encode(query, min(room, limits.query or room), limits.side) if query else ([], False)
         begin, between = (before, []) if self._pair is not variant else self._tokenizer.pair_affixes[:2]
         for document in documents:
             ids, cut = encode(variant.left + document, min(room, limits.document or room), limits.side)

@@ -27,7 +27,7 @@ from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
 
-FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte")
+FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta")
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 
@@ -106,6 +106,14 @@ def test_modernbert_reads_the_mean_where_its_configuration_says_so(tmp_path: Pat
     (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
     with torch.inference_mode():
         assert_equal_rows(scored.rows, [model(torch.tensor([tokens])).logits[0].tolist() for tokens in sent], 1e-4)
+
+
+def test_distances_without_buckets_and_norm(tmp_path: Path) -> None:
+    changes = {"position_buckets": -1, "norm_rel_ebd": "none", "max_relative_positions": 24}
+    directory, sent = make_encoder(tmp_path, "deberta", **changes), texts()
+    model = load_reference(directory, "deberta", "embed")
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [hidden_of(model, tokens).mean(0).tolist() for tokens in sent], 1e-4)
 
 
 POOLED = {
@@ -249,7 +257,7 @@ def test_faulty_pickles(tmp_path: Path, content: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta"])
 def test_formats_change_little(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
     directory, sent = make_encoder(tmp_path, family), texts()
     rows = [
@@ -290,6 +298,10 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], 
         ("modernbert", {"layer_types": ["full_attention"]}, "layer_types in config.json must name"),
         ("nomic", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
         ("gte", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "is not supported for encoders"),
+        ("deberta", {"share_att_key": False}, "share_att_key in config.json must be true"),
+        ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size in config.json is set"),
+        ("deberta", {"pos_att_type": "c2p"}, "pos_att_type in config.json must be c2p and p2c"),
+        ("deberta", {"position_buckets": 500}, "position_buckets in config.json is 500"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, family: str, changes: dict[str, object], message: str) -> None:

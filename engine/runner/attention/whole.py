@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.encoder import Packed
+from yardstick_llm.engine.models.encoder import Encoder, Packed
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.kernels.attention_spec import AttentionSpec
@@ -25,26 +26,27 @@ class WholeAttention:
         device: torch.device,
         *,
         typed: bool = False,
-        bias: Callable[[int], Tensor] | None = None,
+        biased: Encoder | None = None,
     ) -> None:
-        """``specs``: of each layer. ``typed``: whether the model has token types. ``bias``: takes a length and returns what is
-        added to the scores of a sequence in each layer, [heads, length, length]."""
-        self._bias = bias
+        """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
+        to the scores by the distance of two tokens."""
+        self._biased = biased
         self._specs = list(specs)
         self._device = device
         self._typed = typed
-        backend = "triton" if device.type == "cuda" and bias is None else "reference"
+        backend = "triton" if device.type == "cuda" and biased is None else "reference"
         self.description = wire.AttentionChoice(backend, "all tokens of a sequence attend to each other")
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
         """Prepare a step once for all layers. Each segment is a whole sequence."""
         unseen = [segment.request.unseen_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
         layout, specs = lay_out([segment.tokens.size for segment in segments], self._device, unseen), self._specs
-
-        biases = None if self._bias is None else {run.length: self._bias(run.length) for run in layout.runs}
+        model = self._biased
+        distances = {} if model is None else {run.length: model.distances_of(run.length) for run in layout.runs}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return whole_attention(q, k, v, layout, specs[layer], biases)
+            bias = None if model is None else partial(model.score_bias, layer, distances)
+            return whole_attention(q, k, v, layout, specs[layer], bias)
 
         return Packed(attend, self._types(segments))
 

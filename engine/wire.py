@@ -294,7 +294,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
-LengthConstraint = Literal["eq", "ge", "le", "eq_soft", "le_soft"]
+LengthConstraint = Literal["eq", "ge", "le", "within", "eq_soft"]
+LengthUnit = Literal["tokens", "words", "sentences", "characters"]
 NEUTRAL_SCALE: dict[GuidanceMode, float] = {
     "centered_exp": 0.0,
     "value_bias": 0.0,
@@ -332,9 +333,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a
     candidate, from 0 (the text ends) to 1 (it never does), ``mode`` tilts their probabilities, or ``constraint`` takes its place.
     Where ``mode`` and ``scale`` change nothing, the draw is that of a request without guidance.
-    ``eq``, ``ge`` and ``le`` choose a candidate and draw nothing, so their candidates are those of temperature 1 at every
-    temperature; only draws that are left alone have the request's own. At temperature 0 these take the most probable candidate;
-    scales, ``eq_soft`` and ``le_soft`` need a draw and are invalid.
+    ``eq``, ``ge``, ``le`` and ``within`` exclude candidates, and these are those of temperature 1 at every temperature; a draw
+    among several that are left has the request's own. At temperature 0 it is the most probable one; scales and ``eq_soft`` need a
+    draw and are invalid.
     """
 
     mode: GuidanceMode = "centered_exp"
@@ -345,14 +346,17 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """In (0, 1): v = 1 − gamma^(tokens to come). None: the length model's own."""
     constraint: LengthConstraint | None = None
     """Instead of ``mode``. ``eq``: the candidate whose remaining length is nearest to what is left of the target; ``ge``: the
-    longest until the target is reached, then the shortest; ``le``: the shortest; ``eq_soft``: the tilt whose mean is the target;
-    ``le_soft``: the same where the mean is above the target, and nothing elsewhere."""
+    longest until the target is reached, then the shortest; ``le``: the shortest; ``within``: those that are not longer
+    than the target, or the shortest; ``eq_soft``: the tilt whose mean is the target."""
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] | None = None
-    """With ``le_soft`` and ``target_length`` in all: the real remaining length of a state with the wanted mean is within the target
-    with this probability, by ``Info.lenvm_calibration``. From 0.5 to below 1. None: the mean is within it."""
+    """With ``within`` and ``target_length``: the real remaining length behind a candidate is within the target with this
+    probability, by ``Info.lenvm_calibration``. From 0.5 to below 1. None: the predicted length is within it."""
     target_length: Count | None = None
     """Output tokens in all, end-of-sequence not counted, or with ``target_length_mode`` "remaining" from each token on; 0 or more.
     A constraint needs this or ``target_value``."""
+    unit: LengthUnit = "tokens"
+    """Unit of ``target_length``; see :mod:`engine.requests.units`. Others than tokens only in all, of the whole output, and where
+    ``Info.capabilities`` has ``grammar``, because they need the spelling of tokens."""
     target_length_mode: Literal["total", "remaining"] = "total"
     target_value: Share | None = None
     """In [0, 1], instead of ``target_length``."""
@@ -382,13 +386,13 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def needs_draw(self) -> bool:
-        """Whether this changes probabilities to draw from. ``eq``, ``ge`` and ``le`` choose a candidate without a draw."""
+        """Whether this changes probabilities to draw from. Constraints that exclude candidates need no draw."""
         return not self.chooses and not self.neutral
 
     @property
     def chooses(self) -> bool:
-        """Whether the constraint takes one candidate, whatever the temperature."""
-        return self.constraint in ("eq", "ge", "le")
+        """Whether the constraint excludes candidates, which it does at every temperature."""
+        return self.constraint in ("eq", "ge", "le", "within")
 
 
 class GrammarVocabulary:

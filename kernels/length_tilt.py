@@ -13,8 +13,8 @@ output for each candidate and v = sigmoid(z), which is 0 for an end of sequence;
 ``eq``            the candidate whose length is nearest to the target; of equals the more probable
 ``ge``            the largest v; once the target is 0, the least
 ``le``            the least v
+``within``        p without candidates of v above 1 − γ^target; the least v if all are
 ``eq_soft``       p' has the mean 1 − γ^target; where that is beyond m or M, that candidate
-``le_soft``       the same where E is above that mean; left alone elsewhere
 ================  ==========================================================================================
 
 The length that belongs to v is ln(1 − v) / ln γ = −softplus(z) / ln γ. A mean is reached by p' ∝ p · exp(λ · (v − m)); it is kept
@@ -38,7 +38,7 @@ from yardstick_llm.kernels.candidates import Candidates
 from yardstick_llm.kernels.largest import MOST
 from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
-RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "eq_soft", "le_soft")
+RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "within", "eq_soft")
 
 SMALLEST_VALUE = 1e-9
 LARGEST_LOGIT = -math.log(SMALLEST_VALUE)
@@ -52,7 +52,7 @@ ENOUGH = 1e-12
 """Error of the logit of the mean with which a step is the last."""
 
 _CENTERED_EXP, _VALUE_BIAS, _MUL, _LINEAR, _EXP, _LENGTH_MUL = (tl.constexpr(i) for i in range(6))
-_EQ, _GE, _LE, _EQ_SOFT, _LE_SOFT = (tl.constexpr(i) for i in range(6, len(RULES)))
+_EQ, _GE, _LE, _WITHIN, _EQ_SOFT = (tl.constexpr(i) for i in range(6, len(RULES)))
 _LARGEST_LOGIT, _FLAT = tl.constexpr(LARGEST_LOGIT), tl.constexpr(FLAT)
 _MARGIN, _LEAST_MARGIN = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN)
 _STEPS, _ENOUGH = tl.constexpr(STEPS), tl.constexpr(ENOUGH)
@@ -107,8 +107,7 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
     lengths = (-softplus(z) / log_gamma).masked_fill(ends, 0.0)
     wanted = _wanted_mean(rule, scale, log_gamma, target, least, most, mean)
 
-    soft = rule >= RULES.index("eq_soft")
-    solved = (rule >= RULES.index("mul")) & (rule <= RULES.index("length_mul")) | soft
+    solved = (rule >= RULES.index("mul")) & (rule <= RULES.index("length_mul")) | (rule == RULES.index("eq_soft"))
     slope = scale * torch.where(rule == RULES.index("value_bias"), z, v)
     room = span.clamp(min=FLAT)
     margin = torch.maximum(LEAST_MARGIN / room, torch.full_like(room, MARGIN))
@@ -116,11 +115,15 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
     at = solved.squeeze(1).nonzero().squeeze(1)
     if len(at):
         slope[at] = _solve(prior[at], ((v - least) / room)[at], goal[at])
-    tilted = (prior.log() + slope).softmax(-1)
+    within, aim = rule == RULES.index("within"), -torch.expm1(target * log_gamma)
+    slope = torch.where(within, torch.where(v > aim, -math.inf, 0.0), slope)
+    shortest = within & (least > aim)
+    tilted = (prior.log() + slope.masked_fill(shortest, 0.0)).softmax(-1)
 
     distance = (lengths - target.clamp(max=LARGEST_LOGIT / -log_gamma)).abs()
-    shortest = (rule == RULES.index("le")) | (rule == RULES.index("ge")) & (target <= 0)
+    shortest |= (rule == RULES.index("le")) | (rule == RULES.index("ge")) & (target <= 0)
     longest = (rule == RULES.index("ge")) & (target > 0)
+    soft = rule == RULES.index("eq_soft")
     shortest, longest = shortest | soft & (wanted <= least), longest | soft & (wanted >= most)
     cost = torch.where(shortest, v, torch.where(longest, -v, distance)).masked_fill(~there, math.inf)
     chosen = torch.zeros_like(prior).scatter_(1, cost.argmin(-1, keepdim=True), 1.0)  # the first of equal minima
@@ -142,9 +145,7 @@ def _wanted_mean(
     exp = least + (1 - (1 - share).clamp(min=0) ** scale.clamp(min=0)) * (most - least)
     wanted = torch.where(rule == RULES.index("exp"), exp, wanted)
     wanted = torch.where(rule == RULES.index("length_mul"), 1 - (1 - mean) ** scale, wanted)
-    aim = -torch.expm1(target * log_gamma)
-    wanted = torch.where(rule == RULES.index("eq_soft"), aim, wanted)
-    return torch.where(rule == RULES.index("le_soft"), torch.minimum(aim, mean), wanted)
+    return torch.where(rule == RULES.index("eq_soft"), -torch.expm1(target * log_gamma), wanted)
 
 
 def _solve(p: Tensor, u: Tensor, goal: Tensor) -> Tensor:
@@ -226,19 +227,20 @@ def _length_tilt(
         wanted = tl.where(rule == _LENGTH_MUL, 1 - _power(1 - mean, scale), wanted)
         aim = _one_less_exp(target * log_gamma)
         wanted = tl.where(rule == _EQ_SOFT, aim, wanted)
-        wanted = tl.where(rule == _LE_SOFT, tl.minimum(aim, mean), wanted)
 
-        soft = rule >= _EQ_SOFT
-        solved = ((rule >= _MUL) & (rule <= _LENGTH_MUL)) | soft
+        solved = ((rule >= _MUL) & (rule <= _LENGTH_MUL)) | (rule == _EQ_SOFT)
         slope = scale * tl.where(rule == _VALUE_BIAS, raw, v)
         margin = tl.maximum(1.0 / room * _LEAST_MARGIN, _MARGIN)
         goal = tl.minimum(tl.maximum((wanted - least) / room, margin), 1 - margin)
+        if rule == _WITHIN:
+            slope = tl.where(v > aim, float("-inf"), tl.zeros([WIDTH], tl.float64))
         if solved:
             slope = _solved(prior, tl.where(there, (v - least) / room, 0.0), goal)
-        result = _softmax(prior, slope)
+        none = (rule == _WITHIN) & (least > aim)
+        result = _softmax(prior, tl.where(none, 0.0, slope))
 
-        shortest = (rule == _LE) | ((rule == _GE) & (target <= 0)) | (soft & (wanted <= least))
-        longest = ((rule == _GE) & (target > 0)) | (soft & (wanted >= most))
+        shortest = none | (rule == _LE) | ((rule == _GE) & (target <= 0)) | ((rule == _EQ_SOFT) & (wanted <= least))
+        longest = ((rule == _GE) & (target > 0)) | ((rule == _EQ_SOFT) & (wanted >= most))
         # softplus without overflow: z is at most 21
         lengths = tl.where(end, 0.0, -tl.log(1.0 + tl.exp(raw)) / log_gamma)
         distance = tl.abs(lengths - tl.minimum(target, -1.0 / log_gamma * _LARGEST_LOGIT))

@@ -14,6 +14,7 @@ from random import Random
 import httpx
 import pytest
 
+from tests import weights
 from tests.processes import Pod, Program
 from yardstick_llm.engine.demo import MODELS
 
@@ -30,12 +31,12 @@ def serving(model: Path, *arguments: str) -> Iterator[Program]:
     pod.close()
 
 
-def yardstick(*arguments: object, kill_after: float | None = None) -> tuple[int, str, str]:
+def yardstick(*arguments: object, kill_after: float | None = None, limit: float = 250) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "yardstick_llm.gateway.cli", "lenvm", *map(str, arguments)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables) as process:
         try:
-            out, err = process.communicate(timeout=kill_after or 250)
+            out, err = process.communicate(timeout=kill_after or limit)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
@@ -78,3 +79,33 @@ def test_a_length_model_is_made_and_served(tmp_path: Path) -> None:
     assert found["offline"]["ends_within"]["16"] > 0.75
     assert found["offline"]["coverage"]["0.9"]["share"]["mean"] > 0.7
     assert f"{found['offline']['answers']} answers" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
+    """SmolLM2 as published: sampled, trained from its own file, and served beside it. These are too few answers to learn from."""
+    prompts, data, model, report = (tmp_path / name for name in ("prompts.txt", "data", "model", "report"))
+    base = weights.smollm2()
+    prompts.write_text("\n".join(f"Say something about a {colour} {kind}." for colour in COLOURS for kind in KINDS[:2]))
+    serve = ("--max-total-tokens", "4096", "--max-wait-seconds", "900")
+    with serving(base, *serve) as gateway:
+        given = ("--base-url", gateway.url, "--out", data, "--prompts", prompts, "--max-tokens", 24, "--samples", 1, "--branch", 1)
+        given += ("--test-share", 0.3, "--validation-share", 0.3, "--allow-censored", "--concurrency", 16)
+        status, _, err = yardstick("sample", *given, limit=900)
+        assert status == 0, err
+    trained = ("--data", data, "--init", base, "--out", model, "--method", "lora", "--epochs", 1, "--lr", 1e-4, "--checks", 1)
+    trained += ("--allow-censored", "--gamma", 0.95, "--margin", 0.5, "--tokens-per-pass", 512)
+    status, _, err = yardstick("train", *trained, limit=900)
+    assert status == 0, err
+    assert (model / "tokenizer.json").exists()
+    with serving(base, "--lenvm-model", str(model), *serve) as gateway:
+        guide = {"length_guidance": {"max_length": {"at_most": 8}}, "max_tokens": 24, "temperature": 0}
+        answer = gateway.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello!"}], **guide})
+        assert answer.status_code == 200, answer.text
+        (entry,) = gateway.client.post("/v1/length", json={"input": "Hello"}).json()["data"]
+        assert 0 < entry["value"] < 1
+        assert entry["intervals"]["0.9"][0] < entry["intervals"]["0.9"][1]
+    status, out, err = yardstick("evaluate", "--data", data, "--lenvm", model, "--out", report, limit=900)
+    assert status == 0, err
+    assert "answers to" in out

@@ -270,6 +270,14 @@ def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary 
         return None
 
 
+def spellings_of(vocabulary: Vocabulary | None) -> list[bytes]:
+    """Return what each token adds to a text; empty without a vocabulary."""
+    if vocabulary is None:
+        return []
+    controls = set(vocabulary.controls)
+    return [b"" if id in controls else spelling for id, spelling in enumerate(vocabulary.tokens)]
+
+
 class PairedLenVM(NamedTuple):
     """A length model and what is known of it."""
 
@@ -331,7 +339,9 @@ def assemble(
         lenvm = LenVMRunner(paired.model, own, paired.gamma, ends, passes, vision.steps, calibration, compact=compact)
     graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads)
+    runner = Runner(
+        decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, spellings_of(vocabulary)
+    )
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     calibration = None if paired is None else paired.calibration
     info = describe(config, settings, slots, digest, *length, calibration=calibration, grammar=vocabulary is not None)

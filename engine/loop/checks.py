@@ -266,13 +266,18 @@ def guidance_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     if guidance.applies_to != "both" and guidance.thinking is None:
         yield f"applies_to {guidance.applies_to} needs thinking."
     if message.sampling.temperature <= 0 and guidance.needs_draw:
-        yield "At temperature 0 nothing is drawn: length_guidance needs constraint eq, ge or le, or a temperature above 0."
+        yield "At temperature 0 nothing is drawn: length_guidance needs constraint eq, ge, le or within, or a temperature above 0."
     if guidance.confidence is not None:
         levels = [] if info.lenvm_calibration is None else map(float, info.lenvm_calibration.log_ratio)
-        if guidance.constraint != "le_soft" or guidance.target_length is None or guidance.gamma is not None:
-            yield "confidence needs constraint le_soft and target_length, and no gamma."
+        if guidance.constraint != "within" or guidance.target_length is None or guidance.gamma is not None:
+            yield "confidence needs constraint within and target_length, and no gamma."
         elif guidance.confidence > max(levels, default=0.0):
             yield f"confidence {guidance.confidence} is above the levels of the length model's calibration."
+    if guidance.unit != "tokens":
+        if guidance.target_length is None or guidance.target_length_mode != "total" or guidance.applies_to != "both":
+            yield f"unit {guidance.unit} needs a target_length of the whole output."
+        elif "grammar" not in info.capabilities:
+            yield f"unit {guidance.unit} needs the spelling of tokens, which this model's tokeniser does not give."
     if guidance.return_values and message.logprobs is None:
         yield "return_values needs logprobs."
     targets = (guidance.target_length is not None) + (guidance.target_value is not None)

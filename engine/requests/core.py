@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, IntBuffer, Ints, ints
+from yardstick_llm.engine.requests.units import Written
 
 if TYPE_CHECKING:
     from yardstick_llm.engine.kvcache.eviction import Node
@@ -150,6 +151,8 @@ class Branch:
     """Section of the output whose draws are guided; None for all of it."""
     thinking: GuidedSection | None = None
     """The thinking section, if its length has a limit."""
+    written: Written | None = None
+    """Units of its output, if the target of its length counts other ones than tokens; None before the first draw."""
     lookup: Lookup | None = None
     """Where its drafts come from; None without prompt lookup."""
     draft: Ints = field(default_factory=lambda: EMPTY)

@@ -10,6 +10,7 @@ that keeps up has a slot for one token more than is known. An aux branch that wa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +20,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, Bits, IntBuffer, Ints, bits_of, ints, words_of
 from yardstick_llm.engine.models.lora.slots import LoadedAdapter
 from yardstick_llm.engine.requests.core import Branch, GuidedSection, Request
+from yardstick_llm.engine.requests.units import PROMPT_TOKENS, Written
 
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:
@@ -165,6 +167,8 @@ class GenerateRequest(Request):
     def may_run_ahead(self, branch: Branch) -> bool:
         if self.depends_on_output or branch.constraint is not None or branch.draft.size:
             return False
+        if self.length_guidance is not None and self.length_guidance.unit != "tokens":
+            return False
         if branch.section is not None:
             self.guided_from(branch)  # reads the known tokens
             if not branch.section.settled:
@@ -185,6 +189,18 @@ class GenerateRequest(Request):
         if not branch.section.settled:
             branch.section.read(self.output(branch))
         return branch.section.begin
+
+    def in_tokens(self, branch: Branch, spellings: Sequence[bytes]) -> wire.LengthGuidance:
+        """Return the guidance with what is left of its target, in tokens. The newest token must be known."""
+        guidance = self.length_guidance
+        assert guidance is not None
+        assert guidance.target_length is not None
+        if branch.written is None:
+            given = self.prompt[: len(self.prompt) - self.message.resume_offset][-PROMPT_TOKENS:]
+            branch.written = Written(guidance.unit, given.tolist(), spellings)
+        written = branch.written
+        written.add(self.output(branch)[written.read :].tolist(), spellings)
+        return msgspec.structs.replace(guidance, target_length=round(written.left(guidance.target_length)), unit="tokens")
 
     def forced_token(self, branch: Branch) -> int | None:
         """Return the token that ends the thinking section, if the next draw of ``branch`` must be it. A branch that runs ahead

@@ -264,9 +264,10 @@ class Runner:
         adapters: StepAdapters | None = None,
         images: StepImages | None = None,
         threads: StepThreads | None = None,
+        spellings: Sequence[bytes] = (),
     ) -> None:
         """``graphs``: the first that has a bucket for a step computes it. ``threads``: chooses the thread for each step; by default
-        the calling thread computes all."""
+        the calling thread computes all. ``spellings``: see :class:`ReadoutContext`."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
@@ -274,7 +275,9 @@ class Runner:
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
         self._threads = threads
-        self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads)
+        self._context = ReadoutContext(
+            decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads, spellings
+        )
         self._device = decoder.embed.weight.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
         """For a step of which no row is read."""

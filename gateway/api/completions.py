@@ -25,6 +25,8 @@ from yardstick_llm.gateway.requests.completions import Completion, CompletionCho
 from yardstick_llm.gateway.schemas.common import Usage, new_id
 
 DEFAULT_MAX_TOKENS = 16
+TOKENS_OF_UNIT = {"tokens": 1, "words": 2, "sentences": 40, "characters": 1}
+"""More tokens than nearly every text takes, in units of a target length."""
 
 
 def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -68,8 +70,9 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
 
 def _default_max_tokens(guidance: wire.LengthGuidance | None) -> int:
     """Return OpenAI's default, plus room for a target length and for a text that overshoots it."""
-    target = guidance.target_length if guidance else None
-    return DEFAULT_MAX_TOKENS + 2 * (target or 0)
+    if guidance is None or guidance.target_length is None:
+        return DEFAULT_MAX_TOKENS
+    return DEFAULT_MAX_TOKENS + 2 * guidance.target_length * TOKENS_OF_UNIT[guidance.unit]
 
 
 def _check(model: ServedModel, data: CompletionRequest) -> None:

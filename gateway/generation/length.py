@@ -68,6 +68,8 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
         raise InvalidRequest(f"`{names[idle]}` cannot be combined with a target; send one of the two.", param=names[idle])
     if asked.target_length_mode is not None and asked.target_length is None:
         raise InvalidRequest("`length_guidance.target_length_mode` needs `target_length`.", param=names["target_length_mode"])
+    if asked.unit not in (None, "tokens"):
+        _check_unit(model, asked, names)
     if asked.max_length is not None:
         _check_limit(model, asked, names)
     if asked.return_values and not logprobs:
@@ -77,6 +79,21 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
     if asked.top_k is not None and asked.top_k > most:
         raise InvalidRequest(f"`length_guidance.top_k` is at most {most} with this model.", param=names["top_k"])
     return _for_engine(asked, asked.top_k or CANDIDATES)
+
+
+def _check_unit(model: ServedModel, asked: LengthGuidance, names: dict[str, str]) -> None:
+    """Raise :class:`InvalidRequest` where lengths are counted in tokens only."""
+    if asked.target_length is None and asked.max_length is None:
+        message = "`length_guidance.unit` is the unit of `target_length` or `max_length`; send one of them."
+        raise InvalidRequest(message, param=names["unit"])
+    if asked.target_length_mode == "remaining" or asked.applies_to not in (None, "both"):
+        message = (
+            f"Lengths of a section and remaining lengths are counted in tokens, not in {asked.unit}; leave one of the two out."
+        )
+        raise InvalidRequest(message, param=names["unit"])
+    if "grammar" not in model.info.capabilities:
+        message = f"The tokeniser of {model.name!r} does not give the spelling of tokens, so lengths are counted in tokens only."
+        raise InvalidRequest(message, param=names["unit"])
 
 
 def _check_limit(model: ServedModel, asked: LengthGuidance, names: dict[str, str]) -> None:
@@ -118,7 +135,7 @@ def _check_effect(fields: GenerationRequest, guidance: wire.LengthGuidance, name
     """Raise :class:`InvalidRequest` for guidance that cannot change a token. ``names``: of its fields in the request."""
     if guidance.needs_draw and fields.temperature == 0:
         param = names["constraint" if guidance.constraint else "scale"]
-        remedy = "give a target with the constraint `eq`, `ge` or `le`, or set `temperature` above 0"
+        remedy = "give a target with the constraint `eq`, `ge`, `le` or `within`, or set `temperature` above 0"
         raise InvalidRequest(f"`{param}` has no effect at temperature 0, where nothing is drawn; {remedy}.", param=param)
     if guidance.neutral:
         return
@@ -158,7 +175,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     mode = asked.mode or "centered_exp"
     if asked.max_length is not None:
         limit = wire.LengthGuidance(
-            constraint="le_soft", target_length=asked.max_length.at_most, confidence=asked.max_length.confidence
+            constraint="within", target_length=asked.max_length.at_most, confidence=asked.max_length.confidence
         )
     else:
         limit = wire.LengthGuidance(constraint=asked.constraint or ("eq" if aimed else None), target_length=asked.target_length)
@@ -169,6 +186,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
         constraint=limit.constraint,
         target_length=limit.target_length,
         confidence=limit.confidence,
+        unit=asked.unit or "tokens",
         target_length_mode=asked.target_length_mode or "total",
         target_value=asked.target_value,
         top_k=candidates,

@@ -30,8 +30,8 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
 
     At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
-    target. The constraints `eq`, `ge` and `le` choose among the candidates of temperature 1 at every temperature; scales, `eq_soft`
-    and `le_soft` need a draw and are refused below temperature 0.05.
+    target. The constraints `eq`, `ge`, `le` and `within` choose among the candidates of temperature 1 at every temperature; scales
+    and `eq_soft` need a draw and are refused below temperature 0.05.
     """
 
     mode: wire.GuidanceMode | None = None
@@ -43,17 +43,20 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Discount factor, in place of the length model's own."""
     target_length: Tokens | None = None
     """Tokens of the whole completion, without the token that ends it."""
+    unit: wire.LengthUnit | None = None
+    """Unit of `target_length` and of `max_length.at_most`; tokens by default. Tokens of a unit are estimated from the prompt and
+    corrected by what has been written."""
     target_length_mode: LengthMode | None = None
     """`total`, the default, or `remaining`: after every token, this many tokens are to follow."""
     target_value: Value | None = None
     """In place of `target_length`: the value that the candidates should have."""
     max_length: MaxLength | None = None
-    """In place of a target: `{"at_most": 120, "confidence": 0.95}`. Texts that would be shorter anyway are left alone."""
+    """In place of a target: `{"at_most": 120, "confidence": 0.95}`, by the calibration of the length model."""
     constraint: wire.LengthConstraint | None = None
     """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
-    take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. `le_soft`: the
-    same where the mean is above the target, and nothing elsewhere. With a constraint, `min_p` is 0.01 by default, and 0.1 if it
-    applies to the thinking section."""
+    take the longest until the target is reached, then the shortest. `within`: draw among those that are not longer than the
+    target, or take the shortest. `eq_soft`: draw so that the mean is the target. With a constraint, `min_p` is 0.01 by default, and
+    0.1 if it applies to the thinking section."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most candidates; 5 by default, and never more than the request's own `top_k`."""
     entropy_threshold: Nats | None = None

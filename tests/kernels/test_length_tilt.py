@@ -18,7 +18,7 @@ from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt_referenc
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tilts], Tensor]
 BOTH = pytest.mark.parametrize("operation", [length_tilt_reference, length_tilt_triton], ids=["reference", "triton"])
 WIDTH = 8
-SOLVED = ("mul", "linear", "exp", "length_mul", "eq_soft", "le_soft")
+SOLVED = ("mul", "linear", "exp", "length_mul", "eq_soft")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ def expected(case: Case) -> list[float]:
         return tilt(p, z if case.rule == "value_bias" else v, case.scale)
     if case.rule in SOLVED:
         return with_mean(case, v, mean, least, most)
+    if case.rule == "within":
+        kept = [a if value <= 1 - case.gamma**case.target else 0.0 for a, value in zip(p, v, strict=True)]
+        if any(kept):
+            return [a / math.fsum(kept) for a in kept]
     if case.rule == "eq":
         lengths = [0.0 if end else math.log1p(math.exp(raw)) / -math.log(case.gamma) for raw, end in zip(z, case.ends, strict=True)]
         target = min(case.target, BOUND / -math.log(case.gamma))
@@ -95,13 +99,12 @@ def with_mean(case: Case, v: list[float], mean: float, least: float, most: float
         "exp": lambda: least + (1 - max(1 - (mean - least) / span, 0.0) ** max(s, 0)) * span,
         "length_mul": lambda: 1 - case.gamma ** (s * math.log(1 - mean) / math.log(case.gamma)),
         "eq_soft": lambda: 1 - case.gamma**case.target,
-        "le_soft": lambda: min(mean, 1 - case.gamma**case.target),
     }[case.rule]()
     margin = max(1e-12, 1e-6 * span)
     goal = min(max(wanted, least + margin), most - margin)
     if abs(goal - mean) < 1e-8:
         return case.p
-    if case.rule in ("eq_soft", "le_soft") and not least < wanted < most:
+    if case.rule == "eq_soft" and not least < wanted < most:
         return [float(place == v.index(least if wanted <= least else most)) for place in range(len(v))]
     low, high = -1e13, 1e13
     for _ in range(300):

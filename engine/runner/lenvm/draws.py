@@ -75,7 +75,7 @@ class GuidedRows:
     """Tokens, beside the end of sequence, that end the section."""
     passes: list[CandidatePass] = field(default_factory=list)
     any_chosen: bool = False
-    """Whether some row has a constraint that chooses a candidate; rows of temperature 0 have one."""
+    """Whether some row has a constraint that excludes candidates; rows of temperature 0 have one."""
     any_end: bool = False
     """Whether some row has ``end_min_p``."""
     targets: dict[int, tuple[wire.LengthGuidance, int]] = field(default_factory=dict)
@@ -433,13 +433,13 @@ def with_end(found: Candidates, logits: Tensor, temperatures: Tensor, parameters
 
 
 def chooses(parameters: Parameters) -> Tensor:
-    """Rows whose constraint chooses a candidate, [rows] bool. Their candidates are those of temperature 1."""
+    """Rows whose constraint excludes candidates, [rows] bool. Their candidates are those of temperature 1."""
     rule = parameters.tilts.rule
-    return (rule >= RULES.index("eq")) & (rule <= RULES.index("le"))
+    return (rule >= RULES.index("eq")) & (rule <= RULES.index("within"))
 
 
 def _tempered(p: Tensor, sampling: SamplingBatch, parameters: Parameters, rows: GuidedRows) -> Tensor:
-    """Give rows of :func:`chooses` that were left alone their own temperature; a choice is the same at each."""
+    """Give the candidates that are left in rows of :func:`chooses` their own temperature."""
     if not rows.any_chosen:
         return p
     temperatures = sampling.temperatures.unsqueeze(1)

@@ -97,6 +97,8 @@ class ReadoutContext:
     """(hidden [rows, hidden], their branches) -> logits [rows, classes] float32 of consecutive rows with the same head"""
     token_heads: Callable[[Sequence[Branch]], list[tuple[TokenHead, slice]]]
     """(branch of each row) -> the language-model head of consecutive rows; a single one where no adapter has its own"""
+    spellings: Sequence[bytes] = ()
+    """UTF-8 bytes of each token, none for control tokens; empty where the tokeniser does not give them."""
 
     def by_head(self, branches: Sequence[Branch], compute: Callable[[TokenHead, slice], Tensor]) -> Tensor:
         """Results of ``compute`` for consecutive rows with the same head, one behind the other. ``branches``: of each row."""

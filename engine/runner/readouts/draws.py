@@ -322,7 +322,9 @@ class GuidedDrawReadout(Readout):
         rows.any_chosen |= guidance.chooses
         rows.any_end |= guidance.end_min_p is not None
         if guidance.constraint is not None:
-            rows.targets[place] = guidance, position - begin
+            in_tokens = guidance.unit == "tokens"
+            spellings = self.context.spellings
+            rows.targets[place] = (guidance, position - begin) if in_tokens else (request.in_tokens(branch, spellings), 0)
         request.packed_guidance = request.packed_guidance or pack_guidance(guidance)
         rows.packed.append(request.packed_guidance)
         rows.top_k.append(request.candidates)

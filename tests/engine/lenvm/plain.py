@@ -87,13 +87,16 @@ class Plain:
         guidance = message.length_guidance
         entropy = float(-(p * p.log()).sum())
         if len(ids) == 1 or entropy < guidance.entropy_threshold or float((p * v).sum()) < guidance.value_min:
-            own = chooses(guidance) and message.sampling.temperature > 0
-            return Draw(ids, p, z, v, (p.log() / message.sampling.temperature).softmax(-1) if own else p)
-        return Draw(ids, p, z, v, tilt(p, z, v, drawn, guidance))
+            tilted = p
+        else:
+            tilted = tilt(p, z, v, drawn, guidance)
+        if chooses(guidance) and message.sampling.temperature > 0:
+            tilted = (tilted.log() / message.sampling.temperature).softmax(-1)
+        return Draw(ids, p, z, v, tilted)
 
 
 def chooses(guidance: wire.LengthGuidance) -> bool:
-    return guidance.constraint in ("eq", "ge", "le")
+    return guidance.constraint in ("eq", "ge", "le", "within")
 
 
 def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
@@ -103,17 +106,17 @@ def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuida
     target = max((guidance.target_length or 0) - drawn, 0)
     if chooses(guidance):
         lengths = torch.log1p(-v) / math.log(gamma)
-        cost = {"eq": (lengths - target).abs(), "le": v, "ge": -v if target else v}[guidance.constraint]
+        kept = p * (v <= 1 - gamma**target)
+        if guidance.constraint == "within" and kept.any():
+            return _normal(kept)
+        cost = {"eq": (lengths - target).abs(), "le": v, "ge": -v if target else v, "within": v}[guidance.constraint]
         return torch.nn.functional.one_hot(cost.argmin(), len(p)).double()
-    aim = 1 - gamma**target
-    if guidance.constraint == "le_soft" and (mean <= aim or aim <= float(v.min())):
-        return p if mean <= aim else torch.nn.functional.one_hot(v.argmin(), len(p)).double()
-    if guidance.constraint is None and guidance.mode == "centered_exp":
+    if guidance.mode == "centered_exp":
         return _normal(p * (s * v).exp())
     if guidance.mode == "value_bias":
         z = torch.where(v == 0, math.log(1e-9), z)
         return _normal(p * (s * z).exp())
-    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}.get(guidance.mode, aim)
+    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}[guidance.mode]
     span = float(v.max() - v.min())
     margin = max(1e-12, 1e-6 * span)
     wanted = min(max(wanted, float(v.min()) + margin), float(v.max()) - margin)

@@ -38,6 +38,7 @@ from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import PENDING
 from yardstick_llm.engine.requests.generation import within
+from yardstick_llm.engine.requests.units import Written
 from yardstick_llm.engine.runner.lenvm import draws as guided_draws
 from yardstick_llm.engine.runner.runner import PendingStep
 from yardstick_llm.kernels.candidates import candidates_triton
@@ -248,15 +249,16 @@ def test_a_constraint_takes_the_same_candidates_at_every_temperature(build: Buil
     """Draws that are left alone have the request's temperature: near 0 they are those of temperature 0."""
     prompt, whole, partly = [5, 6, 7], {"constraint": "eq", "target_length": 9}, {"constraint": "eq", "target_length": 9}
     partly["entropy_threshold"] = 1.45
-    texts: dict[str, list[list[int]]] = {"whole": [], "partly": []}
-    for name, aim in (("whole", whole), ("partly", partly)):
+    texts: dict[str, list[list[int]]] = {"whole": [], "partly": [], "limit": []}
+    for name, aim in (("whole", whole), ("partly", partly), ("limit", {"constraint": "within", "target_length": 9})):
         for temperature in (0.0, 1e-3, 0.3, 1.0, 1.7):
             message = guided(name, prompt, guidance(**aim), temperature=temperature, min_p=0.2, max_tokens=20)
             replies = run(build(), message)[name]
             assert verify(plain, message, replies)
             texts[name].append(tokens_of(replies))
     assert all(text == texts["whole"][0] for text in texts["whole"])
-    assert texts["partly"][1] == texts["partly"][0] != texts["partly"][-1]
+    for name in ("partly", "limit"):
+        assert texts[name][1] == texts[name][0] != texts[name][-1]
 
 
 @pytest.mark.parametrize("settings", [{"scale": 9.0}, {"mode": "mul", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 9}])
@@ -280,6 +282,25 @@ def test_the_longest_prediction_that_keeps_a_limit(ratios: list[float], most: fl
     found = within(calibration, confidence, GAMMA, most)
     assert found == 0 or bound(found * (1 - 1e-9)) <= most * (1 + 1e-6)
     assert all(bound(length) > most * (1 - 1e-6) for length in (found * 1.001 + 0.1 * step for step in range(1, 3000)))
+
+
+@in_both_layouts
+def test_a_target_in_characters_is_corrected_while_writing(build: Build):
+    """Each draw is that of a target in tokens, by the characters so far and the tokens of a character."""
+    loop = build()
+    spellings = loop._runner._context.spellings
+    prompt = some_tokens(random.Random(16), 30, 30)
+    message = guided("g", prompt, guidance(constraint="eq", target_length=60, unit="characters"), max_tokens=20)
+    (others, *_) = some_messages(random.Random(17))
+    output = tokens_of(run(loop, message, others)["g"])
+    aims = set()
+    for place, token in enumerate(output):
+        written = Written("characters", prompt, spellings)
+        written.add(output[:place], spellings)
+        aims.add(aim := round(written.left(60)))
+        alone = guided("a", [*prompt, *output[:place]], guidance(constraint="eq", target_length=aim), max_tokens=1)
+        assert tokens_of(run(build(), alone)["a"]) == [token]
+    assert len(aims) > 5
 
 
 def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):

@@ -76,9 +76,9 @@ MODES = (
     {"constraint": "eq", "target_length": 6, "gamma": 0.95},
     {"constraint": "le", "target_length": 4},
     {"constraint": "ge", "target_length": 4, "top_k": 3},
-    {"constraint": "le_soft", "target_length": 14},
     {"scale": 4.0, "entropy_threshold": 1.3},
     {"scale": -4.0, "value_min": 0.5},
+    {"constraint": "within", "target_length": 14},
 )
 
 

@@ -59,6 +59,9 @@ def test_short_forms(client: httpx.Client, engine: FakeEngine) -> None:
     assert request.sampling.max_tokens == 16 + 2 * 80
     assert asked(client, engine, length_guidance={"target_length": 80}, max_tokens=9).sampling.max_tokens == 9
     assert asked(client, engine, length_guidance={"target_length": 80}, min_p=0).sampling.min_p == 0
+    words = asked(client, engine, length_guidance={"target_length": 80, "unit": "words"})
+    assert words.length_guidance == wire.LengthGuidance(constraint="eq", target_length=80, unit="words")
+    assert words.sampling.max_tokens == 16 + 4 * 80
     scaled = asked(client, engine, length_guidance={"scale": -10})
     assert scaled.length_guidance == wire.LengthGuidance(mode="centered_exp", scale=-10)
     assert (scaled.sampling.min_p, scaled.sampling.max_tokens) == (0, 16)
@@ -118,6 +121,15 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_guidance", {"target_length": 5, "mode": "mul"}, "mode", "with a target"),
     ("length_guidance", {"target_length": 5, "target_length_mode": "half"}, "target_length_mode", "'half'"),
     ("length_guidance", {"target_length_mode": "total"}, "target_length_mode", "needs `target_length`"),
+    ("length_guidance", {"unit": "words"}, "unit", "send one of them"),
+    ("length_guidance", {"unit": "pages", "target_length": 5}, "unit", "'pages'"),
+    (
+        "length_guidance",
+        {"unit": "words", "target_length": 5, "target_length_mode": "remaining"},
+        "unit",
+        "in tokens, not in words",
+    ),
+    ("length_guidance", {"unit": "words", "target_length": 5, "applies_to": "answer"}, "unit", "in tokens, not in words"),
     ("length_guidance", {"top_k": 0}, "top_k", ">= 1"),
     ("length_guidance", {"top_k": -1}, "top_k", ">= 1"),
     ("length_guidance", {"top_k": 65}, "top_k", "at most 64"),
@@ -167,7 +179,7 @@ def test_a_length_that_is_kept_with_a_probability(start: Start) -> None:
     engine = FakeEngine(lenvm_calibration=CALIBRATION)
     client = start(engine)
     request = asked(client, engine, length_guidance={"max_length": {"at_most": 120}})
-    assert request.length_guidance == wire.LengthGuidance(constraint="le_soft", target_length=120, confidence=0.95)
+    assert request.length_guidance == wire.LengthGuidance(constraint="within", target_length=120, confidence=0.95)
     assert (request.sampling.min_p, request.sampling.max_tokens) == (0.01, 16 + 2 * 120)
     wrong = [
         ({"max_length": {"at_most": 120, "confidence": 0.99}}, "max_length.confidence", "at most 0.95"),
@@ -220,7 +232,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
     ({"length_guidance": {"target_length": 9}, "top_k": 1}, "top_k", "one candidate"),
     ({"custom_params": {"scale": 2}, "top_k": 1}, "top_k", "one candidate"),
     ({"length_guidance": {"scale": -5}, "temperature": 0.01}, "temperature", "at least 0.05"),
-    ({"length_guidance": {"target_length": 9, "constraint": "le_soft"}, "temperature": 0.01}, "temperature", "at least 0.05"),
+    ({"length_guidance": {"target_length": 9, "constraint": "eq_soft"}, "temperature": 0.01}, "temperature", "at least 0.05"),
     ({"length_guidance": {"scale": -5}, "top_p": 0.01}, "top_p", "at least 0.05"),
     ({"length_guidance": {"target_length": 9}, "top_p": 0.01}, "top_p", "at least 0.05"),
     ({"custom_params": {"scale": 2}, "min_p": 1}, "min_p", "at most 0.95"),

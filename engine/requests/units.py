@@ -1,0 +1,103 @@
+"""Target lengths in words, sentences and characters: what a sequence has written so far, and the tokens that the rest takes.
+
+Tokens of a unit are estimated from the prompt, and corrected by what the sequence itself writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from yardstick_llm.engine import wire
+
+
+class Usual(NamedTuple):
+    """What is assumed of a unit where there is no text yet."""
+
+    tokens: float
+    """Tokens of one unit, in English and with a vocabulary of 32,000 tokens or more."""
+    weight: float
+    """Units of text that count as much as this assumption."""
+
+
+USUAL: dict[wire.LengthUnit, Usual] = {
+    "tokens": Usual(1, 1),
+    "words": Usual(1.35, 20),
+    "sentences": Usual(22, 2),
+    "characters": Usual(0.23, 100),
+}
+PROMPT_TOKENS = 512
+"""Last tokens of a prompt that tell how long its units are."""
+BEGUN = 0.95
+"""Most that an unfinished unit counts."""
+
+_QUOTES = b"\"')]"
+_SENTENCE = re.compile(rb"[.!?]+[\"')\]]*(?=\s)|" + b"|".join(mark.encode() for mark in "。！？"))
+_END = re.compile(rb"[.!?]+[\"')\]]*$")
+
+
+class Written:
+    """The units of a text, counted as tokens come.
+
+    Words are separated by ASCII whitespace; sentences end with one of ``. ! ?`` before whitespace, or with one of ``。！？``.
+    """
+
+    def __init__(self, unit: wire.LengthUnit, prompt: Iterable[int] = (), spellings: Sequence[bytes] = ()) -> None:
+        """``spellings``: of each token; control tokens have none, and count as nothing."""
+        self.unit = unit
+        self.read = 0
+        """Tokens that were counted, control tokens included."""
+        self.units = 0
+        """Complete units."""
+        self.unfinished = 0
+        """Tokens of the unit that is not complete."""
+        self._tokens = 0
+        self._open = False
+        """words: the text ends inside a word. sentences: the text ends with a mark that ends a sentence if a space follows."""
+        usual = USUAL[unit]
+        self._usual = usual.tokens
+        if prompt:
+            before = Written(unit)
+            before.add(prompt, spellings)
+            self._usual = before.tokens_of_unit
+
+    @property
+    def tokens_of_unit(self) -> float:
+        """Tokens of one unit, by this text and what was assumed before."""
+        weight = USUAL[self.unit].weight
+        return (weight * self._usual + self._tokens - self.unfinished) / (weight + self.units)
+
+    @property
+    def done(self) -> float:
+        """Units so far, the unfinished one in part."""
+        if self.unit == "sentences" and self._open:
+            return self.units + 1.0
+        return self.units + (min(BEGUN, self.unfinished / self.tokens_of_unit) if self.unfinished else 0.0)
+
+    def left(self, units: int) -> float:
+        """Return the tokens that a text of ``units`` still takes."""
+        return max(units - self.done, 0.0) * self.tokens_of_unit
+
+    def add(self, tokens: Iterable[int], spellings: Sequence[bytes]) -> None:
+        """Count further tokens."""
+        for token in tokens:
+            self.read += 1
+            if spelling := spellings[token]:
+                self._tokens += 1
+                self._count(spelling)
+
+    def _count(self, spelling: bytes) -> None:
+        if self.unit == "characters":
+            self.units += sum(byte & 0xC0 != 0x80 for byte in spelling)  # bytes that begin one in UTF-8
+        elif self.unit == "words":
+            pieces, goes_on = len(spelling.split()), self._open and not spelling[:1].isspace()
+            begun = pieces - goes_on
+            was_open, self._open = self._open, not spelling[-1:].isspace()
+            self.units += was_open + begun - self._open
+            self.unfinished = 0 if not self._open else 1 if begun else self.unfinished + 1
+        else:
+            ended = len(_SENTENCE.findall(spelling)) + (self._open and spelling[:1].isspace())
+            self.units += ended
+            self.unfinished = 1 if ended else self.unfinished + 1
+            self._open = _END.search(spelling) is not None or (self._open and not spelling.strip(_QUOTES))

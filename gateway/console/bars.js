@@ -58,13 +58,22 @@ export class Bars {
     this.draw();
   }
 
+  /** Pairs of index and result, the highest score first, failed documents last. */
+  get order() {
+    return [...this.results.entries()].sort(([a, one], [b, other]) => sortable(other) - sortable(one) || a - b);
+  }
+
+  /** The results as objects, in the same order. */
+  rows() {
+    return this.order.map(([index, { score, error }]) => ({ index, score: score ?? null, text: this.documents[index], error: error ?? "" }));
+  }
+
   draw() {
     this.timer = null;
     const scores = [...this.results.values()].map((result) => result.score).filter(Number.isFinite);
     const low = Math.min(0, ...scores);
     const high = Math.max(...scores) <= 1 && low === 0 ? 1 : Math.max(low + 1e-9, 0, ...scores);
-    const order = [...this.results.entries()].sort(([a, one], [b, other]) => sortable(other) - sortable(one) || a - b);
-    this.list.replaceChildren(...order.map(([index, result]) => this.row(index, result, low, high)));
+    this.list.replaceChildren(...this.order.map(([index, result]) => this.row(index, result, low, high)));
     this.scale.hidden = !scores.length;
     this.scale.replaceChildren(...[0, 0.25, 0.5, 0.75, 1].map((part) => make("span", { text: tick(low + part * (high - low)) })));
   }

@@ -34,6 +34,13 @@ export function table(head, rows) {
   return make("table", {}, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...body));
 }
 
+/** Offer `text` to the user as a file. */
+export function save(name, text) {
+  const url = URL.createObjectURL(new Blob([text]));
+  make("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
 const labels = new WeakMap();
 
 /** Copy `text` and say so on the button for a moment. */

@@ -2,7 +2,7 @@
 
 import { stream } from "./api.js";
 import { Bars } from "./bars.js";
-import { byId, count, counted, duration, make, say } from "./dom.js";
+import { byId, count, counted, duration, make, save, say } from "./dom.js";
 import { codeBlock } from "./snippets.js";
 
 const MAX_DOCUMENTS = 1000;
@@ -11,6 +11,8 @@ const EXAMPLE = ["blue running shoes", "crimson jogging sneakers", "red wool sca
   "green canvas tent", "red shoes for running on trails", "waterproof red jacket"];
 const BEFORE = "Query: {query}\nItem: ";
 const AFTER = "\nRelevant:";
+const MAX_FILE_BYTES = 4 * MAX_CHARACTERS;
+const USUAL = new Set(["text", "document", "content", "body"]); // names of columns of texts
 const COMMAND = "For more, use the command yardstick rerank.";
 
 /** Connect the panel. Returns {shown}, which is told when the panel is opened or left. */
@@ -19,6 +21,7 @@ export function startRank(served) {
   const bars = new Bars(byId("rank-list"), byId("rank-scale"));
   const showCode = codeBlock("rank-code");
   let abort = null;
+  let opened = null; // the last file with columns: {columns, textsOf}
 
   byId("rank-documents").value = EXAMPLE.join("\n");
   byId("rank-before").value = BEFORE;
@@ -47,12 +50,18 @@ export function startRank(served) {
     const documents = documentsOf(byId("rank-documents").value);
     const problem = problemOf(documents);
     say(byId("rank-error"), problem);
-    if (problem) return;
+    if (problem) {
+      bars.begin([]); // results of other documents would seem to be those of this run
+      byId("rank-summary").textContent = "";
+      byId("rank-export").hidden = true;
+      return;
+    }
     const request = requestOf(form.elements["rank-mode"].value, documents, served.model);
     abort = new AbortController();
     refresh();
     byId("rank-summary").textContent = `Scoring ${counted(documents.length, "document")}…`;
     bars.begin(documents);
+    byId("rank-export").hidden = true;
     const began = performance.now();
     let last = null;
     try {
@@ -71,6 +80,7 @@ export function startRank(served) {
     } finally {
       abort = null;
       bars.end();
+      byId("rank-export").hidden = !bars.known;
       refresh();
     }
   }
@@ -84,8 +94,28 @@ export function startRank(served) {
   byId("rank-file").addEventListener("change", async (event) => {
     const [file] = event.target.files;
     event.target.value = "";
-    if (file) say(byId("rank-error"), await openFile(file));
+    if (!file) return;
+    const problem = file.size > MAX_FILE_BYTES
+      ? `The file has ${count(file.size)} bytes; this page opens files of up to ${count(MAX_FILE_BYTES)} bytes.` : "";
+    say(byId("rank-error"), problem);
+    if (problem) return;
+    const text = await file.text();
+    opened = columnsOf(file.name.toLowerCase(), text);
+    byId("rank-columns").hidden = !opened?.columns.length;
+    byId("rank-column").replaceChildren(...(opened?.columns ?? []).map((name) => make("option", { value: name, text: name })));
+    byId("rank-column").value = opened?.columns.find((name) => USUAL.has(name.toLowerCase())) ?? opened?.columns[0] ?? "";
+    byId("rank-documents").value = text;
+    useColumn();
+  });
+  function useColumn() {
+    if (opened) byId("rank-documents").value = opened.textsOf(byId("rank-column").value).map((text) => text.replace(/\s+/g, " ")).join("\n");
     refresh();
+  }
+  byId("rank-column").addEventListener("change", useColumn);
+  byId("rank-json").addEventListener("click", () => save("ranking.json", JSON.stringify(bars.rows(), null, 2)));
+  byId("rank-csv").addEventListener("click", () => {
+    const rows = bars.rows().map((row) => Object.values(row).map(cellOf).join(","));
+    save("ranking.csv", ["index,score,text,error", ...rows, ""].join("\r\n"));
   });
   served.addEventListener("models", useModel);
   addEventListener("pagehide", () => abort?.abort());
@@ -138,22 +168,52 @@ function summary(bars, last, ms) {
   return `${[...parts, duration(ms)].join(" · ")}.`;
 }
 
-/** Put the lines of a file into the field. Returns what is wrong with it. */
-async function openFile(file) {
-  const most = 4 * MAX_CHARACTERS;
-  if (file.size > most) return `The file has ${count(file.size)} bytes; this page opens files of up to ${count(most)} bytes.`;
-  const text = await file.text();
-  byId("rank-documents").value = file.name.endsWith(".jsonl") ? documentsOf(text).map(textOfRow).join("\n") : text;
-  return "";
+/** A value as a cell of CSV. */
+const cellOf = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+
+/** The columns of a file, and the texts of each; null for a file of lines. */
+function columnsOf(name, text) {
+  if (name.endsWith(".jsonl")) {
+    const rows = documentsOf(text).map(valueOf);
+    const columns = new Set(rows.flatMap((row) => (typeof row === "string" ? [] : Object.keys(row).filter((key) => typeof row[key] === "string"))));
+    return { columns: [...columns], textsOf: (column) => rows.map((row) => (typeof row === "string" ? row : String(row[column] ?? ""))) };
+  }
+  if (!/\.[ct]sv$/.test(name)) return null;
+  const [head, ...rows] = rowsOf(text, name.endsWith(".tsv") ? "\t" : ",");
+  return { columns: head ?? [], textsOf: (column) => rows.map((row) => row[head.indexOf(column)] ?? "") };
 }
 
-/** The text of a line of JSON: a string, or an object with `text`; any other line as it is. */
-function textOfRow(line) {
+/** A line of JSON: a string or an object; any other line as it is. */
+function valueOf(line) {
   try {
     const row = JSON.parse(line);
-    const text = typeof row === "string" ? row : row?.text;
-    return typeof text === "string" ? text.replace(/\s+/g, " ") : line;
+    return typeof row === "string" || (row && typeof row === "object") ? row : line;
   } catch {
     return line;
   }
+}
+
+/** Rows of CSV (RFC 4180): cells in quotes may have separators, line breaks and doubled quotes. Rows without text are left out. */
+function rowsOf(text, separator) {
+  const rows = [[]];
+  let cell = "";
+  let quoted = false;
+  const characters = text.replace(/^\ufeff/, "").replaceAll("\r\n", "\n");
+  for (let at = 0; at < characters.length; at += 1) {
+    const character = characters[at];
+    if (character === '"') {
+      const doubled = quoted && characters[at + 1] === '"';
+      if (doubled) {
+        cell += character;
+        at += 1;
+      } else quoted = !quoted;
+    } else if (quoted || (character !== separator && character !== "\n")) cell += character;
+    else {
+      rows.at(-1).push(cell);
+      cell = "";
+      if (character === "\n") rows.push([]);
+    }
+  }
+  rows.at(-1).push(cell);
+  return rows.filter((row) => row.some((each) => each.trim()));
 }

@@ -42,8 +42,10 @@ export function startWrite(served) {
     if (byId("write-start").disabled) return;
     const problem = problemOf(served.model);
     for (const run of used()) {
-      if (problem) say(run.error, problem);
-      else run.start();
+      if (problem) {
+        run.reset();
+        say(run.error, problem);
+      } else run.start();
     }
   });
   form.addEventListener("input", () => {

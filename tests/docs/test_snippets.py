@@ -66,6 +66,7 @@ PAGES_NOT_RUN = {
     "docs/clients.md": "tests/clients runs these programs",
     "docs/load.md": LONG_WORK,
     "docs/operations.md": CLUSTER,
+    "docs/quickstart.md": "test_quickstart.py runs its blocks in their order",
     "docs/benchmarks": LONG_WORK,
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
 import subprocess
 import sys
@@ -85,6 +88,33 @@ def test_documents_from_files(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#rank-count")).to_have_text("2 documents")
     page.set_input_files("#rank-file", rows)
     expect(page.locator("#rank-documents")).to_have_value("a plain text\ntwo lines\nnot json")
+
+
+@pytest.mark.slow
+def test_a_column_of_a_file_is_ranked_and_saved(page: Page, tmp_path: Path) -> None:
+    """An error removes the results, which were those of other documents."""
+    texts = ['crimson "jogging" sneakers, new', "blue table"]
+    table = tmp_path / "items.CSV"
+    table.write_bytes(b'\xef\xbb\xbfid,Text,"""b"", c"\r\n1,"crimson ""jogging""\nsneakers, new",x\r\n\r\n2,blue table,\r\n')
+    page.set_input_files("#rank-file", table)
+    expect(page.locator("#rank-column option")).to_have_text(["id", "Text", '"b", c'])
+    expect(page.locator("#rank-documents")).to_have_value("\n".join(texts))
+    rows = rank(page)
+    for kind in ("json", "csv"):
+        with page.expect_download() as saved:
+            page.click(f"#rank-{kind}")
+        content = Path(saved.value.path()).read_text(encoding="utf-8")
+        found = json.loads(content) if kind == "json" else list(csv.DictReader(io.StringIO(content)))
+        assert [row["text"] for row in found] == [text for text, _ in rows]
+        assert [float(row["score"]) for row in found] == pytest.approx([score for _, score in rows], abs=1e-4)
+        assert [texts[int(row["index"])] for row in found] == [text for text, _ in rows]
+    page.select_option("#rank-column", "id")
+    expect(page.locator("#rank-documents")).to_have_value("1\n2")
+    page.fill("#rank-documents", "")
+    page.click("#rank-start")
+    expect(page.locator("#rank-error")).to_contain_text("at least one")
+    expect(page.locator("#rank-list li")).to_have_count(0)
+    expect(page.locator("#rank-export")).to_be_hidden()
 
 
 @pytest.mark.slow

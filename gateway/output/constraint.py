@@ -90,7 +90,8 @@ def resolved(root: Any, schema: dict[str, Any]) -> dict[str, Any]:
 
 def for_llguidance(schema: Any) -> Any:
     """Return ``schema`` for llguidance: references are URIs, an unknown ``$schema`` is left out, bounds at the limits of a type are
-    too, and ``additionalItems`` beside ``prefixItems`` is ``items``. Raises :class:`InexactNumber`."""
+    too, ``additionalItems`` beside ``prefixItems`` is ``items``, and negated classes of patterns are without U+0000. Raises
+    :class:`InexactNumber`."""
     draft = str(schema.get("$schema", _2020)).rstrip("#") if isinstance(schema, dict) else _2020
     return _rewritten(schema, tuples=draft not in _DRAFTS[:-1])
 
@@ -102,8 +103,11 @@ def _rewritten(schema: Any, *, tuples: bool) -> Any:
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: _rewritten(each, tuples=tuples) for name, each in value.items()}
+        if key == "pattern" and isinstance(value, str):
+            found[key] = _without_nul(value)
+        elif key in _NAMED and isinstance(value, dict):
+            names = _without_nul if key == "patternProperties" else str
+            found[key] = {names(name): _rewritten(each, tuples=tuples) for name, each in value.items()}
         elif key in _LIMITS and type(value) in (int, float):
             if value not in _LIMITS[key]:
                 if isinstance(value, int):
@@ -119,6 +123,26 @@ def _rewritten(schema: Any, *, tuples: bool) -> Any:
     if tuples and "prefixItems" in found and "items" not in found and "additionalItems" in found:
         found["items"] = found.pop("additionalItems")
     return found
+
+
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
+"""Escapes, beginnings and ends of classes, and what is between them."""
+
+
+def _without_nul(pattern: str) -> str:
+    """``pattern`` without U+0000 in negated classes. Of a class with it, llguidance 1.9 accepts any escape in JSON: ``\\"`` for
+    ``[^"]``."""
+    pieces, depth = [], 0
+    for found in _PATTERN_PART.finditer(pattern):
+        part = found[0]
+        if part.startswith("["):
+            if part.startswith("[^") and depth == 0:
+                part = r"[^\x00\]" if part.endswith("]") else r"[^\x00"  # a first bracket is a member
+            depth += 1
+        elif part == "]":
+            depth = max(depth - 1, 0)
+        pieces.append(part)
+    return "".join(pieces)
 
 
 def _check_exact(value: Any, *, exclusive: bool = False) -> None:

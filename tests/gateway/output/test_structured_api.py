@@ -285,6 +285,8 @@ PAIR = [{"type": "integer"}, {"type": "string"}]
         ({"$schema": "https://example.com/own", "type": "integer"}, ["1"], ['"a"']),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "integer"}, ["1"], ['"a"']),
         ({"type": "array"}, ["[1, 2]", "[\n    1,\n    2\n]"], ["[1,  2]", "[\n\n1]", f"[\n{' ' * 21}1]"]),
+        ({"type": "string", "pattern": '^[^"]+$'}, ['"a\\\\"', '"\\n"'], ['"\\""', '"a\\"b"']),
+        ({"type": "string", "pattern": r"^[^\\]/[^]x]$"}, ['"\\"/\\n"'], ['"\\\\/a"', '"a/]"', '"a/x"']),
         ({"enum": [ID, 1, "x"], "type": "integer"}, [str(ID), "1"], [str(ID - 1), '"x"', "1234567890123456768"]),
         ({"const": {"ids": [1, -ID]}}, [f'{{"ids": [1, {-ID}]}}'], [f'{{"ids": [1, {-ID - 1}]}}']),
         ({"enum": [0.5, 98693.53375553725]}, ["0.5", "98693.53375553725"], ["98693.53375553726"]),

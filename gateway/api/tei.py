@@ -68,8 +68,8 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
 
     @post_json("/predict", TeiRequest, "scoring")
     async def predict(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
-        """Classify a text or a list of lists of one text, or with a reranker score pairs of texts, in the form of Text Embeddings
-        Inference. The classes of a text come with the most probable first."""
+        """Classify a text, a list of lists of one text or, with an encoder, pairs of texts such as premise and hypothesis; with a
+        reranker, score pairs. The form is that of Text Embeddings Inference, and the most probable class comes first."""
         return await answer(request, data, ClassifyRequest | ScoreRequest)
 
     @post_json("/similarity", TeiRequest, "scoring", example=SIMILARITY)
@@ -128,6 +128,10 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
     return [infer, predict, similarity, embed_all, embed_sparse, info]
 
 
+def _classifies(fitted: Fitted | None) -> bool:
+    return fitted is not None and fitted.preset.task == "classify"
+
+
 def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiRequest) -> tuple[TaskRequest, Fitted]:
     """Return the request of the model's task, and the model's preset. Raises :class:`InvalidRequest`."""
     fitted = model.tokenizer.table.fitted
@@ -135,7 +139,7 @@ def _of_task(request: Request[Any, Any, Any], model: ServedModel, fields: TeiReq
     needed: Task = "rerank"
     if isinstance(asked, EmbeddingsRequest):
         needed = "embed"
-    elif isinstance(asked, ClassifyRequest):
+    elif isinstance(asked, ClassifyRequest) or (isinstance(asked, ScoreRequest) and _classifies(fitted)):
         needed = "classify"
     elif fitted is None:
         raise InvalidRequest(f"The model {model.name!r} has no task of this endpoint; it serves {paths_of(model)}.", param="model")
@@ -154,7 +158,7 @@ async def _answered(
     if isinstance(asked, RerankRequest):
         ranks = await ranked(fitted, prepared, scores, raw=fields.raw)
         return await listed(tei_ranks(ranks, prepared), numbers=4 * len(ranks), headers=headers)
-    if isinstance(asked, ClassifyRequest):
+    if isinstance(asked, ClassifyRequest) or _classifies(fitted):
         predictions = _classes(fields, fitted, model, scores.rows)
     else:
         (label, *_) = class_names(fitted, model)

@@ -145,9 +145,10 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_pair(self) -> bool:
-        """Whether the prompt is the tokeniser's pair of query and document."""
+        """Whether the prompt of two texts is the tokeniser's pair of them."""
         fields = [placeholders(piece) for piece in self.template]
-        return self.add_special_tokens and fields == [{"query"}, {"document"}] and not self.instructed
+        pair = [{"document"}] if self.task == "classify" else [{"query"}, {"document"}]
+        return self.add_special_tokens and fields == pair and not self.instructed
 
     @property
     def prompt_names(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar, cast
 import msgspec
 
 from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.presets.preset import Task
 from yardstick_llm.gateway.requests.catalogue import NAMING_BYTES, query_prompts
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.images import plain, reading_content, texts_of
@@ -442,15 +443,16 @@ def _problem(param: str, row: list[int] | None) -> str:
     return f"`{param}` has {len(row)} tokens; the likelihood of at most {MAX_ITEM_TOKENS} is computed."
 
 
-def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
-    """Read pairs of texts: one query with each document, or query and document number by number."""
+def read_pairs(request: ScoreRequest, model: Model, task: Task = "rerank") -> Prepared:
+    """Read pairs of texts: one query with each document, or query and document number by number. ``task``: ``rerank``, or
+    ``classify`` for an encoder that classifies pairs."""
     others = ("query", "labels", "label_token_ids") if _in_items(request) else ("query", "items", "labels", "label_token_ids")
     given = [name for name in others if getattr(request, name) is not None]
     if given:
         raise InvalidRequest(f"`{given[0]}` does not go with `text_1` and `text_2`, whose labels the preset names.", param=given[0])
     queries, query_param = _one_of(request, *PAIRED_QUERIES)
     documents, param = _one_of(request, *PAIRED_DOCUMENTS, *(("items",) if _in_items(request) else ()))
-    preset = preset_of(model, "rerank")
+    preset = preset_of(model, task)
     if request.item_first and not preset.preset.item_first:
         message = (
             f"The preset {preset.preset.name!r} puts the query before the document; send `query` and `items` with `item_first`."

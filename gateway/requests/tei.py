@@ -11,7 +11,7 @@ from yardstick_llm.gateway.presets.preset import Task
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.length import Texts
 from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
-from yardstick_llm.gateway.requests.score import SCORE, ScoreRequest
+from yardstick_llm.gateway.requests.score import ScoreRequest, read_pairs
 from yardstick_llm.gateway.requests.texts import EMBEDDINGS, ClassifyRequest, EmbeddingsRequest, read_classified
 from yardstick_llm.gateway.schemas.common import MAX_ITEMS, Activation, Side, Truncation
 from yardstick_llm.gateway.schemas.parameters import EndpointName, TokenId
@@ -131,6 +131,7 @@ class TeiInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
+ONE_TEXT = 'The model is a classifier of texts: `inputs` is a text, or a list of lists of one text, such as [["a"], ["b"]].'
 TaskRequest = EmbeddingsRequest | ClassifyRequest | RerankRequest | ScoreRequest
 
 
@@ -145,14 +146,14 @@ def request_of_task(request: TeiRequest, task: Task | None) -> TaskRequest:
     assert request.inputs is not None
     if isinstance(request.inputs, Sentences) or task == "embed":
         return _embeddings(request)
-    if task == "classify":
+    if task == "classify" and not _has_pairs(request):
         return ClassifyRequest(input=_single_texts(request), **request.cutting)
     pairs = request.inputs if request.batched else [request.inputs]
     if len(pairs) > MAX_ITEMS:
         raise InvalidRequest(f"`inputs` has {len(pairs)} pairs; at most {MAX_ITEMS} are allowed.", param="inputs")
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            message = "The model is a reranker: send `query` and `texts`, or `inputs` that is a pair of texts or a list of pairs."
+            message = "The model reads pairs: send `query` and `texts`, or `inputs` that is a pair of texts or a list of pairs."
             raise InvalidRequest(message, param="inputs")
     queries, documents = [pair[0] for pair in pairs], [pair[1] for pair in pairs]  # type: ignore[index]
     return ScoreRequest(text_1=queries, text_2=documents, **request.cutting)  # type: ignore[arg-type]
@@ -175,6 +176,12 @@ def _embeddings(request: TeiRequest) -> EmbeddingsRequest:
     )
 
 
+def _has_pairs(request: TeiRequest) -> bool:
+    """Whether the first of the texts is a pair."""
+    first = request.inputs[0] if request.batched else request.inputs  # type: ignore[index]
+    return isinstance(first, list) and len(first) == 2 and all(isinstance(text, str) for text in first)
+
+
 def _single_texts(request: TeiRequest) -> Texts:
     """Return the texts of a classifier. In a list of lists, each has one text."""
     inputs = request.inputs
@@ -185,8 +192,7 @@ def _single_texts(request: TeiRequest) -> Texts:
     for text in lists:
         if isinstance(text, list) and isinstance(text[:1] and text[0], str) and len(text) == 1:
             continue
-        message = 'The model is a classifier of texts: `inputs` is a text, or a list of lists of one text, such as [["a"], ["b"]].'
-        raise InvalidRequest(message, param="inputs")
+        raise InvalidRequest(ONE_TEXT, param="inputs")
     return [text[0] for text in lists]  # type: ignore[index, misc]
 
 
@@ -197,8 +203,12 @@ def _read(request: TeiRequest, model: Model) -> Prepared:
         return read_classified(asked, model, "inputs")
     if isinstance(asked, RerankRequest):
         return RERANK.read(asked, model)
+    if isinstance(asked, ScoreRequest) and preset is not None and preset.preset.task == "classify" and not model.facts.encoder:
+        raise InvalidRequest(ONE_TEXT, param="inputs")
     try:
-        return EMBEDDINGS.read(asked, model) if isinstance(asked, EmbeddingsRequest) else SCORE.read(asked, model)
+        if isinstance(asked, EmbeddingsRequest):
+            return EMBEDDINGS.read(asked, model)
+        return read_pairs(asked, model, "classify" if preset is not None and preset.preset.task == "classify" else "rerank")
     except InvalidRequest as error:
         raise _renamed(error, request) from None
 

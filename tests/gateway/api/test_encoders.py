@@ -168,6 +168,26 @@ def test_the_activation_of_a_cross_encoder(start: Start, config: dict[str, Any] 
     assert score["score"] == pytest.approx(1 / (1 + math.exp(-raw["score"])) if activation == "sigmoid" else raw["score"])
 
 
+def test_pairs_are_classified(start: Start) -> None:
+    """Each pair has the tokens of its tokeniser, and as many probabilities as there are classes."""
+    engine = encoder("classify", classes=("contradiction", "entailment", "neutral"))
+    client = start(engine)
+    pairs = [["The fox jumps.", "The fox sleeps."], ["Red shoes", "Blue shoes " * 40], ["Red shoes", ""]]
+    answers = post(client, "/predict", inputs=pairs).json()
+    first, second = map(list, zip(*pairs, strict=True))
+    wanted = reference()(first, second, truncation="longest_first", max_length=CONTEXT, return_token_type_ids=True)
+    found = {tuple(prefix + branch): len(prefix) for prefix, branch in asked(engine)}
+    types = zip(wanted["input_ids"], wanted["token_type_ids"], strict=True)
+    assert found == {tuple(ids): types.index(1) for ids, types in types}
+    for answer, pair in zip(answers, pairs, strict=True):
+        assert {each["label"] for each in answer} == {"contradiction", "entailment", "neutral"}
+        assert sum(each["score"] for each in answer) == pytest.approx(1)
+        assert post(client, "/predict", inputs=pair).json() == answer
+    assert post(client, "/", inputs=pairs).json() == answers
+    assert refusal(client, "/predict", inputs=[["a", "b"], ["c"]])[:2] == (400, "inputs")
+    assert refusal(client, "/predict", inputs=pairs, truncate=False)[:2] == (400, "inputs[1]")
+
+
 def test_texts_are_classified(start: Start) -> None:
     engine = encoder("classify", classes=("joy", "anger", "fear"))
     answer = post(start(engine), "/v1/classify", input=DOCUMENTS).json()

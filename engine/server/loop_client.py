@@ -280,7 +280,9 @@ class LoopClient:
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=addresses.descriptors,
                 env=with_defaults(os.environ),
-                start_new_session=True,  # Ctrl-C in a terminal interrupts no imports there
+                # Ctrl-C in a terminal interrupts no imports there. uvloop has no process_group. In a session of its own the loop
+                # would take processors from the server, because Linux divides them between sessions first.
+                preexec_fn=os.setpgrp,
             )
         finally:
             addresses.release()

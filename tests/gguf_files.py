@@ -86,11 +86,24 @@ def write_gguf(
         found = torch.from_numpy(gguf.quants.dequantize(raw, type).copy()).reshape(tensor.shape) - float(plus_one)
         read[name] = _unpaired(found, permuted)
     model.load_state_dict(read, strict=False)
+    write_out(writer)
+    return model
+
+
+def write_out(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
+
+
+def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """The keys that decoders and encoders have."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -134,11 +147,7 @@ def _write_configuration(writer: gguf.GGUFWriter, architecture: str, config: dic
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     writer.add_name(f"small {architecture}")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    write_shape(writer, config)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])

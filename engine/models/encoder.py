@@ -228,7 +228,7 @@ class Encoder(nn.Module):
 
     @torch.inference_mode()
     def distances_of(self, length: int) -> Tensor:
-        """What the biases of sequences of this length have in common in all layers, for :meth:`score_bias`."""
+        """The part of the biases for sequences of ``length`` tokens that is the same in all layers: see :meth:`score_bias`."""
         return self._distance_bias(length) if self.relative is None else self._distance_rows(length)
 
     def score_bias(self, layer: int, distances: Mapping[int, Tensor], q: Tensor, k: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from yardstick_llm.engine import wire
 
 
 class Usual(NamedTuple):
-    """What is assumed of a unit where there is no text yet."""
+    """The assumed length of a unit, used before a text shows its own."""
 
     tokens: float
     """Tokens of one unit, in English and with a vocabulary of 32,000 tokens or more."""

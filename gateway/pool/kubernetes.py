@@ -15,8 +15,8 @@ from yardstick_llm.gateway.process.kubernetes import (
     SILENCE_SECONDS,
     WATCH_SECONDS,
     Access,
+    Resource,
     Selected,
-    Thing,
     Watcher,
     find_access,
 )
@@ -46,7 +46,7 @@ class _Port(msgspec.Struct, frozen=True):
     port: int | None = None
 
 
-class _Slice(Thing, frozen=True):
+class _Slice(Resource, frozen=True):
     address_type: str = msgspec.field(default="IPv4", name="addressType")
     endpoints: list[_SliceEndpoint] | None = None
     ports: list[_Port] | None = None

@@ -73,14 +73,14 @@ def find_access(environment: Mapping[str, str]) -> Access:
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """What every object has."""
+    """Metadata of an object of the API."""
 
     name: str = ""
     resource_version: str = msgspec.field(default="", name="resourceVersion")
 
 
-class Thing(msgspec.Struct, frozen=True):
-    """An object; subclasses add what they read of its kind."""
+class Resource(msgspec.Struct, frozen=True):
+    """An object of the API. Subclasses add the fields that they read."""
 
     metadata: Metadata
 
@@ -94,7 +94,7 @@ class _Status(msgspec.Struct, frozen=True):
     message: str = "no reason was given"
 
 
-T = TypeVar("T", bound=Thing)
+T = TypeVar("T", bound=Resource)
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -217,7 +217,7 @@ class Watcher(Generic[T]):
             yield
 
 
-class _Secret(Thing, frozen=True):
+class _Secret(Resource, frozen=True):
     data: dict[str, str] | None = None
 
 
@@ -243,7 +243,8 @@ class WatchedSecret:
         self._watcher.stop()
 
     def content(self) -> bytes | None:
-        """The content, empty after it was deleted; None while the API is unknown to answer, and before the Secret was seen."""
+        """The content, empty once the Secret is deleted; None before it was first read, and while the API has not answered for
+        :data:`FORGET_SECONDS`."""
         return self._content if time.monotonic() - self._seen < FORGET_SECONDS else None
 
     def _take(self, secrets: Collection[_Secret]) -> None:

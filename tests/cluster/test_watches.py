@@ -1,5 +1,5 @@
-"""What gateways watch, against a real apiserver: engines and keys. The test writes
-both itself, so a control plane without nodes is enough.
+"""Gateways follow engines and API keys through a real API server. The tests write
+these objects themselves, so a control plane without nodes is enough.
 """
 
 from __future__ import annotations

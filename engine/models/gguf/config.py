@@ -46,6 +46,7 @@ END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|
 """Control tokens that end a generation in llama.cpp, whatever the metadata say."""
 CONTROL = 3
 """Type of a control token."""
+MAX_CLASSES = 1 << 16
 _LARGEST = 1 << 24
 """Largest size and count in a configuration."""
 
@@ -255,6 +256,10 @@ def _encoder_configuration(file: GGUFFile) -> dict[str, Any]:
         "qkv_proj_bias": "blk.0.attn_qkv.bias" in file.tensors,
     }
     if ranks:
+        if classes is not None and classes.shape[0] > MAX_CLASSES:
+            raise ModelError(
+                f"cls.output.weight in {file.path.name} has {classes.shape[0]} classes; at most {MAX_CLASSES} are supported."
+            )
         names = [f"LABEL_{place}" for place in range(0 if classes is None else classes.shape[0])]
         if keys.present(key("classifier.output_labels")):
             names = keys.strings(key("classifier.output_labels"))

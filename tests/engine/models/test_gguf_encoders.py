@@ -18,6 +18,7 @@ from tests.encoders import CONTEXT, Kind, load_reference, make_encoder
 from tests.engine.parity import assert_equal_rows
 from tests.engine.test_encoders import LENGTHS, build, hidden_of, texts
 from tests.engine.test_loop import run
+from tests.gguf_files import write_out, write_shape
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.source import tokenizer_files
@@ -32,11 +33,7 @@ def write(directory: Path, path: Path, pooling: gguf.PoolingType | None, kind: s
     architecture = ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    write_shape(writer, config)
     writer.add_layer_norm_eps(config["layer_norm_eps"])
     writer.add_causal_attention(config.get("is_causal", False))
     if pooling is not None:
@@ -54,10 +51,7 @@ def write(directory: Path, path: Path, pooling: gguf.PoolingType | None, kind: s
         raw = gguf.quants.quantize(np.ascontiguousarray(tensor.float().numpy()), type)
         writer.add_tensor(stored, raw, raw_dtype=type)
     write_tokenizer(writer, directory)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

@@ -154,14 +154,13 @@ def zerank_1(query: str, text: str, instruction: str) -> list[int]:
     return encode(template, query=query, document=text)
 
 
-def judge(query: str, text: str, instruction: str) -> list[int]:
-    """This project's own prompt: docs/presets.md."""
-    template = (
-        "{instruction}\n\nQuery: {query}\n\nDocument: {document}\n\n"
-        "Does the document answer the query? Reply with Yes or No.\nReply:"
-    )
+def judge(query: str, text: str, instruction: str, *, item_first: bool = False) -> list[int]:
+    """This project's own prompt: docs/models.md."""
+    query_part, document_part = "Query: {query}", "Document: {document}"
+    parts = [document_part, query_part] if item_first else [query_part, document_part]
+    question = "Does the document answer the query? Reply with Yes or No.\nReply:"
     instruction = instruction or "You judge whether a document is relevant to a query."
-    return encode(template, query=query, instruction=instruction, document=text)
+    return encode("\n\n".join(["{instruction}", *parts, question]), query=query, instruction=instruction, document=text)
 
 
 def ctxl_rerank_v2(query: str, text: str, instruction: str) -> list[int]:
@@ -172,13 +171,8 @@ def ctxl_rerank_v2(query: str, text: str, instruction: str) -> list[int]:
 
 
 def judge_item_first(query: str, text: str, instruction: str) -> list[int]:
-    """This project's own prompt: docs/presets.md."""
-    template = (
-        "{instruction}\n\nDocument: {document}\n\nQuery: {query}\n\n"
-        "Does the document answer the query? Reply with Yes or No.\nReply:"
-    )
-    instruction = instruction or "You judge whether a document is relevant to a query."
-    return encode(template, query=query, instruction=instruction, document=text)
+    """:func:`judge` for scans of many items."""
+    return judge(query, text, instruction, item_first=True)
 
 
 def yardstick_demo(query: str, text: str, instruction: str) -> list[int]:

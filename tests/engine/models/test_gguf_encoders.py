@@ -21,6 +21,7 @@ from tests.engine.test_loop import run
 from tests.gguf_files import write_out, write_shape
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.gguf import config as gguf_config
 from yardstick_llm.engine.models.source import tokenizer_files
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT}
@@ -108,13 +109,16 @@ def test_embeddings_equal_transformers(tmp_path: Path, family: str, pooling: str
     assert packed.computed_tokens == sum(LENGTHS)
 
 
-def test_classes_equal_transformers(tmp_path: Path) -> None:
+def test_classes_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind: Kind = "classes"
     directory, sent = make_encoder(tmp_path / "model", "bert", kind), texts()
     model, loop = load_reference(directory, "bert", kind), build(write(directory, tmp_path / "m.gguf", gguf.PoolingType.RANK))
     (scored,) = run(loop, wire.Score("s", [], sent, wire.Classes()))
     with torch.inference_mode():
         assert_equal_rows(scored.rows, [model(torch.tensor([tokens])).logits[0].tolist() for tokens in sent], 1e-4)
+    monkeypatch.setattr(gguf_config, "MAX_CLASSES", 2)
+    with pytest.raises(ModelError, match="has 3 classes; at most 2"):
+        build(tmp_path / "m.gguf")
 
 
 def same_ids(path: Path, reference: Tokenizer) -> None:

@@ -31,7 +31,7 @@ serve: $(READY) ## Serve the demo model, or MODEL=directory, hub id or file.gguf
 	@$(BIN)/yardstick serve $(SERVE)
 
 test: $(READY) ## Run the quick tests, and say which parts of them this machine leaves out
-	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster" --hypothesis-profile=quick
+	@PYTHON=$(BIN)/python PART=parallel scripts/test.sh "not slow and not gpu and not cluster" --hypothesis-profile=quick
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
 	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster"
 soak: $(READY) ## Run hostile clients beside well-behaved ones for SOAK_SECONDS=600

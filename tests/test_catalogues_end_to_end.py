@@ -14,6 +14,8 @@ from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 from tests.redis import RedisServer
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "Item: {item}\nQuery:{query}"
 ITEMS = {f"i{number}": text for number, text in enumerate(["red shoes, blue", "", "an oak table " * 6, "Yés 👟", "d"])}
 QUERIES = [" Is it red?", " or", " Yes the fox"]

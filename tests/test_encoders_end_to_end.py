@@ -20,7 +20,7 @@ from tests.encoders import add_module, load_reference, make_encoder
 from tests.gateway.api.test_encoders import bert
 from tests.processes import Pod, Program
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PUBLISHED = pytest.mark.slow
 """A test of published weights."""
 

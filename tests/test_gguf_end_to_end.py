@@ -35,6 +35,7 @@ def serving(path: Path, *arguments: str) -> Iterator[tuple[Pod, Program]]:
                 program.close()
 
 
+@pytest.mark.slow
 def test_a_small_file_is_served_by_its_name(tmp_path: Path):
     """Scores are those of transformers; a chat template that does not end is an error in seconds, and the gateway serves on."""
     path = tmp_path / "Small-Q8_0.gguf"

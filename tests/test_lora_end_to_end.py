@@ -19,6 +19,8 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, write_adapter
 from tests.processes import Pod, Program, wait_until
 
+pytestmark = pytest.mark.slow
+
 QUERY, ITEMS, LABELS = "Is it red? ", ["red shoes", "an oak table", "blue"], [5, 6]
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -80,6 +82,7 @@ def client(pods: list[Pod]) -> Iterator[httpx.Client]:
     program.close()
 
 
+@pytest.mark.slow
 def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod], model: Path, root: Path, merged: Any) -> None:
     load = {"lora_name": "mine", "lora_path": str(root / "one")}
     assert client.post("/v1/load_lora_adapter", json=load).json()["engines"] == 2

@@ -14,6 +14,8 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "the red shoes, the blue shoes, the red shoes, the"
 BIAS = {"262": 6.0, "266": 6.0, "15": 4.0}
 """Makes a model with random weights repeat some tokens, so that drafts are right now and then."""
@@ -107,6 +109,7 @@ def test_a_streamed_chat_has_the_text_of_plain_decoding(client: httpx.Client) ->
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_field_is_refused_by_name(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json=body(prompt_lookup={"max_tokens": 33}))
     assert answer.status_code == 400

@@ -17,6 +17,8 @@ from tests import templates
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {

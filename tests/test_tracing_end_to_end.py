@@ -14,6 +14,8 @@ from tests.checkpoints import make_checkpoint
 from tests.collector import Collector, Received, collecting
 from tests.processes import Pod, Program, wait_until
 
+pytestmark = pytest.mark.slow
+
 STREAM = {"model": "tiny", "prompt": "the", "ignore_eos": True, "stream": True}
 
 

@@ -20,6 +20,8 @@ from tests.engine.vision.models import IMAGE_PAD, make_vision_checkpoint
 from tests.pictures import VISION_TEMPLATE, data_url, picture
 from tests.processes import Pod, Program, wait_until
 
+pytestmark = pytest.mark.slow
+
 NAMED = (*SPECIAL_TOKENS, "<|a|>", "<|b|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 """Special tokens; their ids are those of the checkpoint's configuration."""
 Part = str | bytes

@@ -143,7 +143,7 @@ def test_pipelined_bytes_are_not_kept(gateway: Program, engine: FakeEngine) -> N
 def test_head_answers_like_get(gateway: Program, path: str) -> None:
     with connected(gateway) as connection:
         connection.sendall(request(path, method="HEAD", connection="close"))
-        received = read_to_end(connection)
+        received = read_to_end(connection, seconds=30)
     head, _, body = received.partition(b"\r\n\r\n")
     got = gateway.client.get(path)
     assert (body, head.split()[1]) == (b"", b"200")

@@ -261,6 +261,7 @@ def attacked(server: Server, path: str, attacker: str, victim: str, known: list[
     return recover(lambda tokens: server.ask(attacker, path, make(tokens), "no-cache").cached_tokens, known, len(secret))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ORACLES)
 def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_all: Server, path: str) -> None:
     known, secret = next(prompts)[:20], random.Random(path).choices(VOCABULARY, k=3)
@@ -296,6 +297,7 @@ def warm(server: Server, key: str) -> None:
     server.ask(key, "score", body, "no-cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guess", [item_in_request, registered_item])
 def test_the_oracle_recovers_no_item_of_a_catalogue(
     server: Server, shared_by_all: Server, guess: Callable[[Server, str, list[int]], Seen]
@@ -314,6 +316,7 @@ def test_the_oracle_recovers_no_item_of_a_catalogue(
     assert recovered(server, "d", "c") == secret, "and within a trust group"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guess", [item_in_request, registered_item])
 def test_time_tells_of_items_of_ones_own_group_only(
     server: Server, slow: FakeEngine, guess: Callable[[Server, str, list[int]], Seen]

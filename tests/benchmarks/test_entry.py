@@ -56,6 +56,7 @@ def test_yardstick_bench_runs_the_checkouts_benchmarks_from_any_folder(tmp_path:
     assert "usage: python -m benchmarks" in done.stdout
 
 
+@pytest.mark.slow
 def test_yardstick_bench_of_an_installed_package_names_the_checkout(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "src" / "yardstick_llm", tmp_path / "yardstick_llm", ignore=shutil.ignore_patterns("__pycache__", "demo")

@@ -28,6 +28,7 @@ def client() -> Iterator[httpx.Client]:
         yield start(FakeEngine())
 
 
+@pytest.mark.slow
 def test_every_status_has_a_row(client: httpx.Client) -> None:
     paths = client.get("/schema/openapi.json").json()["paths"]
     statuses = {status for operations in paths.values() for operation in operations.values() for status in operation["responses"]}
@@ -58,6 +59,7 @@ def fields(value: object, path: str = "") -> set[str]:
     return {path}.union(*(fields(inner, f"{path}[]") for inner in value)) if isinstance(value, list) else {path}
 
 
+@pytest.mark.slow
 def test_paths_that_are_not_served_are_not_and_the_others_are(client: httpx.Client) -> None:
     (part,) = re.findall(r"<!-- not served -->\n(.*?)<!-- end -->", CLIENTS.read_text(encoding="utf-8"), flags=re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.strip().splitlines()[2:]]

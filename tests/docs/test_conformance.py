@@ -225,6 +225,7 @@ def refused(server: httpx.Client, name: str, endpoint: EndpointName) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ALL)
 def test_every_cell_is_true(server: httpx.Client, endpoint: EndpointName) -> None:
     checks = {"works": works, "refused": refused}

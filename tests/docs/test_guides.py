@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.docs.generate import PAGE
@@ -35,6 +36,7 @@ def messages() -> Iterator[str]:
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
+@pytest.mark.slow
 def test_each_message_of_troubleshooting_is_one_of_the_program() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## It answers")[0]
     quoted = [cell[1:-1] for cell in cells(page, 0) if cell != "message"]
@@ -44,6 +46,7 @@ def test_each_message_of_troubleshooting_is_one_of_the_program() -> None:
     assert [text for text, pattern in patterns.items() if not re.search(pattern, known)] == []
 
 
+@pytest.mark.slow
 def test_what_replaces_options_and_paths_exists() -> None:
     (part,) = re.findall(r"<!-- migrating -->\n(.*?)<!-- end -->", PAGE.with_name("clients.md").read_text(encoding="utf-8"), re.S)
     here = " ".join(re.findall(r"`([^`]+)`", " ".join(cells(part, -1))))

@@ -194,6 +194,7 @@ def test_a_flood_does_not_fill_the_log(lines):
     assert sum(left_out) + len(lines) == pytest.approx(100_000, abs=1000)
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_does_not_stop_the_engine():
     """Standard error is often a pipe. A write to a full pipe blocks until someone reads from it."""
     code = """

@@ -103,6 +103,7 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
     return prompt + [value for reply in first for value in [*reply.logprobs.chosen, *reply.logprobs.top[0]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "more"),
     [

@@ -36,6 +36,7 @@ def p99(victim: Tenant, flood: Tenant, **engine) -> float:
     return float(np.percentile(Simulation(victim, flood, **engine).run(victim.name, 60), 99))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in FLOODS])
 def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(case: str):
     victim, other, engine = FLOODS[case]
@@ -77,6 +78,7 @@ def test_a_tenant_that_returns_has_saved_up_nothing():
     assert (away.tokens - before[0]) / (other.tokens - before[1]) == pytest.approx(1, rel=0.15)
 
 
+@pytest.mark.slow
 def test_leaving_between_two_requests_does_not_pay():
     """With more tenants than a step has quanta, one that leaves in debt and returns waits for its turn like the others."""
     others = [Tenant(f"t{place}", scores(0, 1, 64), 4) for place in range(24)]
@@ -122,6 +124,7 @@ def test_a_newcomer_takes_slots_from_a_flood():
     settle(scheduler, batch, lambda: 7)
 
 
+@pytest.mark.slow
 def test_tenants_do_not_take_slots_from_each_other_for_ever():
     """Two tenants that together need far more than there is: what is computed twice is bounded, and both get on."""
     simulation = Simulation(Tenant("a", texts(60, 60), 16), Tenant("b", texts(60, 60), 16), slots=800, tokens=256)
@@ -213,6 +216,7 @@ CALLERS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -64,6 +64,7 @@ def test_scores_equal_transformers(checkpoint: Path, reference: Reference) -> No
         assert scored.cached_tokens or isinstance(readout, wire.Embedding)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference) -> None:
     prompt, loop = some_tokens(random.Random(3), 40, 40), build(checkpoint)
     sampling = wire.Sampling(max_tokens=120, min_tokens=120, temperature=0.0)
@@ -72,6 +73,7 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference
     assert_greedy(reference.model, prompt, output, 120, banned=loop.info.eos_token_ids)
 
 
+@pytest.mark.slow
 def test_few_slots_change_nothing(checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and greedy generations share steps, wait for slots, are evicted from the prefix cache and are preempted."""
     counts = Counter[str]()

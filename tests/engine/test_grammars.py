@@ -66,6 +66,7 @@ def test_a_kept_grammar_waits_for_no_compilation(build: Callable[..., Loop]) -> 
     assert all(isinstance(reply, wire.Delta) for reply in ends(loop).values())
 
 
+@pytest.mark.slow
 def test_new_grammars_take_turns_by_tenant(build: Callable[..., Loop]) -> None:
     loop = build()
     for number in range(7):
@@ -81,6 +82,7 @@ def test_new_grammars_take_turns_by_tenant(build: Callable[..., Loop]) -> None:
     assert stats.compile_seconds > 0
 
 
+@pytest.mark.slow
 def test_a_refused_grammar_costs_bounded_time_and_no_memory(build: Callable[..., Loop]) -> None:
     loop = build()
     loop.submit(asked("first", GOOD, EASY))

@@ -424,6 +424,7 @@ def check(mlp: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tolerance: floa
                 assert (captured.output.data_ - wanted).norm() < tolerance * wanted.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_a_replay_routes_what_it_finds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(load_model(make_checkpoint(tmp_path, family)).layers[0].mlp, monkeypatch, 1e-5)

@@ -193,6 +193,7 @@ def test_a_scan_of_cold_items_leaves_hot_ones(causal: Path) -> None:
     assert found.cached_items >= 90
 
 
+@pytest.mark.slow
 def test_items_leave_a_reserve_for_other_prefixes(causal: Path) -> None:
     """A conversation survives a flood of items, and items may use the slots that nothing else uses."""
     rng = random.Random(8)

@@ -237,6 +237,7 @@ def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graph
     assert ended == {"s0", "s1", "s2", "g0", "g1", "g2", "g3", "g4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "step"),
     [pytest.param(700, 32, id="short"), pytest.param(5000, 256, id="5,000 tokens", marks=[pytest.mark.slow])],
@@ -371,6 +372,7 @@ class Scarce:
         return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "reads"),
     [

@@ -95,6 +95,7 @@ def test_the_health_port_has_health_and_nothing_else(start: Callable[..., Pod]):
         assert health.get("/info").status_code == health.post("/score").status_code == 404
 
 
+@pytest.mark.slow
 def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(start: Callable[..., Pod]):
     port = free_port()
     pod = start("--health-port", str(port))

@@ -42,6 +42,7 @@ def build(checkpoint: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_context", "prefix"), [(None, 150), (LONG, ORIGINAL), (LONG, 400)])
 def test_scores_equal_transformers(max_context: int | None, prefix: int, checkpoint: Path, reference: Reference) -> None:
     rng = random.Random(2)

@@ -182,6 +182,7 @@ def test_greedy_generation_of_200_tokens(build, reference):
         assert_greedy(reference, message.prompt, tokens_of(replies, message.id), 200)
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_preempted_generations_go_on_unchanged(build, reference):
     rng = random.Random(4)
@@ -302,6 +303,7 @@ def test_a_finished_answer_is_cached_for_the_next_turn(build):
     assert replies[0].cached_tokens == len(prompt) + len(output) - 1
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_abort_at_any_moment_ends_once_and_frees_all(build):
     rng = random.Random(8)

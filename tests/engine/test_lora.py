@@ -101,6 +101,7 @@ def assert_merged(
 FEW = {"max_total_tokens": 150, "max_batched_tokens": 33, "max_loras_device": 1, "overlap": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -124,6 +125,7 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
     assert loop.stats.adapter_swaps >= len(model.adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "places"),
     [("qwen3", 16), ("qwen3", 1), pytest.param("granite", 1, marks=pytest.mark.slow)],
@@ -150,6 +152,7 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
     assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kernels", "fused"),
     [

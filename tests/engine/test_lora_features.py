@@ -89,6 +89,7 @@ def test_fused_projections_and_experts(
     assert not torch.allclose(rows["s0"], rows["s1"], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_readout_of_an_adapter(tmp_path: Path, kind: str) -> None:
     """Labels, likelihoods, embeddings of both poolings, and a classification head over that of the base model."""
@@ -150,6 +151,7 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
     return merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("phi3", "qwen2"))])
 def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
@@ -174,6 +176,7 @@ def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: p
         assert differences.median() < 0.05 * cost.median()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", pytest.param("overlapped", marks=pytest.mark.slow)])
 def test_the_length_model_guides_an_adapter(tmp_path: Path, form: str) -> None:
     """Candidates and their probabilities are those of the merged weights, and the length model is unchanged."""
@@ -195,6 +198,7 @@ def test_the_length_model_guides_an_adapter(tmp_path: Path, form: str) -> None:
         assert verify(plain[index], message, deltas) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_grammar_restricts_an_adapter(tmp_path: Path, overlap: bool) -> None:
     """The most probable of the letters that the grammar allows, by merged weights; requests of both models share the steps."""

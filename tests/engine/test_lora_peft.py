@@ -84,6 +84,7 @@ def logprobs(model: PreTrainedModel, prompts: list[list[int]]) -> Tensor:
     return torch.stack([model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[LABELS] for prompt in prompts])
 
 
+@pytest.mark.slow
 def test_adapters_score_as_peft_merges_them(model: Path, tmp_path: Path) -> None:
     """All of them in one step. A family with fused projections has other names, so only the kinds that name none."""
     fused = AutoModelForCausalLM.from_pretrained(model).config.model_type == "phi3"
@@ -104,6 +105,7 @@ def test_adapters_score_as_peft_merges_them(model: Path, tmp_path: Path) -> None
         torch.testing.assert_close(rows[name], logprobs(whole, prompts), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 @pytest.mark.parametrize("tied", [False, True])

@@ -45,6 +45,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launches
 
 
+@pytest.mark.slow
 def test_no_launch_waits(qwen3: Path, watched: list[int], tmp_path: Path):
     length = make_lenvm_checkpoint(tmp_path, "qwen2")
     settings = {"max_total_tokens": 2048, "max_batched_tokens": 48, "overlap": True, "lenvm_model": str(length)}

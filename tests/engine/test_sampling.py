@@ -63,6 +63,7 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float((statistic - degrees) / math.sqrt(2 * degrees))
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_filtered_distribution() -> None:
     logits = logs(0.3, 0.25, 0.2, 0.15, 0.06, 0.04)
     tokens = draws(logits, 30_000, top_k=5, top_p=0.9)

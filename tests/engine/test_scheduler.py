@@ -294,6 +294,7 @@ def describe(batch: Batch) -> Any:
     return segments, passes, batch.tokens, batch.load
 
 
+@pytest.mark.slow
 def test_the_steps_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     decode, preempt = scheduling.decode, Allocator.preempt

@@ -159,6 +159,7 @@ def test_what_the_model_cannot_do_is_refused(build: Build, ability: str) -> None
         assert (reply.code, reply.message) == ("invalid", f"This model cannot {ability}; it can {able}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [("qwen3", "causal mean")], ids="-".join, indirect=True, scope="module")
 @pytest.mark.parametrize(
     "build", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")], indirect=True

@@ -175,6 +175,7 @@ def test_a_killed_server_takes_its_loop_along(own_pod: Pod):
     wait_until(lambda: not alive(loop_pid))
 
 
+@pytest.mark.slow
 def test_a_lost_loop_ends_the_pod(own_pod: Pod):
     message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
     reader, replies = wire.FrameReader(), []

@@ -89,6 +89,7 @@ def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count:
     return finished
 
 
+@pytest.mark.slow
 def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
     assert check_schemas(build(), tokenizer, seed=1, count=16) > 11
 
@@ -132,6 +133,7 @@ def test_patterns_choices_and_grammars(build: Build, tokenizer: tokenizers.Token
         assert re.fullmatch(pattern, text_of(tokenizer, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "items", "beside_tokens", "slots"),
     [
@@ -228,6 +230,7 @@ def test_what_is_refused(build: Build, fields: dict[str, Any], problem: str) -> 
     assert "/" not in reply.message
 
 
+@pytest.mark.slow
 def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(build: Build) -> None:
     costly = "start: " + " ".join(f'("x{i}"|"y")?' for i in range(1500))
     replies = run(build(), asked("costly", costly), asked("other", of_regex("[ab]{8}")), wire.Generate("free", PROMPT))

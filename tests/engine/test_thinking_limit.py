@@ -27,6 +27,7 @@ def output(loop: Loop, message: wire.Generate, index: int = 0) -> list[int]:
     return sequence(run(loop, message), message.id, index)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 2, 9])
 def test_the_tag_is_drawn_at_the_limit(build: Build, limit: int) -> None:
     loop = build()
@@ -42,6 +43,7 @@ def test_the_tag_is_drawn_at_the_limit(build: Build, limit: int) -> None:
         assert CLOSE not in opens
 
 
+@pytest.mark.slow
 def test_a_section_that_ends_before_is_left_alone(build: Build) -> None:
     loop = build()
     bias = {CLOSE: 4.0}

@@ -166,6 +166,7 @@ def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
     assert loop.stats.adapter_swaps >= len(paths)
 
 
+@pytest.mark.slow
 def test_guided_generations(variants: Variants, tmp_path: Path) -> None:
     vocab_size = ODD_VOCABULARY
     base = make_checkpoint(tmp_path / "base", "qwen2", **SHAPE, vocab_size=vocab_size)
@@ -189,6 +190,7 @@ def test_heads(variants: Variants, tmp_path: Path, kind: str) -> None:
     nothing_new(variants, loop, [wire.Score(str(len(each)), prefix, each, readout) for each in items], 1)
 
 
+@pytest.mark.slow
 def test_images(variants: Variants, tmp_path: Path) -> None:
     """Images of any size, several in a prompt, beside text and in branches."""
     shape = {"num_hidden_layers": 1, "vocab_size": ODD_VOCABULARY}

@@ -121,6 +121,7 @@ def build(directory: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(directory), name="test", **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_request_ends_once_with_the_rows_that_it_has_alone(encoder: Path, overlap: bool) -> None:
     """Requests come and are aborted while others are computed, of three tenants, some with a deadline that has passed."""

@@ -65,6 +65,7 @@ def test_helm_has_nothing_to_say_about_it():
     assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [*[pytest.param(old, marks=pytest.mark.slow) for old in VERSIONS[:-1]], VERSIONS[-1]])
 @pytest.mark.parametrize("values", SETS.values(), ids=SETS)
 def test_kubernetes_takes_it(values: Values, version: str):

@@ -60,6 +60,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(x.device), scales.to(x.device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_pair", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_in_fp8(shape: tuple[int, int, int, int, int], by_pair: bool, device: torch.device) -> None:

@@ -74,6 +74,7 @@ PATHS = [(64, 1.0), (64, 0.7), (5, 0.5), (65, 1.0), (65, 0.6), (0, 0.1), (0, 0.5
 """(top_k, top_p): of ranked tokens, of the whole row, and of a bracket."""
 
 
+@pytest.mark.slow
 @INFINITIES
 @pytest.mark.parametrize(("flatness", "room"), [(0.01, 5), (4.0, yardstick_llm.kernels.keep_thresholds.ROOM), (30.0, 5)])
 def test_each_path_finds_the_threshold_of_the_reference(

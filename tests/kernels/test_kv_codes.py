@@ -50,6 +50,7 @@ def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatc
     assert given.values.abs().max() == 448
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_written(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key's code lies between the codes of two numbers as far from the exact key as an error of float32; values are exact."""

@@ -19,6 +19,7 @@ def _sorted(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor,
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).float(), ids, logprobs.gather(1, ids).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_n", "block"), [(0, 64), (1, 2048), (8, 64), (20, 2048), (32, 64)])
 def test_definition(top_n: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal logits, in groups that are full, in part and alone: the large block has more than one group of groups."""

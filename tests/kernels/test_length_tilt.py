@@ -183,6 +183,7 @@ def test_the_kernel_tells_a_target_next_to_nothing_from_nothing(device: torch.de
         assert row == pytest.approx([0.625, 0.375, 0.0], abs=1e-5)
 
 
+@pytest.mark.slow
 @BOTH
 def test_rows_do_not_see_each_other(operation: Operation, device: torch.device) -> None:
     z, ends, p = [1.5, -0.5, 0.2, 3.0], [False, False, True, False], [0.5, 0.3, 0.15, 0.05]

@@ -95,6 +95,7 @@ def test_gate(name: str, parts: tuple[int, ...], shuffled: bool, device: torch.d
             torch.testing.assert_close(operation(gate_up.clone(), delta, gelu=gelu), expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads", "normed"), in_turn(ADAPTERS, HEADS))
 def test_rope(name: str, heads: str, normed: bool, device: torch.device) -> None:
     shape = HEADS[heads]
@@ -120,6 +121,7 @@ def test_rope_of_a_product_in_one_part(device: torch.device) -> None:
     torch.testing.assert_close((found, own.keys, own.values), expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ADAPTERS, "no row with an adapter"])
 def test_captured_launches(name: str, device: torch.device) -> None:
     """Room for blocks and ranks that the step does not have, unknown runs, and rows of padding, which have no adapter."""

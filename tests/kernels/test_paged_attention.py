@@ -70,6 +70,7 @@ def test_reference_is_the_formula(spec: AttentionSpec) -> None:
                 torch.testing.assert_close(found[qo_indptr[segment] + nth, head].double(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (1, 128), (2, 64), (3, 32), (4, 128), (7, 32), (8, 64)])
 def test_groups_and_head_dims(group: int, head_dim: int, device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device, group=group, head_dim=head_dim, kv_heads=1 if group > 2 else 2)
@@ -101,6 +102,7 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     check(q, keys, values, layout_of(MIXED, q, keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_shapes(seed: int, device: torch.device) -> None:
     generator = np.random.default_rng(seed)
@@ -110,6 +112,7 @@ def test_random_shapes(seed: int, device: torch.device) -> None:
     check(q, keys, values, layout_of(shapes, q, keys, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1200), (5, 1200), (100, 1200)], ids=["decoding", "few queries", "two tiles"])
 def test_long_contexts_are_read_by_several_programs(shape: tuple[int, int], device: torch.device) -> None:
     """The first queries of a tile see nothing of the chunk that its last ones are in."""

@@ -38,6 +38,7 @@ class _Counting(Gpu):
         return self.moved(name, shape, operations, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

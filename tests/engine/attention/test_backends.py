@@ -128,6 +128,7 @@ GROUPS = [(4, 64), (7, 16)]
 OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((1, 32), (2, 128), (3, 16), (8, 32))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "head_dim"), GROUPS + OTHER_GROUPS)
 def test_triton(group: int, head_dim: int, device: torch.device) -> None:
     compare(TritonAttention, device, group, 20, group, head_dim, torch.float32, layers=2 if group == 1 else 1)
@@ -140,6 +141,7 @@ def test_triton_with_specs(device: torch.device) -> None:
     compare(TritonAttention, device, 2, 20, 2, 32, torch.float32, specs=specs)
 
 
+@pytest.mark.slow
 def test_triton_normalises_and_rotates(device: torch.device) -> None:
     compare(TritonAttention, device, 3, 20, 2, 64, torch.float32, turned=True)
 

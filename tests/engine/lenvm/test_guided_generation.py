@@ -57,6 +57,7 @@ def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Bui
 in_both_layouts = pytest.mark.parametrize("build", ["compact", "overlapped"], indirect=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
@@ -86,6 +87,7 @@ def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
     assert tokens_of(replies["beside"]) == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "least"), [("compact", 0.02), ("overlapped", 0.0)], indirect=["build"])
 def test_the_end_is_a_candidate_where_it_is_probable_enough(build: Build, plain: Plain, least: float):
     """In place of the last of ``top_k``, beyond the filters, in rows beside those that do not ask for it, and never if it is
@@ -133,6 +135,7 @@ def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
         assert verify(plain, message, replies, index)
 
 
+@pytest.mark.slow
 @in_both_layouts
 def test_nothing_is_computed_twice(build: Build):
     """The length model computes the prompt, each drawn token at most once, and the candidates of undecided draws."""
@@ -157,6 +160,7 @@ def test_nothing_is_computed_twice(build: Build):
     assert loop.stats.lenvm_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["compact"], indirect=True)  # where undecided tokens stay pending
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
     """More tokens are drawn without the length model than one step may compute."""
@@ -181,6 +185,7 @@ def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -205,6 +210,7 @@ def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
     assert loops[1].stats.lenvm_tokens == 0
 
 
+@pytest.mark.slow
 @in_both_layouts
 def test_values_of_several_tokens_at_a_time(build: Build):
     message = guided("g", [5, 6, 7], guidance(scale=3.0))
@@ -213,6 +219,7 @@ def test_values_of_several_tokens_at_a_time(build: Build):
     assert together[0].tokens == tokens_of(singly)
 
 
+@pytest.mark.slow
 @in_both_layouts
 def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain: Plain):
     """Beside drawn and unguided rows; draws that are left alone take the most probable candidate."""
@@ -244,6 +251,7 @@ def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain:
     assert tokens_of(replies["free"]) == tokens_of(run(build(), free)["free"])
 
 
+@pytest.mark.slow
 @in_both_layouts
 def test_a_constraint_takes_the_same_candidates_at_every_temperature(build: Build, plain: Plain):
     """Draws that are left alone have the request's temperature: near 0 they are those of temperature 0."""
@@ -284,6 +292,7 @@ def test_the_longest_prediction_that_keeps_a_limit(ratios: list[float], most: fl
     assert all(bound(length) > most * (1 - 1e-6) for length in (found * 1.001 + 0.1 * step for step in range(1, 3000)))
 
 
+@pytest.mark.slow
 @in_both_layouts
 def test_a_target_in_characters_is_corrected_while_writing(build: Build):
     """Each draw is that of a target in tokens, by the characters so far and the tokens of a character."""
@@ -345,6 +354,7 @@ def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
     assert min(values[1:]) > 0
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_are_the_tilted_ones(build: Build, plain: Plain):
     """Chi-square over 2000 seeds, at the 0.1 % level for 4 degrees of freedom."""
     message = guided("g", [5, 6, 7], wire.LengthGuidance(scale=2.0), max_tokens=1)
@@ -465,6 +475,7 @@ def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
+@pytest.mark.slow
 def test_the_kernels_draw_the_same(wide_heads: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, device: torch.device):
     """All that a GPU computes of guided draws, in Triton's interpreter where there is none."""
     plain = Plain(*wide_heads)

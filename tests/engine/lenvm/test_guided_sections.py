@@ -41,6 +41,7 @@ def sections(output: list[int], thinking: wire.Thinking) -> list[str]:
     return [*first, *["thinking"] * (end - len(first)), *["answer"] * (len(output) - end)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])
 @pytest.mark.parametrize("prompt", THINKING)
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def centered(draw: Draw, ends: list[int], scale: float) -> torch.Tensor:
     return weights / weights.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", THINKING)
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])
 def test_a_target_counts_the_tokens_of_its_section(build: Build, prompt: str, applies_to) -> None:
@@ -104,6 +106,7 @@ def test_a_target_counts_the_tokens_of_its_section(build: Build, prompt: str, ap
     assert output.index(end, len(before)) - len(before) == 6
 
 
+@pytest.mark.slow
 def test_a_resumed_generation_knows_its_section(build: Build):
     sampling = wire.Sampling(max_tokens=20, seed=5, ignore_eos=True, logit_bias={CLOSE: 6.0})
     guide = wire.LengthGuidance(scale=4.0, applies_to="answer", thinking=wire.Thinking(CLOSE))
@@ -115,6 +118,7 @@ def test_a_resumed_generation_knows_its_section(build: Build):
         assert tokens_of(run(build(), rest)["g"]) == whole[done:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", THINKING)
 @pytest.mark.parametrize("applies_to", ["both", "thinking", "answer"])
 def test_a_limit_ends_a_section_that_is_guided_or_not(build: Build, prompt: str, applies_to) -> None:

@@ -22,6 +22,7 @@ def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Cal
     return partial(build_guided, checkpoints, request.param, threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "settings"),
     [("compact", {}), ("overlapped", {"max_total_tokens": 128, "max_batched_tokens": 24})],

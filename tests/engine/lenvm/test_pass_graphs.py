@@ -83,6 +83,7 @@ def launched(model: LenVM, kv: KVCache, prefixes: list[Ints], width: int, tokens
     return model.head(model(tokens, positions, kept.attend(attend))), kept
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_captured_pass_is_the_launched_one(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
     """In every bucket, with and without padding, from the record alone; of larger buckets nothing is written."""
@@ -219,6 +220,7 @@ def found_of(rng: random.Random, rows: int, columns: int, device: torch.device) 
     return Candidates(ids, torch.zeros_like(ids, dtype=torch.float32), torch.tensor(counts, device=device)), most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "buckets"),
     [pytest.param(8, (2, 3), marks=pytest.mark.slow), (5, (2, 3))],

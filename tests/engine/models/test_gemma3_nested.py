@@ -99,6 +99,7 @@ def test_logits_equal_transformers(tmp_path: Path, renamed: bool, tied: bool) ->
     torch.testing.assert_close(own_logits(tmp_path, tokens), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
     """And scores, in steps of few tokens."""

@@ -94,6 +94,7 @@ def wordpiece() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(document))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "nomic"])
 @pytest.mark.parametrize(("pooling", "kind"), [("mean_tokens", "F32"), ("cls_token", "Q8_0")])
 def test_embeddings_equal_transformers(tmp_path: Path, family: str, pooling: str, kind: str) -> None:

@@ -65,6 +65,7 @@ def own(tmp_path: Path) -> Callable[[Path], Path]:
     return lambda directory: Path(shutil.copytree(directory, tmp_path / "own"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", every(CLASSIFIERS))
 def test_class_logits_equal_transformers(tmp_path: Path, family: str, tied: bool) -> None:

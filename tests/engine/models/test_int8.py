@@ -115,6 +115,7 @@ def test_the_fingerprint_knows(qwen3: Path) -> None:
     assert len({fingerprint(qwen3, dtype, quantize) for dtype, quantize in formats}) == 6
 
 
+@pytest.mark.slow
 @able
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=bfloat16)])
 def test_the_engine_serves_it_and_a_score_does_not_depend_on_the_other_items(qwen3: Path, dtype: str) -> None:

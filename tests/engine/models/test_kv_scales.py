@@ -113,6 +113,7 @@ def make_loop(checkpoint: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(checkpoint), name="t", **({"max_total_tokens": 4096} | settings)))
 
 
+@pytest.mark.slow
 def test_scores_are_closer_to_those_of_the_models_dtype_than_with_products_in_fp8(checkpoint: Path) -> None:
     rng = random.Random(1)
     prefix, items = some_tokens(rng, 80, 80), [some_tokens(rng, 5, 60) for _ in range(8)]

@@ -212,6 +212,7 @@ def test_codes_execute_as_they_are(
         assert (found - exact).norm() < tolerance * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "device", "kind", "tolerance"),
     [
@@ -285,6 +286,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: Path) -> None:
     """In float32; 16 MiB for what does not grow with the model."""
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12, "head_dim": 64}

@@ -125,6 +125,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(quick=1, slow=4, deep=24))
 def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> None:
     """Every fourth seed is of the plain loop."""
@@ -165,6 +166,7 @@ def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Pa
         assert 0 < loop.stats.accepted_draft_tokens < loop.stats.draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
 def test_a_copied_text_takes_few_steps(checkpoint: Path, overlap: bool) -> None:
     sampling = wire.Sampling(max_tokens=60, ignore_eos=True, allowed_token_ids=(7,))
@@ -179,6 +181,7 @@ def test_a_copied_text_takes_few_steps(checkpoint: Path, overlap: bool) -> None:
     assert lookup.stats.draft_tokens == before
 
 
+@pytest.mark.slow
 def test_another_engine_resumes_within_a_draft(checkpoint: Path) -> None:
     sampling = wire.Sampling(max_tokens=40, seed=3, temperature=0.5, ignore_eos=True, logit_bias={5: 9.0, 6: 9.0})
     message = wire.Generate("g", [5, 6, 5, 6, 9, 5, 6], sampling, prompt_lookup=DRAFTS)
@@ -197,6 +200,7 @@ def test_another_engine_resumes_within_a_draft(checkpoint: Path) -> None:
         assert whole.tokens[:cut] + tokens == whole.tokens
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_keeps_no_rejected_token(checkpoint: Path) -> None:
     """A later prompt that goes on from an output finds its slots, which a fresh engine must agree with."""
     rng = random.Random(5)

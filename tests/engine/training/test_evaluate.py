@@ -138,6 +138,7 @@ def test_served_answers_are_compared_with_unguided_ones_of_the_same_prompt() -> 
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plots", [True, False])
 def test_a_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plots: bool):
     lenvm = make_lenvm_checkpoint(tmp_path / "lenvm", "qwen3", num_hidden_layers=1)

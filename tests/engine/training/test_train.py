@@ -100,6 +100,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family:
         torch.testing.assert_close(parameter.grad, grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method", "kind"),
     [("llama", "full", None), ("llama", "lora", None), ("gemma", "full", None), ("gemma", "lora", None), ("llama", "lora", "Q8_0")],
@@ -155,6 +156,7 @@ def test_small_updates_accumulate_in_master_weights(init: Path, dataset: Dataset
     assert torch.equal(weight, master.bfloat16())
 
 
+@pytest.mark.slow
 def test_a_model_learns_lengths_that_texts_announce(tmp_path: Path, init: Path) -> None:
     """The first token of an answer is its length."""
     announced = write_dataset(tmp_path / "data", init, prompts=90)
@@ -175,6 +177,7 @@ def weights(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes() + (out / "value_head.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_training_that_is_interrupted_gives_the_same_bytes(tmp_path: Path, init: Path, data: Path, method: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -36,6 +36,7 @@ def build(checkpoint: Path, *adapters: Path, **settings: Any) -> Loop:
     return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, lora=lora, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [4, 1])
 def test_images_and_text_equal_merged_weights(checkpoint: Path, tmp_path: Path, places: int) -> None:
     """One image in the prompts of the base model and of all adapters, in mixed steps; its embedding is computed once."""
@@ -64,6 +65,7 @@ def test_images_and_text_equal_merged_weights(checkpoint: Path, tmp_path: Path, 
     assert loop.stats.computed_images == 1
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_has_written(checkpoint: Path, tmp_path: Path) -> None:
     """Its tensors have the names of today's transformers, which patterns match as well, and those of a text model also do."""
     base = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)

@@ -140,6 +140,7 @@ def drawn(replies: list[wire.Reply], index: int = 0) -> list[int]:
     return [token for reply in replies if reply.index == index for token in reply.tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -55,6 +55,7 @@ def images() -> list[wire.Image]:
     return [some_image(1, 6, 14), some_image(2, 4, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "settings"),
     [

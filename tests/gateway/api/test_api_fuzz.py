@@ -126,7 +126,8 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
 def test_no_request_breaks_the_server(shared: httpx.Client, request_: tuple[str, bytes]) -> None:
     path, body = request_
     answer = shared.post(path, content=body)
-    assert answer.status_code in (200, 400, 404), (answer.status_code, path, body, answer.text)
+    allowed = (200, 400, 404, 504) if b'"timeout"' in body else (200, 400, 404)
+    assert answer.status_code in allowed, (answer.status_code, path, body, answer.text)
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

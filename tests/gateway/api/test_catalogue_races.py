@@ -90,6 +90,7 @@ class Race:
         return reads
 
 
+@pytest.mark.slow
 def test_scores_are_not_older_than_confirmed_registrations(clients: list[httpx.Client]) -> None:
     clients[0].put("/v1/catalogues/shop", json={"template": ["{item}", "{query}"]}).raise_for_status()
     race = Race(clients)

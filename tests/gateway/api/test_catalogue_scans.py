@@ -155,6 +155,7 @@ def test_items_that_end_differently_are_scored_with_a_long_query(start: Start) -
         assert row["scores"] == pytest.approx([math.exp(logprobs[label]) for label in LABELS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [{}, pytest.param({"max_request_tokens": 40_000}, marks=pytest.mark.slow), {"max_scores": 50}])
 def test_a_long_query_makes_parts_small(start: Start, bound: dict[str, int]) -> None:
     engine = FakeEngine(max_context=1 << 15, limits=WIDE)

@@ -120,6 +120,7 @@ def test_only_allowed_tools_can_be_called(client: httpx.Client, engine: FakeEngi
     assert "tool_calls" not in message
 
 
+@pytest.mark.slow
 def test_responses_with_a_custom_tool(sdk: openai.OpenAI, engine: FakeEngine) -> None:
     create: Any = sdk.responses.create
     engine.says = ids(f"{CALL}\n{SECOND}")

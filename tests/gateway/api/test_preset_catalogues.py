@@ -57,6 +57,7 @@ def ranks(client: httpx.Client, query: str, **body: Any) -> dict[int, float]:
     return {int(result.get("id", f"i{result['index']}")[1:]): result["relevance_score"] for result in results}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("query", QUERIES)
 def test_ranks_are_those_of_the_texts(client: httpx.Client, query: str, raw: bool) -> None:
@@ -88,6 +89,7 @@ def test_an_adapter_with_another_preset_cannot_rank_the_items(tmp_path: Path) ->
             assert "other" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", QUERIES)
 def test_labels_are_those_of_the_preset(served: tuple[FakeEngine, httpx.Client], query: str) -> None:
     engine, client = served
@@ -99,6 +101,7 @@ def test_labels_are_those_of_the_preset(served: tuple[FakeEngine, httpx.Client],
         assert [yes for yes, _ in scores] == pytest.approx([pair["score"] for pair in pairs])
 
 
+@pytest.mark.slow
 def test_texts_of_a_preset_that_puts_them_first_stay_cached(served: tuple[FakeEngine, httpx.Client]) -> None:
     engine, client = served
     documents = [f"brown fox {place}, the lazy dog" for place in range(10)]

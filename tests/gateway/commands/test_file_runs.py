@@ -67,6 +67,7 @@ def test_a_result_is_written_as_soon_as_those_before_it_are(
     assert lines(output) == expected(source)
 
 
+@pytest.mark.slow
 def test_429_is_waited_for_and_lowers_the_concurrency(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
 ) -> None:
@@ -306,6 +307,7 @@ def test_nobody_answering_stops_at_once(yardstick: Yardstick, tmp_path: Path) ->
     assert lines(tmp_path / "out.jsonl") == []
 
 
+@pytest.mark.slow
 def test_what_every_row_would_meet_stops_the_run(embedder: Served, reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", 1000)
     given = ("--input", source, "--output", tmp_path / "out.jsonl", "--url", embedder.url)

@@ -54,6 +54,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
 def test_embed(embedder: Served, yardstick: Yardstick, tmp_path: Path, ending: str) -> None:
     texts = [f'red {number},\n"{number}"' for number in range(50)]

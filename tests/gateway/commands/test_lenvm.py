@@ -118,6 +118,7 @@ def answers(out: Path) -> list[dict[str, Any]]:
     return sorted(lines(out / "answers.jsonl"), key=lambda row: (row["sample"], row["prompt_id"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stray", [0, 0.2])
 def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_path: Path, stray: float) -> None:
     server, given = Writer(longest=40), ("--prompts", prompts_in(tmp_path / "prompts.txt", 20), "--samples", 3, "--max-tokens", 30)
@@ -148,6 +149,7 @@ def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_pa
     assert manifest["cut"] == sum(row["finish_reason"] == "length" for row in rows) / 60
 
 
+@pytest.mark.slow
 def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_path: Path) -> None:
     given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 40), "--samples", 1, "--max-tokens", 30, "--branch", 3)
     with served(Writer(longest=25)) as url:
@@ -243,6 +245,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUTS)
 def test_answers_that_are_cut(yardstick: Yardstick, tmp_path: Path, case: str) -> None:
     longest, more, status, named = CUTS[case]
@@ -252,6 +255,7 @@ def test_answers_that_are_cut(yardstick: Yardstick, tmp_path: Path, case: str) -
     assert ("warning" in done.err) == named.startswith("warning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "more", "named"),
     [
@@ -269,6 +273,7 @@ def test_a_data_set_has_one_model_and_one_way(yardstick: Yardstick, tmp_path: Pa
     assert (tmp_path / "out/answers.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_servers_and_lines_that_cannot_be_used(yardstick: Yardstick, tmp_path: Path) -> None:
     assert "returns no token ids" in the_one_line(run_with(yardstick, tmp_path, Writer(ids=False)))
     assert run_with(yardstick, tmp_path, Writer()).status == 0
@@ -309,6 +314,7 @@ def test_conversations_are_sent_up_to_the_last_message_of_a_user(yardstick: Yard
     assert [asked["messages"] for asked in server.asked] == [messages[:4]] * 4
 
 
+@pytest.mark.slow
 def test_the_model_writes_prompts_itself(yardstick: Yardstick, tmp_path: Path) -> None:
     """Short turns and repeated ones are left out; a model that writes too few distinct ones is refused."""
     server = Writer()
@@ -326,6 +332,7 @@ def test_the_model_writes_prompts_itself(yardstick: Yardstick, tmp_path: Path) -
     assert (done.status, "usable turns of users in" in done.err) == (1, True), done.err
 
 
+@pytest.mark.slow
 def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick) -> None:
     assert run_with(yardstick, tmp_path, Writer(), "--test-share", 0.4).status == 0
     data, out = tmp_path / "out", tmp_path / "report"

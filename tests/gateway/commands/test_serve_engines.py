@@ -75,6 +75,7 @@ def two_engines(model: Path, tmp_path: Path) -> Iterator[Served]:
     served.process.wait(END_SECONDS)
 
 
+@pytest.mark.slow
 @linux
 def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
     served = two_engines

@@ -35,6 +35,7 @@ def answered(engines: list[FakeEngine], client: Any, body: dict[str, Any]) -> An
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "tokens_per_delta", "n"), [("break_after", 1, 3), ("break_after", 7, 1), ("skip_after", 7, 3)])
 def test_the_answer_is_the_same(start: Start, fault: str, tokens_per_delta: int, n: int) -> None:
     engines, client = pair(start, tokens_per_delta=tokens_per_delta)
@@ -73,6 +74,7 @@ def test_an_echoed_prompt_is_told_once(start: Start) -> None:
             assert choices(client.post("/v1/completions", json=body)) == whole
 
 
+@pytest.mark.slow
 def test_the_log_probabilities_of_a_long_prompt_are_told_once(start: Start) -> None:
     """They arrive in three messages."""
     engines, client = pair(start)

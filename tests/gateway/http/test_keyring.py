@@ -126,6 +126,7 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [unreadable, broken, without_valid_entries, endless, pipe])
 def test_an_unusable_file_keeps_the_last_good_version_for_a_stated_time(
     followed: Followed, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
@@ -190,6 +191,7 @@ BAD: list[tuple[list[dict[str, Any]], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "valid", "words"), BAD)
 def test_a_bad_entry_harms_no_other_key(
     followed: Followed, caplog: pytest.LogCaptureFixture, entries: list[dict[str, Any]], valid: str, words: str

@@ -85,6 +85,7 @@ def test_engines_learn_the_tenant_and_its_weight(keyed: tuple[FakeEngine, httpx.
     assert not asked(engine, path).caller.keep_prefix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "others"), [(1.0, 4), (3.0, 6)])
 def test_a_flood_while_no_engine_is_ready_keeps_no_other_key_out(start: Start, tmp_path: Path, weight: float, others: int) -> None:
     """Of eight places, each key gets its share by weight."""

@@ -133,6 +133,7 @@ def test_bombs_are_refused(start: Start) -> None:
     assert ask(client, [image_part(1)]).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_image_that_needs_too_much_memory_is_refused(start: Start) -> None:
     file = BytesIO()
     Pillow.new("RGBA", (5000, 5000)).save(file, "PNG", compress_level=1)

@@ -122,6 +122,7 @@ def test_a_generation_has_its_first_token_and_its_end(client: httpx.Client, coll
     assert spans["gateway.attempt"].events == ["first_token"]
 
 
+@pytest.mark.slow
 def test_a_request_has_a_bounded_number_of_spans(start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     client = start(FakeEngine(limits=msgspec.structs.replace(LIMITS, max_branches=8)), tracing_endpoint=collector.url)
@@ -229,6 +230,7 @@ def attempts_of(client: httpx.Client, collector: Collector, path: str, body: dic
     raise AssertionError("the sound engine was chosen 20 times")
 
 
+@pytest.mark.slow
 def test_a_retry_is_a_second_attempt(breaking: tuple[FakeEngine, httpx.Client], collector: Collector) -> None:
     engine, client = breaking
     engine.faults.break_after = 0
@@ -240,6 +242,7 @@ def test_a_retry_is_a_second_attempt(breaking: tuple[FakeEngine, httpx.Client], 
     assert one.attributes["server.port"] != two.attributes["server.port"]
 
 
+@pytest.mark.slow
 def test_a_stream_that_continues_elsewhere_has_two_attempts(
     breaking: tuple[FakeEngine, httpx.Client], collector: Collector
 ) -> None:

@@ -155,6 +155,7 @@ def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, 
     assert not marked or not accepts(grammar, f"{text}{BAD[family]}", controls=controls)
 
 
+@pytest.mark.slow
 @each_family
 @with_controls
 @pytest.mark.parametrize("opened", BOTH)

@@ -47,6 +47,7 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_the_same_texts_are_allowed(grammar: str) -> None:
     embedded = [{"lark_grammar": 'start: "\\"" @s "\\"."'}, {"name": "s", "lark_grammar": quoted(grammar)}]
@@ -84,6 +85,7 @@ def test_what_cannot_be_rewritten_is_refused(grammar: str) -> None:
         quoted(grammar)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["[", "\\", '"', "(?", "/[", "a-", "%import common.WS "])
 def test_hostile_repetition_is_quick(unit: str) -> None:
     with contextlib.suppress(GrammarTextError):

@@ -265,6 +265,7 @@ async def test_a_caller_that_leaves_when_the_hedge_wins(turns: int) -> None:
         await until(hedged.is_idle)
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_the_gateway_ends_both(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hedging, "REFRESH_SECONDS", 0)
     engines = [FakeEngine(), FakeEngine()]
@@ -360,6 +361,7 @@ async def test_without_room_there_is_no_hedge(state: object) -> None:
         assert hedged.counts() == denied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [TOKENS * 10, TOKENS * 1000])
 async def test_engines_that_all_become_slow_get_few_hedges(budget: int) -> None:
     """Each of 200 requests is late at once. Hedges stay within the budget, and within a number."""

@@ -262,6 +262,7 @@ def test_loading_ends_also_if_the_client_leaves(start: Start) -> None:
     wait_until(lambda: "red" in models(client))
 
 
+@pytest.mark.slow
 def test_unloading_races_with_requests(start: Start) -> None:
     first, second = able(), able()
     client = start(first, second)

@@ -103,6 +103,7 @@ async def test_replicas_come_and_go() -> None:
             assert one not in b"".join(telemetry.exposition()).decode(), "the metrics no longer name an engine that is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["draining", "gone", "not ready"])
 async def test_running_work_finishes(how: str) -> None:
     source, leaving, staying = Told(), FakeEngine(), FakeEngine()
@@ -298,6 +299,7 @@ async def following(source: Source) -> AsyncIterator[list[Sequence[Endpoint]]]:
             await task
 
 
+@pytest.mark.slow
 def test_the_client_of_kubernetes_is_imported_for_services_only() -> None:
     """Importing it takes half a second, and hosts that only run benchmarks lack it."""
     program = "import sys; import yardstick_llm.gateway.app; print('kubernetes' in sys.modules)"

@@ -82,6 +82,7 @@ def joined(built: PrefixAndBranches) -> list[list[int]]:
     return [[*prefix, *branch] for branch in branches]
 
 
+@pytest.mark.slow
 @own_template
 def test_documents_alone_and_together(case: Case) -> None:
     for document, expected in zip(case.documents, case.prompts, strict=True):

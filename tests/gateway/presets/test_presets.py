@@ -302,6 +302,7 @@ def test_a_model_is_named_after_a_link_and_after_the_working_directory(tmp_path:
     assert wire.served_name(".") == "Qwen3-0.6B"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-3", "Granite-Guardian-3.3", "a-reward-model"])
 def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: str, caplog: pytest.LogCaptureFixture) -> None:
     """Unless the operator chooses it."""
@@ -331,6 +332,7 @@ def refused(client: httpx.Client, method: str, path: str, **body: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [("safe", "unsafe", "other"), ("reward",)])
 def test_a_fallback_does_not_prompt_a_guard_with_a_head(start: Start, classes: tuple[str, ...]) -> None:
     fallback = "classifier" if len(classes) > 1 else "cross-encoder"
@@ -356,6 +358,7 @@ ADAPTERS = {name: adapter(digest, name) for digest, name in (("aa11", "french"),
 HEADS = {"my-guard-head": adapter("cc33", "my-guard-head", ("classify",), classes=["safe", "unsafe", "other"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "presets", "refuses"),
     [

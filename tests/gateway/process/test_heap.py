@@ -28,6 +28,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thresholds")
 def test_old_cycles_wait_for_a_tick_and_no_longer() -> None:
     telemetry = Telemetry()
@@ -69,6 +70,7 @@ async def registered_items() -> object:
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [results, pieces, registered_items])
 async def test_a_collection_visits_no_kept_entry(fill: Callable[[], Awaitable[object]]) -> None:
     """100,000 entries would take some 20 ms, in which no request is served."""

@@ -220,6 +220,7 @@ async def test_without_a_server_nothing_is_read(kind: str, redis: RedisServer) -
     await link.stop()
 
 
+@pytest.mark.slow
 async def test_cached_values_are_bounded(kind: str) -> None:
     if kind == "redis":  # its own bound: see test_cached_results.py
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ texts = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(TEMPLATES), st.lists(texts, min_size=1, max_size=5), texts)
 def test_tokens_are_those_of_the_joined_text(tokenizer: Tokenizer, template: Template, items: list[str], query: str) -> None:

@@ -37,6 +37,7 @@ def cutting(cuttable: Library) -> Tokenizer:
     return from_library(cuttable)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 6 // 5)
 @given(before=TEXT, text=TEXT, after=TEXT)
 @example(before="", text="a word red", after="")
@@ -55,6 +56,7 @@ def test_both_sides_of_a_cut_are_the_whole(cuttable: Library, cutting: Tokenizer
         ) + cutting.encode(right, parse_special_tokens=False, add_special_tokens=False)
 
 
+@pytest.mark.slow
 @given(query=TEXT, items=st.lists(TEXT, min_size=2, max_size=4), special=st.booleans())
 def test_a_query_in_two_parts_gives_the_tokens_of_whole_prompts(
     cuttable: Library, cutting: Tokenizer, query: str, items: list[str], special: bool

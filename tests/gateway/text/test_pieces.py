@@ -40,6 +40,7 @@ def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
     return tokenizer._pieces.encode(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings().max_examples)
 @given(text=TEXT)
 @example(text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
@@ -51,6 +52,7 @@ def test_ids_are_those_of_the_library(library: Library, tokenizer: Tokenizer, te
     assert tokenizer.encode(text) == library.encode(text).ids
 
 
+@pytest.mark.slow
 def test_characters_have_the_ids_of_the_library(library: Library, tokenizer: Tokenizer) -> None:
     texts = [IN_CONTEXTS.format(char) for char in module._safe_characters()[::9]]
     texts = ["".join(texts[place : place + 50]) for place in range(0, len(texts), 50)]

@@ -147,6 +147,7 @@ async def test_a_worker_that_ends_before_its_job_is_sent_is_reported_at_once() -
             await channel.gone
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_production")
 async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
     async with running() as (workers, key):

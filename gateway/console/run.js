@@ -32,7 +32,7 @@ export class Run {
     this.chart = find("figure");
     this.copyButton = find(".copy-text");
     this.copyButton.addEventListener("click", () => copy(this.copyButton, this.text));
-    this.guidance = new Guidance(find(".guidance"), () => {
+    this.guidance = new Guidance(find(".guidance"), `write-${name.replace(" ", "-").toLowerCase()}`, () => {
       this.last = null;
       changed();
     });

@@ -146,7 +146,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     assert KEY not in code
     assert KEY not in page.content()
     assert page.input_value("#key-input") == ""
-    assert page.evaluate("JSON.stringify(localStorage) + document.cookie") == "{}"
+    page.fill("#rank-query", "blue tent")
+    page.wait_for_function("'yardstick.console' in localStorage")
+    assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
     page.reload()
     ready(page)
     assert not [url for url in [*urls, page.url] if KEY in url]

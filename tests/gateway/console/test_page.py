@@ -44,7 +44,7 @@ def fill_all(page: Page) -> None:
     write(page)
     page.locator(".run").nth(0).locator(".token").nth(3).click()
     page.click("#tab-status")
-    expect(page.locator("#status-engines td")).to_have_count(3)
+    expect(page.locator("#status-engines td")).to_have_count(4)
 
 
 def each_panel(page: Page) -> Iterator[str]:
@@ -226,7 +226,7 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     take(page, "write", full_page=True)
     page.select_option("#theme", "light")
     page.click("#tab-status")
-    expect(page.locator("#status-engines td")).to_have_count(3)
+    expect(page.locator("#status-engines td")).to_have_count(4)
     for number in range(100 if FOLDER else 1):
         page.evaluate(SOME_LOAD, [number % 9, number % 4])
         page.wait_for_timeout(400 if FOLDER else 0)

@@ -271,6 +271,7 @@ STATS = wire.Stats(
     scored_items=300,
     cached_items=200,
     evicted_item_tokens=77,
+    compiling=3,
 )
 
 
@@ -288,6 +289,7 @@ def test_each_engine_has_its_series(start: Start, monkeypatch: pytest.MonkeyPatc
     assert found == {"tokens": 500, "bytes": 64_000}
     counted = [told(client, f"{name}_total", one) for name in ("scored_items", "found_items", "evicted_tokens")]
     assert counted == [300, 200, 77]
+    assert metric(client, f'yardstick_grammar_queue{{engine="{one.url}"}}') == 3
     assert f'item_cache_tokens{{engine="{old.url}"}}' not in client.get("/metrics").text
     one.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)

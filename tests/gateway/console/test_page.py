@@ -40,11 +40,14 @@ def fill_all(page: Page) -> None:
     page.click("#tab-write")
     page.check("#write-two")
     page.fill("#write-seed", "3")
+    page.click("#write-more summary")
     page.locator(".guide-mode").nth(1).select_option("scale")
     write(page)
+    page.click("#write-history summary")
     page.locator(".run").nth(0).locator(".token").nth(3).click()
     page.click("#tab-status")
     expect(page.locator("#status-engines td")).to_have_count(4)
+    expect(page.locator("#status-latency td").first).to_be_visible()
 
 
 def each_panel(page: Page) -> Iterator[str]:
@@ -67,10 +70,11 @@ def filled(browser: Browser, server: str) -> Iterator[Page]:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, scheme: str) -> None:
-    filled.set_viewport_size({"width": 1200, "height": 850})
     filled.emulate_media(color_scheme=scheme)
-    for panel in each_panel(filled):
-        check_accessibility(filled, panel)
+    for width in (1200, 375):
+        filled.set_viewport_size({"width": width, "height": 850})
+        for panel in each_panel(filled):
+            check_accessibility(filled, f"{panel}, {width} pixels")
     page = visit(keyed, color_scheme=scheme)
     expect(page.locator("#key-dialog")).to_be_visible()
     check_accessibility(page, "the dialog")
@@ -213,6 +217,7 @@ def test_copying(browser: Browser, server: str, page_has: str) -> None:
 def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     """``SCREENSHOTS=docs/images`` writes them."""
     page = ready(visit(server, viewport={"width": 1120, "height": 740}, device_scale_factor=1.5))
+    page.click("#welcome summary")
     page.click("#rank-start")
     expect(page.locator("#rank-list li")).to_have_count(8)
     take(page, "rank")

@@ -16,6 +16,7 @@ from playwright.sync_api import Page, expect
 
 from tests.gateway.console.conftest import Open, ready
 from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
+from tests.gateway.console.test_page import check_accessibility
 from tests.parts import need
 
 RELEVANT = {"crimson jogging sneakers", "scarlet running trainers", "red shoes for running on trails"}
@@ -220,6 +221,7 @@ def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
     second = json.loads(Path(saved.value.path()).read_text())[1]
     expected = {"index": 2, "score": 0.7, "text": "c", "error": "", "place": 2}
     assert second == expected | {"other_model": "two <b>", "other_score": 0.5, "other_place": 4}
+    check_accessibility(page, "two models")
     page.fill("#rank-top", "2")
     expect(drawing.locator("polyline")).to_have_count(1)
     page.set_viewport_size({"width": 375, "height": 700})

@@ -28,6 +28,7 @@ function open(tab) {
     byId(each.getAttribute("aria-controls")).hidden = !chosen;
     panels[nameOf(each)].shown(chosen);
   }
+  byId("welcome").hidden = nameOf(tab) === "status";
   document.title = `${tab.textContent} – Yardstick console`;
   history.replaceState(null, "", `#${nameOf(tab)}`);
 }

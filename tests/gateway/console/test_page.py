@@ -20,7 +20,7 @@ PANELS = ("rank", "write", "status")
 FOLDER = os.environ.get("SCREENSHOTS")
 SOME_LOAD = """([texts, chats]) => {
   const headers = {"content-type": "application/json"};
-  const post = (path, body) => fetch(path, {method: "POST", headers, body: JSON.stringify(body)});
+  const post = (path, body) => fetch(path, {method: "POST", headers, body: JSON.stringify(body)}).catch(() => {});
   const documents = Array.from({length: texts + 1}, (_, place) => place % 3 ? "red shoes" : `red ${Math.random()}`);
   const messages = [{role: "user", content: "Describe: red shoes"}];
   post("/v1/rerank", {query: "red shoes", documents});
@@ -220,7 +220,7 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     page.click("#welcome summary")
     page.click("#rank-start")
     expect(page.locator("#rank-list li")).to_have_count(8)
-    take(page, "rank")
+    take(page, "rank", full_page=True)
     page.select_option("#theme", "dark")
     page.click("#tab-write")
     page.check("#write-two")
@@ -235,7 +235,7 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     for number in range(100 if FOLDER else 1):
         page.evaluate(SOME_LOAD, [number % 9, number % 4])
         page.wait_for_timeout(400 if FOLDER else 0)
-    take(page, "status")
+    take(page, "status", full_page=True)
     for name in PANELS:
         assert (PICTURES / f"console-{name}.png").stat().st_size < MAX_PICTURE_BYTES
 
@@ -243,6 +243,7 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
 def take(page: Page, name: str, *, full_page: bool = False) -> None:
     """Write a picture with few colours, which makes it small, into the folder that ``SCREENSHOTS`` names."""
     page.mouse.move(0, 0)
+    page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(300)  # the bars have grown
     content = page.screenshot(full_page=full_page)
     if FOLDER:

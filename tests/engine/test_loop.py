@@ -237,6 +237,7 @@ def test_prompt_logprobs_alone(build):
     assert (reply[0].tokens, reply[0].finish, len(reply[0].prompt_logprobs.chosen)) == ([], "length", 3)
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_a_seed_gives_the_same_tokens_in_any_company(build):
     rng = random.Random(6)
@@ -249,6 +250,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(build):
     assert len({tuple(output) for output in outputs}) == 3
 
 
+@pytest.mark.slow
 @in_both_loops
 def test_a_resumed_generation_goes_on_as_the_first_would(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, frequency_penalty=1.0)
@@ -259,6 +261,7 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build):
     assert tokens_of(rest, "g") == whole[11:]
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_each_sequence_is_resumed_by_itself(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, n=3)

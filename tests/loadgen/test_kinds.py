@@ -109,6 +109,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_failures() -> None:
     for kind in ("rerank", "embeddings"):
         cases = [(body, says) for its, body, says in WRONG if its == kind]

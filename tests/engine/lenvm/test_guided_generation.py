@@ -312,6 +312,7 @@ def test_a_target_in_characters_is_corrected_while_writing(build: Build):
     assert len(aims) > 5
 
 
+@pytest.mark.slow
 def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):
     message = guided("g", [9, 8, 7], guidance(constraint="eq", target_length=9), max_tokens=14)
     whole = tokens_of(run(build(), message)["g"])

@@ -56,6 +56,7 @@ def arguments(data: Path, init: Path, out: Path, *more: str) -> list[str]:
     return ["train", "--data", str(data), "--init", str(init), "--out", str(out), *numbers, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bce", "huber"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma"])
 def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family: str, kind: str) -> None:

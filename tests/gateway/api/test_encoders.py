@@ -148,6 +148,7 @@ def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
@@ -375,6 +376,7 @@ def test_late_interaction(start: Start) -> None:
     assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "problem"),
     [

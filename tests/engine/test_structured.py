@@ -117,6 +117,7 @@ def test_a_grammar_names_control_tokens(build: Build) -> None:
     assert (tokens, finish) == ([67, 1, 0, END_OF_TURN], "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [

@@ -51,6 +51,7 @@ def drive(url: str, kind: str, *settings: str, **more: str) -> Run:
     return run(load(None, [*plain, *(f"workloads[0].{setting}" for setting in settings), *given]), Share(), None, "test", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_real_gateway_answers_every_kind(engines: tuple[FakeEngine, str], kind: str) -> None:
     engine, url = engines

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 from litestar import Litestar
 
-from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, create_app, create_health_app
+from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, Protocol, create_app, create_health_app
 from yardstick_llm.engine.server.loop_client import LoopClient
 from yardstick_llm.engine.server.options import parse
 from yardstick_llm.engine.settings import ServerSettings
@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: Litestar) -> uvicorn.Config:
-    return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS)
+    return uvicorn.Config(app, http=Protocol, log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS)
 
 
 async def _stop_signal() -> int:

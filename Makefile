@@ -22,7 +22,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench gpu wheelhouse wheels images release chart
+.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench gpu wheelhouse wheels images release drills chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,6 +40,8 @@ test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the 
 	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
 test-cluster-all: $(READY) ## Run also the cluster tests that take minutes each
 	$(BIN)/python -m pytest -q -m cluster --durations=12 tests/cluster
+drills: $(READY) ## Upgrade, kill, evict and scale a release under load on the cluster that KUBECONFIG names, and count the requests that fail
+	$(BIN)/python -m tests.cluster.chart.drills $(FLAGS)
 check: lint types imports test-all ## Run all checks, as CI does
 lint: $(READY) ## Check style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -22,7 +22,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench gpu wheelhouse wheels images chart
+.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench gpu wheelhouse wheels images release drills chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,6 +40,8 @@ test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the 
 	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
 test-cluster-all: $(READY) ## Run also the cluster tests that take minutes each
 	$(BIN)/python -m pytest -q -m cluster --durations=12 tests/cluster
+drills: $(READY) ## Upgrade, kill, evict and scale a release under load on the cluster that KUBECONFIG names, and count the requests that fail
+	$(BIN)/python -m tests.cluster.chart.drills $(FLAGS)
 check: lint types imports test-all ## Run all checks, as CI does
 lint: $(READY) ## Check style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -55,6 +57,10 @@ gpu: ## On a GPU host: RUN=a, b or c of the benchmarks into OUT=gpu-run and ARCH
 	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --run $(or $(RUN),a) --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue) $(call given,LIMIT,limit) $(call given,ARCHIVE,archive)
 images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs and the modules in FLASHINFER_ZIP=
 	@scripts/images.sh
+release: ## Build the images for VARIANTS=cpu, and push them and the chart with their digests to REGISTRY=registry.example.com/yardstick
+	$(if $(call given,REGISTRY,registry),,$(error name a registry: make release REGISTRY=registry.example.com/yardstick))
+	@for variant in $(or $(VARIANTS),cpu); do REGISTRY="$(REGISTRY)/" VARIANT=$$variant scripts/images.sh || exit; done
+	@scripts/release.sh publish "$(REGISTRY)"
 wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
 	@PYTHON=$(BIN)/python TORCH="$(TORCH)" TORCH_INDEX="$(if $(filter cuda,$(VARIANT)),,$(TORCH_INDEX))" IMAGE_PYTHON=$(IMAGE_PYTHON) scripts/wheels.sh
 wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs, but HOST_HAS=, with the modules in FLASHINFER_ZIP=

@@ -2,8 +2,12 @@
 # Prepares a release, as .github/workflows/release.yml does:
 #   release.sh check v0.2.0     compares the tag with every place that holds the version
 #   release.sh notes v0.2.0     prints the section of CHANGELOG.md
-#   release.sh chart DIRECTORY [REGISTRY]  writes the packaged chart there, the same bytes for the same files; its images are those of
-#                               REGISTRY unless values say otherwise; and the list of its parts (SBOM) beside it
+#   release.sh chart DIRECTORY [REGISTRY [PART=DIGEST ...]]  writes the packaged chart there, the same bytes for the same files; its images are
+#                               those of REGISTRY with these digests (parts: gateway, engine-cpu, engine-cuda) unless values say otherwise;
+#                               and the list of its parts (SBOM) beside it. CHART is another folder with a chart
+#   release.sh publish REGISTRY [DIRECTORY]  pushes the images REGISTRY/yardstick-* that images.sh has built, for VARIANTS="cpu" (or "cpu cuda"),
+#                               and the chart with their digests to oci://REGISTRY/charts. HELM is the command of Helm; PLAIN_HTTP=1 is for a
+#                               registry without TLS; DIRECTORY (dist) keeps the chart
 #   release.sh modules [URL] [SHA256]  puts FlashInfer's compiled modules (see flashinfer_wheel.py) into wheels/, for the CUDA image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,18 +33,42 @@ check() {
 notes() { awk -v head="## ${1#v}" '/^## /{inside = $0 == head; next} inside' CHANGELOG.md; }
 
 chart() {
-  local copy
-  mkdir -p "$1"
+  local folder=$1 registry=${2:-} copy values part digests=''
+  shift $(($# < 2 ? $# : 2))
+  for part in "$@"; do
+    [[ $part =~ ^(gateway|engine-cpu|engine-cuda)=sha256:[0-9a-f]{64}$ ]] || { echo "release: $part is no PART=DIGEST" >&2; return 2; }
+    digests+="${digests:+, }${part/=/: }"
+  done
+  mkdir -p "$folder"
   copy=$(mktemp -d)
-  cp -R helm "$copy/yardstick"
-  if [ -n "${2:-}" ]; then
-    sed -i "s,^  registry: localhost\$,  registry: $2," "$copy/yardstick/values.yaml"
-    grep -q "^  registry: $2\$" "$copy/yardstick/values.yaml"
+  cp -R "${CHART:-helm}" "$copy/yardstick"
+  values=$copy/yardstick/values.yaml
+  if [ -n "$registry" ]; then
+    sed -i "s|^  registry: localhost\$|  registry: $registry|; s|^  digests: {}\$|  digests: {$digests}|" "$values"
+    grep -q "^  registry: $registry\$" "$values"
+    grep -q "^  digests: {$digests}\$" "$values"
   fi
-  tar --create --gzip --file "$1/yardstick-$(version_of version helm/Chart.yaml).tgz" --sort=name --mtime=@0 --owner=0 --group=0 \
+  tar --create --gzip --file "$folder/yardstick-$(version_of version helm/Chart.yaml).tgz" --sort=name --mtime=@0 --owner=0 --group=0 \
     --numeric-owner --mode=go=rX,u+rw --directory "$copy" yardstick
   rm -r "$copy"
-  python3 scripts/chart_sbom.py ${2:+"$2"} >"$1/yardstick-$(version_of version helm/Chart.yaml).tgz.cdx.json"
+  python3 scripts/chart_sbom.py ${registry:+"$registry"} >"$folder/yardstick-$(version_of version helm/Chart.yaml).tgz.cdx.json"
+}
+
+push() { # push IMAGE: its digest in the registry
+  docker push "$1" >&2
+  docker image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$1" | sed -n "s,^${1%:*}@,,p" | grep -m 1 .
+}
+
+publish() {
+  local registry=${1%/} folder=${2:-dist} release variant digests=()
+  release=$(version_of version helm/Chart.yaml)
+  digests+=("gateway=$(push "$registry/yardstick-gateway:$release")")
+  for variant in ${VARIANTS:-cpu}; do
+    digests+=("engine-$variant=$(push "$registry/yardstick-engine:$release$([ "$variant" = cpu ] || echo "-$variant")")")
+  done
+  chart "$folder" "$registry" "${digests[@]}"
+  ${HELM:-helm} push "$folder/yardstick-$release.tgz" "oci://$registry/charts" ${PLAIN_HTTP:+--plain-http}
+  echo "Install it with: helm install yardstick oci://$registry/charts/yardstick --version $release --namespace yardstick --create-namespace"
 }
 
 modules() {
@@ -58,6 +86,6 @@ modules() {
 
 case "${1:-}" in
   modules) modules "${2:-}" "${3:-}" ;;
-  check | notes | chart) "$1" "${2:?}" "${3:-}" ;;
-  *) sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  check | notes | chart | publish) "$1" "${2:?}" "${@:3}" ;;
+  *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

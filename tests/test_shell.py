@@ -138,6 +138,42 @@ def test_a_release_has_one_version_everywhere(tmp_path: Path) -> None:
     assert redis["purl"] == f"pkg:oci/redis?repository_url=docker.io%2Flibrary%2Fredis&tag={tag}"
 
 
+PUSHED = """\
+echo "$*" >>"$LOG"
+image=${@: -1}
+[ "$1 $2" != "image inspect" ] || echo "${image%:*}@sha256:$(printf %s "$image" | sha256sum | cut -c -64)"
+"""
+"""Stands for docker: logs its arguments; the digest of an image is the hash of its name."""
+
+
+def test_make_release_pushes_what_it_built_and_a_chart_with_its_digests(machine: Path) -> None:
+    """tests/cluster/chart/test_release.py pushes to a real registry."""
+    root = machine.parent
+    for name in ("scripts", "helm"):
+        shutil.copytree(ROOT / name, root / name)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
+    pretend(machine, "docker", PUSHED)
+    pretend(machine, "helm", 'echo "helm $*" >>"$LOG"')
+    environment = {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log")}
+    assert "name a registry" in make("release", directory=root, **environment).stderr
+    registry = "registry.example.com/ai"
+    done = make("release", f"REGISTRY={registry}", "VARIANTS=cpu cuda", directory=root, **environment)
+    assert done.returncode == 0, done.stderr
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    images = [f"{registry}/yardstick-{part}" for part in (f"gateway:{version}", f"engine:{version}", f"engine:{version}-cuda")]
+    lines = (root / "log").read_text().splitlines()
+    built = {line.partition("--tag ")[2].split()[0] for line in lines if line.startswith("build ")}
+    assert built == set(images) == {line.removeprefix("push ") for line in lines if line.startswith("push ")}
+    assert lines[-1] == f"helm push dist/yardstick-{version}.tgz oci://{registry}/charts"
+    chart = helm().Chart.load(root / "dist" / f"yardstick-{version}.tgz")
+    gpu = {"engine": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}
+    texts = [text for values in ({}, gpu) for text in chart.render(values, name="a", namespace="b", is_install=True).values()]
+    named = {image for text in texts for image in re.findall(rf"image: ({registry}/\S+)", text)}
+    assert named == {f"{image}@sha256:{hashlib.sha256(image.encode()).hexdigest()}" for image in images}
+    assert release("chart", str(root / "other"), registry, "gateway=sha256:1").returncode == 2
+
+
 def zipped(name: str) -> bytes:
     """A zip file with one file."""
     content = io.BytesIO()

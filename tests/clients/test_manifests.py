@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.clients.environments import run_client
-from tests.helm.chart import EVERYTHING, GITOPS, Manifest, Values, manifests
+from tests.helm.chart import EVERYTHING, GITOPS, ROOT, Manifest, Values, manifests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,8 +25,15 @@ def errors(found: list[Manifest], folder: Path) -> list[str]:
     return told
 
 
+def beside_a_pool() -> Values:
+    """The example of docs/operations.md with an InferencePool."""
+    (text,) = re.findall(r"```yaml\n(# values of the chart\n.*?)```", (ROOT / "docs" / "operations.md").read_text(), flags=re.S)
+    values: Values = yaml.safe_load(text)
+    return values
+
+
 def test_other_controllers_take_the_charts_manifests(tmp_path: Path) -> None:
-    rendered = [manifest for values in (EVERYTHING, GITOPS, OLDER) for manifest in manifests(values)]
+    rendered = [manifest for values in (EVERYTHING, GITOPS, OLDER, beside_a_pool()) for manifest in manifests(values)]
     found = [manifest for manifest in rendered if manifest["kind"] in KINDS]
     assert {manifest["kind"] for manifest in found} == KINDS
     assert errors(found, tmp_path) == []

@@ -22,7 +22,7 @@ cannot() {
 : >"$LOG"
 missing=()
 for package in docker.io:dockerd containerd:containerd debootstrap:debootstrap iptables:iptables iproute2:ip openssl:openssl curl:curl \
-  kubernetes-client:kubectl; do
+  kubernetes-client:kubectl docker-registry:docker-registry; do
   command -v "${package#*:}" >/dev/null || missing+=("${package%:*}")
 done
 if [ ${#missing[@]} -gt 0 ]; then

@@ -21,8 +21,9 @@ HEAD = """\
 `helm install yardstick ./helm` installs Yardstick with the demo model on CPUs. The README of the repository has the next steps,
 under "On Kubernetes"; [docs/operations.md](../docs/operations.md) describes operation.
 
-The chart needs Kubernetes 1.23 or newer. Build the images with `make images`, push them to your registry, and name the registry in
-`image.registry`.
+The chart needs Kubernetes 1.23 or newer. `make release REGISTRY=registry.example.com/yardstick` builds
+the images, and pushes them and this chart with their digests; install it from `oci://registry.example.com/yardstick/charts/yardstick`.
+Or build them with `make images`, load them into the nodes or push them yourself, and name the registry in `image.registry`.
 
 ## Values
 

@@ -187,6 +187,18 @@ class Release:
         counts = {status.replicas, status.updated_replicas, status.available_replicas}
         return bool(status.observed_generation == found.metadata.generation and counts == {wanted})
 
+    def revision(self) -> int:
+        """The number of the newest revision of the release."""
+        secrets = self.core.list_namespaced_secret(self.namespace, label_selector=f"owner=helm,name={self.name}").items
+        return max(int(secret.metadata.labels["version"]) for secret in secrets)
+
+    def waits_for_image(self, component: str) -> bool:
+        """Whether a pod cannot get its image."""
+        labels = f"app.kubernetes.io/component={component}"
+        pods = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
+        states = [one.state.waiting for pod in pods for one in pod.status.container_statuses or []]
+        return any(state and state.reason in ("ErrImagePull", "ImagePullBackOff") for state in states)
+
     def ready(self, pod: str) -> bool:
         """Whether a pod exists and is ready."""
         try:

@@ -10,10 +10,10 @@ from typing import Self
 import httpx
 import pytest
 
+from tests.cluster.chart.drills import ENGINES, KILL
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, wait_for
 from tests.cluster.chart.load import LABELS
-from tests.cluster.chart.test_failures import ENGINES, KILL
 
 COUNT = 200
 ASKED = [f"i{place}" for place in range(COUNT // 2)]

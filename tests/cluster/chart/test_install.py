@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import time
 from pathlib import Path
 
 import httpx
@@ -14,6 +12,7 @@ from kubernetes.client import ApiClient, AuthorizationV1Api, CoreV1Api, Discover
 from kubernetes.client.exceptions import ApiException
 
 from tests.cluster.chart.conftest import VALUES
+from tests.cluster.chart.drills import replace_keys
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, api, wait_for
 from tests.cluster.chart.readme import commands, follow
@@ -139,11 +138,7 @@ def test_a_changed_key_file_counts_at_once_and_a_bad_entry_harms_nobody(release:
     """With the command of docs/operations.md. Kubelets alone would take a minute or more."""
 
     def replace(file: str, keys: int, problems: int) -> None:
-        secret = {"data": {"keys.json": base64.b64encode(file.encode()).decode()}}
-        release.core.patch_namespaced_secret("yardstick-api-keys", release.namespace, secret)
-        for pod in release.pods("gateway"):
-            change = {"metadata": {"annotations": {"yardstick/keys": str(time.time())}}}
-            release.core.patch_namespaced_pod(pod, release.namespace, change)
+        replace_keys(release, file)
 
         def seen() -> bool:
             wanted = {"yardstick_api_keys": keys, "yardstick_key_file_problems": problems}

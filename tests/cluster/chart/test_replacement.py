@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.cluster.chart.drills import ENGINES, undisturbed
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, wait_for
 from tests.cluster.chart.load import LABELS, Load
-from tests.cluster.chart.test_failures import ENGINES, undisturbed
 
 STOP_LOOP = "import os, signal; os.kill(int(open('/proc/1/task/1/children').read().split()[0]), signal.SIGSTOP)"
 

@@ -230,7 +230,7 @@ class LoopClient:
     """The server's side of one loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._waiting: dict[str, asyncio.Queue[wire.Reply]] = {}
         self.ready: channel.Ready | None = None
         """None until the model is loaded, and after the loop process has ended."""
@@ -272,7 +272,7 @@ class LoopClient:
         self._tasks = [asyncio.create_task(self._receive(self._process)), asyncio.create_task(self._watch(self._process))]
 
     async def _start_process(self, addresses: Addresses) -> asyncio.subprocess.Process:
-        settings = msgspec.json.encode(self._settings).decode()
+        settings = msgspec.json.encode(self.settings).decode()
         try:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -302,7 +302,7 @@ class LoopClient:
     @property
     def name(self) -> str:
         """Name that clients use for the model; known before it is loaded."""
-        return self._settings.name
+        return self.settings.name
 
     @property
     def adapters_headers(self) -> dict[str, str]:
@@ -401,7 +401,7 @@ class LoopClient:
                 self.ready, self.stats = event, event.stats
                 self._has_adapters(event.adapters)
                 cpu_seconds = partial(tree_cpu_seconds, process.pid)
-                self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
+                self.pulse = Pulse(cpu_seconds, stall_seconds=self.settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
             elif isinstance(event, channel.StartFailed):
                 self.failure = event.message

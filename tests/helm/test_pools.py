@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,7 +175,17 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-def test_a_group_is_one_engine_to_gateways_and_updates() -> None:
+def run_with_a_python_that_prints(container: dict[str, Any], folder: Path, **environment: str) -> list[str]:
+    """The arguments of ``python`` in the command of a container."""
+    program = folder / "python"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    command = [*container["command"], *container["args"]]
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}"} | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_a_group_is_one_engine_to_gateways_and_updates(tmp_path: Path) -> None:
     """Of each rank one StatefulSet, in which a pod has the number of its group; and a LeaderWorkerSet."""
     found = manifests(GROUPS)
     sets = [one(found, "StatefulSet", f"yardstick-engine-rank-{rank}")["spec"] for rank in range(2)]
@@ -181,7 +194,6 @@ def test_a_group_is_one_engine_to_gateways_and_updates() -> None:
     budget = one(found, "PodDisruptionBudget", "yardstick-engine")["spec"]["selector"]["matchLabels"]
     policy = one(found, "NetworkPolicy", "yardstick-engine-ranks")["spec"]
     assert ranks["publishNotReadyAddresses"] is True, "rank 0 is not ready before the others have found it"
-    address = "yardstick-engine-rank-0-${HOSTNAME##*-}.yardstick-engine-ranks:8102"
     for rank, each in enumerate(sets):
         labels = each["template"]["metadata"]["labels"]
         assert [selects(other["selector"]["matchLabels"], labels) for other in sets] == [rank == 0, rank == 1]
@@ -190,8 +202,10 @@ def test_a_group_is_one_engine_to_gateways_and_updates() -> None:
             assert selects(selector, labels)
         assert (each["serviceName"], each["replicas"], each["podManagementPolicy"]) == ("yardstick-engine-ranks", 2, "Parallel")
         container, *_ = each["template"]["spec"]["containers"]
-        assert address in container["command"][2]
-        assert {"--tensor-parallel=16", "--nnodes=2", f"--node-rank={rank}"} <= set(container["args"])
+        given = run_with_a_python_that_prints(container, tmp_path, HOSTNAME=f"yardstick-engine-rank-{rank}-13")
+        address = "--dist-init-addr=yardstick-engine-rank-0-13.yardstick-engine-ranks:8102"
+        assert given == ["-m", "yardstick_llm.engine", *container["args"], address]
+        assert {"--tensor-parallel=16", "--nnodes=2", f"--node-rank={rank}"} <= set(given)
     among = [{"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}]
     assert (policy["ingress"], policy["egress"]) == ([{"from": among}], [{"to": among}])
     group = one(found, "LeaderWorkerSet", "yardstick-engine-lws-group")["spec"]["leaderWorkerTemplate"]

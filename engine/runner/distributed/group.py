@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -50,6 +51,8 @@ REPORT_SECONDS = 30.0
 """Time between two lines about nodes that are missing."""
 DRAIN_SIGNAL = signal.SIGUSR1
 """To node 0's server. A second SIGTERM would end it at once, and whatever ends all nodes sends each its own."""
+_CLIENT, _SERVER = b"client", b"server"
+"""Who signs. Of the same length, so that no signature of one is that of the other."""
 _NONCE_BYTES, _MAC_BYTES = 32, hashlib.sha256().digest_size
 _SOCKET_OPTIONS = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 8000}
 """With these Linux ends a connection within eight seconds after the other machine or the network is gone."""
@@ -171,6 +174,7 @@ def check_group(settings: EngineSettings) -> None:
         raise ModelError("--nnodes needs --token-file: nodes prove with its token that they belong together.")
 
 
+@cache
 def code_digest() -> str:
     """Digest of the code that all nodes must have in the same version: this package's and PyTorch's."""
     root = Path(__file__).parents[3]
@@ -227,13 +231,13 @@ async def greet(
         secrets.token_bytes(_NONCE_BYTES), code_digest(), settings.nnodes, settings.node_rank, settings.tensor_parallel, to_store
     )
     message = msgspec.msgpack.encode(hello)
-    signed = _signed(token, b"node", challenge, message) + message
+    signed = _signed(token, _CLIENT, challenge, message) + message
     writer.write(len(signed).to_bytes(LENGTH_BYTES, "little") + signed)
     try:
         answer = await read_frame(reader)
     except asyncio.IncompleteReadError:
         raise ConnectionAbortedError("it closed the connection; it may have another token") from None
-    if not hmac.compare_digest(answer[:_MAC_BYTES], _signed(token, b"node 0", challenge + hello.nonce, answer[_MAC_BYTES:])):
+    if not hmac.compare_digest(answer[:_MAC_BYTES], _signed(token, _SERVER, challenge + hello.nonce, answer[_MAC_BYTES:])):
         raise ConnectionAbortedError("it does not have the same token")
     return msgspec.msgpack.decode(answer[_MAC_BYTES:], type=Welcome | Refused)
 
@@ -282,6 +286,7 @@ class Nodes:
         self._formed = False
         self._changed = threading.Condition()
         self._handshakes = 0
+        self._refused: str | None = None
         self._warned = -1.0
         listener = _listen(address_of(settings))
         threading.Thread(target=lambda: asyncio.run(self._listen(listener)), name="nodes", daemon=True).start()
@@ -339,15 +344,16 @@ class Nodes:
         signed = await read_frame(reader)
         proof, message = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
         tokens = await asyncio.to_thread(read_tokens, self._settings)
-        proved = [token for token in tokens if hmac.compare_digest(proof, _signed(token, b"node", challenge, message))]
+        proved = [token for token in tokens if hmac.compare_digest(proof, _signed(token, _CLIENT, challenge, message))]
         if not proved:
             raise ConnectionAbortedError("it has no token of --token-file")
         hello = msgspec.msgpack.decode(message, type=Hello)
         reason = self._problem(hello)
-        if reason is not None:
+        if reason not in (None, self._refused):  # a node asks again and again
             logger.error("node %d is refused: %s", hello.node_rank, reason)
+            self._refused = reason
         answer = msgspec.msgpack.encode(self._welcome if reason is None else Refused(reason))
-        answer = _signed(proved[0], b"node 0", challenge + hello.nonce, answer) + answer
+        answer = _signed(proved[0], _SERVER, challenge + hello.nonce, answer) + answer
         writer.write(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
         return hello if reason is None else None
 

@@ -6,16 +6,17 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 from litestar import Litestar, Request, Response, Router, get, post
 from litestar.enums import MediaType
 from litestar.response import Stream
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server import channel, metrics
@@ -142,7 +143,7 @@ async def score(request: Incoming) -> Response[bytes]:
     if isinstance(header, wire.Failed):
         return _answer(header)
     async with aclosing(await _ask(request, header)) as replies:
-        return _answer(await _unless_gone(request, anext(replies), header.id))
+        return _answer(await _first(request, replies, header.id))
 
 
 @post("/generate", status_code=200)
@@ -152,7 +153,7 @@ async def generate(request: Incoming) -> Response[bytes] | Stream:
     if isinstance(header, wire.Failed):
         return _answer(header)
     replies = await _ask(request, header)
-    first = await _unless_gone(request, anext(replies), header.id)
+    first = await _first(request, replies, header.id)
     if isinstance(first, wire.Failed):
         await replies.aclose()
         return _answer(first)
@@ -164,7 +165,7 @@ async def abort(request: Incoming) -> None:
     """End a request early."""
     message = await _read(request, _ABORT, "Abort")
     if isinstance(message, wire.Abort):
-        await _client(request).abort(message)
+        _client(request).abort(message)
 
 
 @get("/info")
@@ -298,21 +299,43 @@ async def _frames(first: wire.Reply, replies: AsyncGenerator[wire.Reply]) -> Asy
             yield wire.pack_frame(reply)
 
 
-async def _unless_gone(request: Incoming, work: Awaitable[wire.Reply], request_id: str) -> wire.Reply:
-    """The result of ``work``, which is cancelled when the client closes the connection first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+async def _first(request: Incoming, replies: AsyncGenerator[wire.Reply], request_id: str) -> wire.Reply:
+    """The first of ``replies``; a failure if the client closes the connection before."""
+    connection = request.scope[CONNECTION]  # type: ignore[typeddict-item]
+
+    def lost() -> None:
+        _client(request).client_gone(request_id)
+
+    connection.at_loss.append(lost)
+    connection.flow.resume_reading()  # the end of a connection is not seen while reading is paused, as it is by a large body
+    if connection.lost:
+        asyncio.get_running_loop().call_soon(lost)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return wire.Failed(request_id, "aborted", "The client closed the connection.")
+        return await anext(replies)
     finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        connection.at_loss.remove(lost)
 
 
-async def _disconnected(request: Incoming) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+CONNECTION: Literal["yardstick.connection"] = "yardstick.connection"
+"""Key of the :class:`Protocol` in the ASGI scopes of its requests."""
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP, which also tells when a connection is lost, so that no request needs a task that waits for it."""
+
+    lost = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.at_loss: list[Callable[[], None]] = []
+        """Functions to call when the connection is lost."""
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[typeddict-unknown-key]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        for call in [*self.at_loss]:
+            call()
+        super().connection_lost(exc)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import secrets
+import socket
 import sys
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server import channel
@@ -179,46 +177,17 @@ def with_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     return MALLOC | HUGE_PAGES | PRODUCTS | waiting | dict(environment)
 
 
-class Addresses:
-    """Unix sockets that are bound in a folder which Linux needs for that moment only.
+class _Events(asyncio.Protocol):
+    """The server's end of the connection."""
 
-    The loop process connects through descriptors of the sockets' files, so their paths can be removed before it starts, and no
-    other process can connect. Other systems have no such descriptors and keep the folder until :meth:`close`.
-    """
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        """``take``: called with each message of the loop."""
+        self._take = take
+        self._unpacker = channel.Unpacker()
 
-    def __init__(self, sockets: Sequence[zmq.Socket[Any]]) -> None:
-        """Bind ``sockets``. Raises OSError where there is no room for the folder, and ZMQError where its path is too long."""
-        self.descriptors: list[int] = []
-        """To pass to the loop process under the same numbers."""
-        self.names: list[str] = []
-        """Addresses to connect to, in the order of the sockets."""
-        self._folder = tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True)
-        try:
-            for number, socket in enumerate(sockets):
-                self.names.append(self._bind(socket, Path(self._folder.name) / str(number)))
-        except Exception:
-            self.close()
-            raise
-        if sys.platform == "linux":
-            self._folder.cleanup()
-
-    def _bind(self, socket: zmq.Socket[Any], path: Path) -> str:
-        """Return the address to connect to."""
-        socket.bind(f"ipc://{path}")
-        if sys.platform != "linux":
-            return f"ipc://{path}"
-        self.descriptors.append(os.open(path, os.O_PATH))
-        return f"ipc:///proc/self/fd/{self.descriptors[-1]}"
-
-    def release(self) -> None:
-        """Close the descriptors; the loop process has its own."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def close(self) -> None:
-        """Remove what is left."""
-        self.release()
-        self._folder.cleanup()
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            self._take(message.body)
 
 
 GONE = "The engine's loop ended; try again."
@@ -252,40 +221,41 @@ class LoopClient:
         self._draining = False
         self._nobody_waits = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._addresses: Addresses | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._events = msgspec.msgpack.Decoder(channel.Event)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the process; returns at once, :attr:`ready` is set when the model is loaded, and :attr:`failure` if it does not
         start."""
-        self._context = zmq.asyncio.Context()
-        self._requests = self._context.socket(zmq.PUSH)
-        self._requests.set_hwm(0)  # unlimited: the loop's queue limit refuses requests, and the socket never blocks
-        self._events = self._context.socket(zmq.PULL)
-        self._events.set_hwm(0)
+        ours, theirs = socket.socketpair()
         try:
-            self._addresses = Addresses([self._requests, self._events])
-            self._process = await self._start_process(self._addresses)
-        except (OSError, zmq.ZMQError) as error:
+            with theirs:
+                self._process = await self._start_process(theirs.fileno())
+        except OSError as error:
+            ours.close()
             self._give_up(f"The engine's loop cannot be started: {error}.")
             return
-        self._tasks = [asyncio.create_task(self._receive(self._process)), asyncio.create_task(self._watch(self._process))]
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: _Events(self._take), sock=ours)
+        self._tasks = [asyncio.create_task(self._watch(self._process))]
 
-    async def _start_process(self, addresses: Addresses) -> asyncio.subprocess.Process:
+    async def _start_process(self, descriptor: int) -> asyncio.subprocess.Process:
         settings = msgspec.json.encode(self.settings).decode()
-        try:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "yardstick_llm.engine.server.loop_process", settings, *addresses.names),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=addresses.descriptors,
-                env=with_defaults(os.environ),
-                # Ctrl-C in a terminal interrupts no imports there. uvloop has no process_group. In a session of its own the loop
-                # would take processors from the server, because Linux divides them between sessions first.
-                preexec_fn=os.setpgrp,
-            )
-        finally:
-            addresses.release()
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "yardstick_llm.engine.server.loop_process", settings, str(descriptor)),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=[descriptor],
+            env=with_defaults(os.environ),
+            # Ctrl-C in a terminal interrupts no imports there. uvloop has no process_group. In a session of its own the loop
+            # would take processors from the server, because Linux divides them between sessions first.
+            preexec_fn=os.setpgrp,
+        )
+
+    def _send(self, body: bytes, received: float = math.nan) -> None:
+        """Send a message to the loop. ``received``: see :func:`channel.header_of`."""
+        assert self._transport is not None
+        self._transport.writelines([channel.header_of(body, received), body])
 
     @property
     def refusal(self) -> str | None:
@@ -329,9 +299,8 @@ class LoopClient:
             self._process.kill()
             await self._process.wait()
         self._give_up("The engine is shutting down.")
-        self._context.destroy(linger=0)
-        if self._addresses is not None:
-            self._addresses.close()
+        if self._transport is not None:
+            self._transport.abort()
 
     async def ask(self, header: channel.Header, body: bytes, received: float) -> AsyncGenerator[wire.Reply]:
         """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request.
@@ -347,7 +316,7 @@ class LoopClient:
         queue = self._waiting[header.id] = asyncio.Queue()
         open_sequences = header.sequences
         try:
-            await self._requests.send_multipart(channel.stamped(body, received))
+            self._send(body, received)
             while open_sequences:
                 reply = await queue.get()
                 if isinstance(reply, wire.Delta):
@@ -360,12 +329,18 @@ class LoopClient:
             if not self._waiting:
                 self._nobody_waits.set()
             if open_sequences and self.ready is not None:
-                self._requests.send(wire.encode(wire.Abort(header.id)))
+                self._send(wire.encode(wire.Abort(header.id)))
 
-    async def abort(self, message: wire.Abort) -> None:
+    def abort(self, message: wire.Abort) -> None:
         """Pass an abort on; the request's own stream gets its terminal reply."""
         if self.ready is not None:
-            await self._requests.send(wire.encode(message))
+            self._send(wire.encode(message))
+
+    def client_gone(self, request_id: str) -> None:
+        """End a request whose client has closed the connection."""
+        if (queue := self._waiting.get(request_id)) is not None:
+            queue.put_nowait(wire.Failed(request_id, "aborted", "The client closed the connection."))
+            self.abort(wire.Abort(request_id))
 
     async def change_adapters(self, command: wire.LoadAdapter | wire.UnloadAdapter) -> wire.Adapter | wire.Failed | None:
         """Load or unload an adapter; None: it is unloaded. If the caller leaves, the command is carried out all the same."""
@@ -375,36 +350,36 @@ class LoopClient:
         future: asyncio.Future[wire.Adapter | wire.Failed | None] = asyncio.get_running_loop().create_future()
         self._commands[command_id] = future
         try:
-            await self._requests.send(wire.encode(channel.AdapterCommand(command_id, command)))
+            self._send(wire.encode(channel.AdapterCommand(command_id, command)))
             return await future
         finally:
             self._commands.pop(command_id, None)
 
-    async def _receive(self, process: asyncio.subprocess.Process) -> None:
-        decoder = msgspec.msgpack.Decoder(channel.Event)
-        while True:
-            event = decoder.decode(await self._events.recv())
-            if self.pulse is not None and not isinstance(event, channel.AdaptersChanged | channel.AdapterDone):
-                self.pulse.beat()
-            if isinstance(event, channel.StepDone):
-                self.stats = event.stats
-                for reply in event.replies:
-                    queue = self._waiting.get(reply.id)
-                    if queue is not None:
-                        queue.put_nowait(reply)
-            elif isinstance(event, channel.AdaptersChanged):
-                self._has_adapters(event.adapters)
-            elif isinstance(event, channel.AdapterDone):
-                if (future := self._commands.get(event.id)) is not None and not future.done():
-                    future.set_result(event.result)
-            elif isinstance(event, channel.Ready):
-                self.ready, self.stats = event, event.stats
-                self._has_adapters(event.adapters)
-                cpu_seconds = partial(tree_cpu_seconds, process.pid)
-                self.pulse = Pulse(cpu_seconds, stall_seconds=self.settings.stall_seconds)
-                self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
-            elif isinstance(event, channel.StartFailed):
-                self.failure = event.message
+    def _take(self, body: bytes) -> None:
+        """Process an event of the loop."""
+        event = self._events.decode(body)
+        if self.pulse is not None and not isinstance(event, channel.AdaptersChanged | channel.AdapterDone):
+            self.pulse.beat()
+        if isinstance(event, channel.StepDone):
+            self.stats = event.stats
+            for reply in event.replies:
+                queue = self._waiting.get(reply.id)
+                if queue is not None:
+                    queue.put_nowait(reply)
+        elif isinstance(event, channel.AdaptersChanged):
+            self._has_adapters(event.adapters)
+        elif isinstance(event, channel.AdapterDone):
+            if (future := self._commands.get(event.id)) is not None and not future.done():
+                future.set_result(event.result)
+        elif isinstance(event, channel.Ready):
+            self.ready, self.stats = event, event.stats
+            self._has_adapters(event.adapters)
+            assert self._process is not None
+            cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
+            self.pulse = Pulse(cpu_seconds, stall_seconds=self.settings.stall_seconds)
+            self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
+        elif isinstance(event, channel.StartFailed):
+            self.failure = event.message
 
     def _has_adapters(self, adapters: wire.Adapters) -> None:
         self.adapters = adapters
@@ -419,7 +394,7 @@ class LoopClient:
                 logger.error("%s %d requests are given up.", pulse.stalled, len(self._waiting))
                 for request_id, queue in self._waiting.items():
                     queue.put_nowait(wire.Failed(request_id, "not_ready", pulse.stalled, retryable=True, retry_after=1.0))
-                    self._requests.send(wire.encode(wire.Abort(request_id)))
+                    self._send(wire.encode(wire.Abort(request_id)))
             elif self.stalled is not None and pulse.stalled is None:
                 logger.warning("The engine's loop makes progress again.")
             self.stalled = pulse.stalled

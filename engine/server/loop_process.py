@@ -1,7 +1,7 @@
-"""The loop process: sockets around :class:`engine.loop.loop.Loop`. :mod:`engine.server.loop_client` starts it.
+"""The loop process: a socket around :class:`engine.loop.loop.Loop`. :mod:`engine.server.loop_client` starts it.
 
-Arguments: the settings as JSON, the address to receive requests from, the address to send events to. The process exits when its
-standard input closes, so that it cannot outlive the server that started it.
+Arguments: the settings as JSON, and the descriptor of the socket that requests come from and events go to. The process exits when
+its standard input closes, so that it cannot outlive the server that started it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 import msgspec
-import zmq
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
@@ -198,82 +197,66 @@ def digest_problem(images: list[wire.Image]) -> str | None:
 
 
 def start_adapters(
-    registry: AdapterRegistry, settings: EngineSettings, context: zmq.Context[zmq.Socket[bytes]], address: str
+    registry: AdapterRegistry, settings: EngineSettings, server: channel.LoopEnd
 ) -> Callable[[channel.AdapterCommand], None]:
-    """Load the watched adapters and start the thread that changes them; returns what queues a command of the server.
-
-    ``address``: of the server's events. The thread has a socket of its own, because sockets are not shared between threads; a full
-    queue of commands is answered by the loop's thread, so there is a lock.
-    """
-    events, lock = context.socket(zmq.PUSH), threading.Lock()
-    events.set(zmq.LINGER, 0)
-    events.connect(address)
-
-    def send(event: channel.Event) -> None:
-        with lock:
-            events.send(wire.encode(event))
-
+    """Load the watched adapters and start the thread that changes them; returns what queues a command of the server. The thread
+    sends its own events, and the loop's thread answers a command for which the queue has no room."""
     manager = LoraManager(
         registry,
-        lambda adapters: send(channel.AdaptersChanged(adapters)),
+        lambda adapters: server.send(channel.AdaptersChanged(adapters)),
         root=None if settings.lora_root is None else Path(settings.lora_root),
         watched=None if settings.lora_directory is None else Path(settings.lora_directory),
     )
     manager.start()
-    return lambda message: manager.submit(message.command, lambda result: send(channel.AdapterDone(message.id, result)))
+    return lambda message: manager.submit(message.command, lambda result: server.send(channel.AdapterDone(message.id, result)))
 
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""
-WAIT_MILLISECONDS = 1
+WAIT_SECONDS = 0.001
 """Pause of a loop that has nothing to do until the images of a message are read."""
 
 
-def main(settings_json: str, requests_address: str, events_address: str) -> int:
+def main(settings_json: str, descriptor: str) -> int:
     """Serve until the parent is gone; returns the exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends this process
     settings = msgspec.json.decode(settings_json, type=EngineSettings)
-    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as events:
-        requests.connect(requests_address)
-        events.connect(events_address)
-        try:
-            settings = located(settings)
-            loop = build_loop(settings)
-            if loop.structured is not None:
-                loop.structured.start()
-            files = tokenizer_files(Path(settings.model))
-            adapters = start_adapters(loop.adapters, settings, context, events_address)
-            ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
-        except ModelError as error:
-            events.send(wire.encode(channel.StartFailed(str(error))))
-            return 1
-        events.send(wire.encode(ready))
-        _serve(loop, requests, events, adapters)
-    return 0
+    server = channel.LoopEnd(int(descriptor))
+    try:
+        settings = located(settings)
+        loop = build_loop(settings)
+        if loop.structured is not None:
+            loop.structured.start()
+        files = tokenizer_files(Path(settings.model))
+        adapters = start_adapters(loop.adapters, settings, server)
+        ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
+    except ModelError as error:
+        server.send(channel.StartFailed(str(error)))
+        return 1
+    try:
+        server.send(ready)
+        _serve(loop, server, adapters)
+    except (EOFError, ConnectionError):  # the server has ended
+        return 0
 
 
-def _serve(
-    loop: Loop,
-    requests: zmq.Socket[bytes],
-    events: zmq.Socket[bytes],
-    adapters: Callable[[channel.AdapterCommand], None],
-) -> None:
+def _serve(loop: Loop, server: channel.LoopEnd, adapters: Callable[[channel.AdapterCommand], None]) -> NoReturn:
     inbox = Inbox(loop, adapters)
     garbage = GarbageCollection()
     heap = Heap()
     while True:
         if loop.idle and not inbox.digests.busy:
             garbage.collect_after(COLLECT_WHEN_IDLE)
-            while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
-                events.send(wire.encode(channel.StepDone([], loop.stats)))
+            while not (messages := server.receive(channel.BEAT_SECONDS)):
+                server.send(channel.StepDone([], loop.stats))
                 heap.trim()
-            inbox.submit(*channel.unstamped(requests.recv_multipart()))
-        while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.digests.busy else 0):
-            inbox.submit(*channel.unstamped(requests.recv_multipart()))
+            inbox.submit(messages)
+        while messages := server.receive(WAIT_SECONDS if loop.idle and inbox.digests.busy else 0):
+            inbox.submit(messages)
         inbox.digests.settle()
         replies = loop.step()
-        events.send(wire.encode(channel.StepDone(replies, loop.stats)))
+        server.send(channel.StepDone(replies, loop.stats))
         garbage.steps += 1
         garbage.collect_after(COLLECT_UNDER_LOAD)
 
@@ -289,20 +272,20 @@ class Inbox:
         self._headers = msgspec.msgpack.Decoder(channel.Header)
         self.digests = DigestChecks(loop.submit, loop.refuse)
 
-    def submit(self, body: bytes, received: float | None) -> None:
-        """Hand a message to the loop, or a refusal that names what is wrong with the body. ``received``: see
-        :meth:`Loop.submit`."""
-        try:
-            message = self._messages.decode(body)
-        except msgspec.DecodeError as error:
-            header = self._headers.decode(body)
-            kind = type(header).__name__.removesuffix("Header")
-            self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
-        else:
-            if isinstance(message, channel.AdapterCommand):
-                self._adapters(message)
+    def submit(self, messages: Iterable[channel.Message]) -> None:
+        """Hand messages to the loop, or a refusal that names what is wrong with the body."""
+        for body, received in messages:
+            try:
+                message = self._messages.decode(body)
+            except msgspec.DecodeError as error:
+                header = self._headers.decode(body)
+                kind = type(header).__name__.removesuffix("Header")
+                self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
             else:
-                self.digests.add(message, received)
+                if isinstance(message, channel.AdapterCommand):
+                    self._adapters(message)
+                else:
+                    self.digests.add(message, received)
 
 
 class GarbageCollection:

@@ -18,7 +18,7 @@ from litestar import Litestar
 
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.runner.distributed.group import DRAIN_SIGNAL, check_group
-from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, create_app, create_health_app, create_node_app
+from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, Protocol, create_app, create_health_app, create_node_app
 from yardstick_llm.engine.server.loop_client import LoopClient
 from yardstick_llm.engine.server.node import Node
 from yardstick_llm.engine.server.options import parse
@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: Litestar) -> uvicorn.Config:
-    return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS)
+    return uvicorn.Config(app, http=Protocol, log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS)
 
 
 async def _stop_signal() -> int:

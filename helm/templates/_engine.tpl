@@ -206,7 +206,7 @@ spec:
           exec:
             command: [sleep, {{ $engine.drainSeconds | quote }}]
       resources:
-        {{- toYaml $engine.resources | nindent 8 }}
+        {{- include "yardstick.engineResources" $engine | nindent 8 }}
       securityContext:
         {{- include "yardstick.containerSecurity" $.root | nindent 8 }}
       volumeMounts:

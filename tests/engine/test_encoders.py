@@ -87,6 +87,7 @@ def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: s
         assert_equal_rows(scored.rows, expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_MASKED])
 def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:
     directory, sent = make_encoder(tmp_path, family, "masked"), texts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import pytest
 from tests.processes import Pod, alive, free_port, wait_until
 from tests.warm import as_in_production
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.server import channel
 from yardstick_llm.engine.server.loop_client import WAITING
 from yardstick_llm.engine.server.process import _listen
 
@@ -56,17 +58,16 @@ def test_a_pod_that_is_killed_leaves_no_temporary_file(pod: Pod, temporary: Path
     assert list(temporary.iterdir()) == []
 
 
-def test_a_loop_that_cannot_be_started_is_one_line(qwen3: Path, tmp_path: Path):
-    """As where there is no room for its sockets."""
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    pod = Pod(qwen3, TMPDIR=str(long))
-    _, error = pod.process.communicate(timeout=60)
-    assert pod.process.returncode == 1
-    assert error.splitlines()[-1].startswith("engine: The engine's loop cannot be started: ")
-    assert "Traceback" not in error
-    assert list(long.iterdir()) == []
-    pod.close()
+@pytest.mark.parametrize("size", [1, 7, 16, 1000])
+def test_messages_of_the_loop_arrive_in_any_division(size: int):
+    bodies = b"", b"a", b"b" * 100, b"c" * 300_000
+    times = math.nan, 0.0, 12.5, math.nan
+    stream = b"".join(
+        channel.header_of(body, math.nan if at is None else at) + body for body, at in zip(bodies, times, strict=True)
+    )
+    unpacker = channel.Unpacker()
+    found = [message for begin in range(0, len(stream), size) for message in unpacker.feed(stream[begin : begin + size])]
+    assert found == [*zip(bodies, (None, 0.0, 12.5, None), strict=True)]
 
 
 def test_info_and_tokenizer(pod: Pod, qwen3: Path):

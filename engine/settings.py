@@ -132,13 +132,25 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     so is on a CPU the memory that the default of ``--max-total-tokens`` takes. ``yardstick serve --engines`` sets it.
     """
     tensor_parallel: Count = 1
-    """Processes that share the model, each with a part of every layer and of the keys and values. Must divide the numbers of
-    heads, key-value heads and feed-forward columns.
+    """Processes that share the model, each with a part of every layer and of the keys and values, on all nodes together. Must
+    divide the numbers of heads, key-value heads and feed-forward columns.
     """
     expert_parallel: Count = 1
     """Processes among which the experts of a mixture of experts are shared whole: 1, so that each process of ``--tensor-parallel``
     has a part of every expert, or the number of ``--tensor-parallel``, so that each has some of the experts.
     """
+    nnodes: Count = 1
+    """Machines or pods that share the model; each starts an engine with the same options and has as many of the processes. Node 0
+    serves requests, the others only health and metrics. See [operations.md](operations.md#engines-over-several-nodes).
+    """
+    node_rank: Annotated[int, Meta(ge=0)] = 0
+    """Number of this node, from 0 up."""
+    dist_init_addr: Annotated[str | None, unset("required with ``--nnodes``")] = None
+    """``HOST:PORT`` where node 0 listens for the others, the same on all nodes. They prove with ``--token-file`` that they belong
+    to it.
+    """
+    dist_token_file: str | None = None
+    """The ``--token-file`` of a node. Not an option of the command line."""
     lora: list[str] = []
     """A LoRA adapter in PEFT's format to load at the start, as ``NAME=PATH``; may be given several times. PATH is a directory or a
     hub id, which ``@`` and a branch, tag or commit may follow. See [lora.md](models.md#lora-adapters).
@@ -164,6 +176,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Tokens of the largest image; gateways reduce larger ones. One token of Qwen2.5-VL is 28 by 28 pixels."""
     image_cache_mib: Count = 512
     """Embeddings of images that are kept on the device, in MiB, beside those that the step needs."""
+
+    @property
+    def local_processes(self) -> int:
+        """Processes of the model on this node."""
+        return self.tensor_parallel // self.nnodes
 
     @property
     def takes_adapters(self) -> bool:

@@ -318,7 +318,7 @@ def assemble(
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
     tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
-    processes = settings.tensor_parallel * settings.machine_engines
+    processes = settings.local_processes * settings.machine_engines
     slots = settings.max_total_tokens or default_slots(decoders, kept, processes, tokens)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     running = settings.max_running_requests or default_running_requests(decoders, slots, tokens)

@@ -83,13 +83,16 @@ def _text(file: Path) -> str:
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
-    """Device of process ``rank``. Raises :class:`ModelError` where the GPUs that are asked for cannot be used."""
+    """Device of process ``rank``; each process of a node has its own GPU.
+
+    Raises :class:`ModelError` where the GPUs that are asked for cannot be used.
+    """
     available = torch.cuda.device_count()
     kind = settings.device or ("cuda" if available else "cpu")
     if kind != "cuda":
         return torch.device(kind)
-    device = torch.device("cuda", rank)
-    if problem := _gpu_problem(device, available, settings.tensor_parallel):
+    device = torch.device("cuda", rank % settings.local_processes)
+    if problem := _gpu_problem(device, available, settings.local_processes):
         raise ModelError(f"The engine cannot compute on the GPU: {problem}.")
     return device
 
@@ -132,7 +135,7 @@ def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 def set_threads(settings: EngineSettings) -> None:
     """Set the CPU threads of this process. More threads than the container may use of the cores only delay each other."""
-    processes = settings.tensor_parallel * settings.machine_engines
+    processes = settings.local_processes * settings.machine_engines
     threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cores())) // processes)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

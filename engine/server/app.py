@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server import channel, metrics
 from yardstick_llm.engine.server.loop_client import LOADING, LoopClient
+from yardstick_llm.engine.server.node import Node
 from yardstick_llm.engine.server.tracing import Tracing
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.tracing.export import Exporter
@@ -120,10 +121,18 @@ def create_app(settings: EngineSettings, token: BearerTokens | None = None, expo
     return app
 
 
-def create_health_app(client: LoopClient, tracing: Tracing | None = None) -> Litestar:
+def create_health_app(client: LoopClient | Node, tracing: Tracing | None = None) -> Litestar:
     """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
-    app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
+    app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None, logging_config=None)
     app.state.client, app.state.tracing = client, tracing
+    return app
+
+
+def create_node_app(node: Node) -> Litestar:
+    """The server of a node that gateways do not ask."""
+    app = create_health_app(node)
+    app.on_startup.append(node.start)
+    app.on_shutdown.append(node.close)
     return app
 
 
@@ -223,7 +232,8 @@ async def metrics_page(request: Incoming) -> str:
     client = _client(request)
     tracing: Tracing | None = request.app.state.tracing
     dropped = None if tracing is None else tracing.exporter.dropped
-    return metrics.render(client.stats, client.pulse.silent_seconds if client.pulse else None, dropped)
+    silent = client.pulse.silent_seconds if client.pulse else None
+    return metrics.render(client.stats, silent, dropped, client.settings, is_up=client.refusal is None)
 
 
 async def _ask(request: Incoming, header: channel.Header) -> AsyncGenerator[wire.Reply]:

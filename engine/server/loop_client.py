@@ -199,7 +199,7 @@ class LoopClient:
     """The server's side of one loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._waiting: dict[str, asyncio.Queue[wire.Reply]] = {}
         self.ready: channel.Ready | None = None
         """None until the model is loaded, and after the loop process has ended."""
@@ -240,7 +240,7 @@ class LoopClient:
         self._tasks = [asyncio.create_task(self._watch(self._process))]
 
     async def _start_process(self, descriptor: int) -> asyncio.subprocess.Process:
-        settings = msgspec.json.encode(self._settings).decode()
+        settings = msgspec.json.encode(self.settings).decode()
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "yardstick_llm.engine.server.loop_process", settings, str(descriptor)),
@@ -272,7 +272,7 @@ class LoopClient:
     @property
     def name(self) -> str:
         """Name that clients use for the model; known before it is loaded."""
-        return self._settings.name
+        return self.settings.name
 
     @property
     def adapters_headers(self) -> dict[str, str]:
@@ -376,7 +376,7 @@ class LoopClient:
             self._has_adapters(event.adapters)
             assert self._process is not None
             cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
-            self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
+            self.pulse = Pulse(cpu_seconds, stall_seconds=self.settings.stall_seconds)
             self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
         elif isinstance(event, channel.StartFailed):
             self.failure = event.message

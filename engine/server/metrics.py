@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.server.options import attribute_docstrings
+from yardstick_llm.engine.settings import EngineSettings
 
 GAUGES = (
     *("running", "waiting", "wait_seconds", "tenants", "slots_total", "slots_free", "attention_fallback", "slots_cached"),
@@ -63,9 +64,17 @@ def _metrics(stats: wire.Stats) -> Iterator[Metric]:
     yield counter
 
 
-def render(stats: wire.Stats | None, silent_seconds: float | None = None, dropped_spans: int | None = None) -> str:
+def render(
+    stats: wire.Stats | None,
+    silent_seconds: float | None = None,
+    dropped_spans: int | None = None,
+    settings: EngineSettings | None = None,
+    *,
+    is_up: bool = False,
+) -> str:
     """Prometheus text. ``stats`` None: before the first step. ``silent_seconds``: age of the loop's last beat; None before the
-    model is loaded. ``dropped_spans`` None: requests are not traced."""
+    model is loaded. ``dropped_spans`` None: requests are not traced. ``is_up``: whether the nodes of ``settings`` compute together;
+    of interest where there are several."""
     metrics = [] if stats is None else list(_metrics(stats))
     if silent_seconds is not None:
         text = "Time since the loop completed a step or reported that it is idle."
@@ -73,6 +82,11 @@ def render(stats: wire.Stats | None, silent_seconds: float | None = None, droppe
     if dropped_spans is not None:
         text = "Spans that were dropped because the collector of traces is away, too slow, or refused them."
         metrics.append(CounterMetricFamily("yardstick_engine_spans_dropped", text, value=dropped_spans))
+    if settings is not None and settings.nnodes > 1:
+        text = "Whether this node computes together with all others of its engine."
+        up = GaugeMetricFamily("yardstick_engine_node_up", text, labels=["node_rank", "nnodes"])
+        up.add_metric([str(settings.node_rank), str(settings.nnodes)], is_up)
+        metrics.append(up)
     registry = CollectorRegistry()
     registry.register(_Collector(metrics))
     return generate_latest(registry).decode()

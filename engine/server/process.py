@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import uvicorn
 import uvloop
 from litestar import Litestar
 
-from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, Protocol, create_app, create_health_app
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.runner.distributed.group import DRAIN_SIGNAL, check_group
+from yardstick_llm.engine.server.app import BearerTokenError, BearerTokens, Protocol, create_app, create_health_app, create_node_app
 from yardstick_llm.engine.server.loop_client import LoopClient
+from yardstick_llm.engine.server.node import Node
 from yardstick_llm.engine.server.options import parse
 from yardstick_llm.engine.settings import ServerSettings
 from yardstick_llm.tracing.export import Exporter, TracingError
@@ -32,19 +36,22 @@ def main() -> int:
     """Serve until a signal comes; returns the exit code."""
     settings, server = parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = msgspec.structs.replace(settings, dist_token_file=server.token_file)
     try:
+        check_group(settings)
         token = BearerTokens(Path(server.token_file)) if server.token_file else None
         listener = _listen(server.host, server.port, "--port")
         health = _listen(server.host, server.health_port, "--health-port") if server.health_port else None
         exporter = _exporter(server)
-    except (BearerTokenError, OSError, TracingError) as error:
+    except (BearerTokenError, ModelError, OSError, TracingError) as error:
         return _fail(str(error))
-    return uvloop.run(_serve(create_app(settings, token, exporter), listener, health, server.grace_seconds))
+    app = create_node_app(Node(settings)) if settings.node_rank else create_app(settings, token, exporter)
+    return uvloop.run(_serve(app, listener, health, server.grace_seconds))
 
 
 async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:
     """Serve until a signal comes or the loop ends. After a signal, running requests have ``grace_seconds`` to end."""
-    client: LoopClient = app.state.client
+    client: LoopClient | Node = app.state.client
     servers = [(_Server(_config(app)), listener)]
     if health is not None:
         servers.append((_Server(_config(create_health_app(client, app.state.tracing))), health))
@@ -82,14 +89,15 @@ def _config(app: Litestar) -> uvicorn.Config:
 
 
 async def _stop_signal() -> int:
-    """Return SIGTERM or SIGINT when it comes; from then on another one ends the process at once."""
+    """Return SIGTERM or SIGINT when it comes; from then on another one ends the process at once. Or the signal of another node's
+    end."""
     stopping, came, loop = asyncio.Event(), list[int](), asyncio.get_running_loop()
 
     def stop(number: int) -> None:
         came.append(number)
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, DRAIN_SIGNAL):
         loop.add_signal_handler(number, stop, number)
     await stopping.wait()
     for number in (signal.SIGTERM, signal.SIGINT):

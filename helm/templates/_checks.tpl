@@ -40,7 +40,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Fails where the values of a pool contradict each other: (dict "pool" NAME "engine" VALUES) */}}
+{{/* Fails where the values of a pool contradict each other: (dict "root" $ "pool" NAME "engine" VALUES) */}}
 {{- define "yardstick.checkPool" -}}
 {{- include "yardstick.checkDevices" . -}}
 {{- include "yardstick.checkVolumes" . -}}
@@ -52,6 +52,13 @@
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "the pool %s: `autoscaling.minReplicas` is %d and `maxReplicas` is %d; raise `maxReplicas`" $pool (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
+{{- end -}}
+{{- $group := include "yardstick.groupKind" . -}}
+{{- if and (eq $group "StatefulSet") .engine.autoscaling.enabled -}}
+{{- fail (printf "the pool %s: `autoscaling` changes the StatefulSet of one rank only; install LeaderWorkerSet for groups that are scaled, or set `groupSize` to 1" $pool) -}}
+{{- end -}}
+{{- if and (eq $group "LeaderWorkerSet") (or (eq .engine.updateStrategy.type "OnDelete") (and .engine.modelCache.persistent (not .engine.modelCache.existingClaim))) -}}
+{{- fail (printf "the pool %s: a LeaderWorkerSet has neither claims of its pods nor OnDelete; set `modelCache.existingClaim`, or `groupKind` to StatefulSet" $pool) -}}
 {{- end -}}
 {{- $lora := .engine.lora -}}
 {{- if or $lora.adapters $lora.existingClaim $lora.directory $lora.root -}}
@@ -68,6 +75,7 @@
 {{- define "yardstick.checkDevices" -}}
 {{- $gpus := include "yardstick.gpus" .engine | int -}}
 {{- $processes := int .engine.tensorParallel -}}
+{{- $size := int .engine.groupSize -}}
 {{- $experts := int .engine.expertParallel -}}
 {{- $device := .engine.device -}}
 {{- $claims := .engine.resources.claims | default list -}}
@@ -81,8 +89,12 @@
 {{- if and (eq $device "cuda") (eq $gpus 0) (not $unseen) -}}
 {{- fail (printf "the pool %s has 0 GPUs and `device` is cuda; set `resources.limits.\"nvidia.com/gpu\"`, or `resourceClaims` and `resources.claims`, or the `runtimeClassName` that gives pods GPUs" .pool) -}}
 {{- end -}}
-{{- if and (ne $device "cpu") (or (gt $gpus 1) (gt $processes 1)) (ne $gpus $processes) (not (and (eq $gpus 0) (eq $device "cuda"))) -}}
-{{- fail (printf "the pool %s has %d GPUs and `tensorParallel` is %d; set `resources.limits.\"nvidia.com/gpu\"` to the same number, or `device` to cpu and no GPU" .pool $gpus $processes) -}}
+{{- if and (gt $size 1) (ne (mod $processes $size) 0) -}}
+{{- fail (printf "the pool %s: `groupSize` is %d and `tensorParallel` is %d; set `tensorParallel` to the number of processes in all pods of a group together, as many in each" .pool $size $processes) -}}
+{{- end -}}
+{{- if and (ne $device "cpu") (or (gt $gpus 1) (gt $processes 1)) (ne (mul $gpus $size | int) $processes) (not (and (eq $gpus 0) (eq $device "cuda"))) -}}
+{{- $shared := ternary "" (printf " in groups of %d pods" $size) (eq $size 1) -}}
+{{- fail (printf "the pool %s has %d GPUs and `tensorParallel` is %d%s; set `resources.limits.\"nvidia.com/gpu\"` to the same number%s, or `device` to cpu and no GPU" .pool $gpus $processes $shared (ternary "" " divided by `groupSize`" (eq $size 1))) -}}
 {{- end -}}
 {{- if and (ne $experts 1) (ne $experts $processes) -}}
 {{- fail (printf "the pool %s: `expertParallel` is %d, and must be 1 or the number of `tensorParallel`, which is %d" .pool $experts $processes) -}}

@@ -56,7 +56,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- $_ := set $pools $name (include "yardstick.overridden" (dict "base" $.Values.engine "own" $own) | fromYaml) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $engine := $pools }}{{ include "yardstick.checkPool" (dict "pool" $name "engine" $engine) }}{{ end -}}
+{{- range $name, $engine := $pools }}{{ include "yardstick.checkPool" (dict "root" $ "pool" $name "engine" $engine) }}{{ end -}}
 {{- toYaml $pools -}}
 {{- end }}
 
@@ -160,14 +160,14 @@ imagePullSecrets:
 {{ .Values.gateway.serviceAccount.name | default (include "yardstick.fullname" .) }}
 {{- end }}
 
-{{/* Number of pods of an object and the annotations about it, as YAML: (dict "root" $ "kind" KIND "name" NAME "replicas" N "autoscaling"
+{{/* Number of pods of an object and the annotations about it, as YAML: (dict "root" $ "api" VERSION "kind" KIND "name" NAME "replicas" N "autoscaling"
      VALUES). The object's own number counts while an autoscaler is on, or while the value is the one of the last upgrade, which
      `yardstick/replicas` keeps: so `kubectl scale` and the end of autoscaling last, and a changed value counts. An autoscaled object that
      never had a number in its manifest (`yardstick/autoscaled`) has none, so that rollbacks change nothing either; one that had a number
      keeps it there, because Helm would set it to 1 if it were removed */}}
 {{- define "yardstick.scaling" -}}
 {{- $known := dict -}}
-{{- if not .root.Values.gitops }}{{ $known = lookup "apps/v1" .kind .root.Release.Namespace .name }}{{ end -}}
+{{- if not .root.Values.gitops }}{{ $known = lookup .api .kind .root.Release.Namespace .name }}{{ end -}}
 {{- $notes := ($known.metadata | default dict).annotations | default dict -}}
 {{- $keeps := or .autoscaling.enabled (eq (get $notes "yardstick/replicas") (toString .replicas)) -}}
 {{- $free := and .autoscaling.enabled (or (not $known) (hasKey $notes "yardstick/autoscaled")) -}}

@@ -37,6 +37,17 @@ LORA: Values = {
         },
     }
 }
+GROUPS: Values = {
+    "engine": {
+        "model": "org/large",
+        "replicas": 2,
+        "resources": {"limits": {"nvidia.com/gpu": 8}},
+        "tensorParallel": 16,
+        "groupSize": 2,
+        "modelCache": {"existingClaim": "models"},
+    },
+    "pools": {"lws": {"groupKind": "LeaderWorkerSet", "groupSize": 4, "tensorParallel": 32, "autoscaling": {"enabled": True}}},
+}
 EVERYTHING: Values = {
     "commonLabels": {"team": "search"},
     "image": {"registry": "registry.example.com/yardstick", "tag": "0.2.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
@@ -176,6 +187,7 @@ SETS: dict[str, Values] = {
     "external": EXTERNAL,
     "bare": BARE,
     "gitops": GITOPS,
+    "groups": GROUPS,
 }
 
 

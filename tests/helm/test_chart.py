@@ -42,7 +42,7 @@ from yardstick_llm.gateway.workers.queue import Capacity
 from yardstick_llm.gateway.workers.workers import Workers
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
-OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet"}
 """Kinds that are not Kubernetes's own; ``tests/clients/test_manifests.py`` validates them."""
 POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
 ADDED = {"prepare", "sidecar"}
@@ -52,6 +52,8 @@ ADDED = {"prepare", "sidecar"}
 def pods(found: list[Manifest]) -> list[dict[str, Any]]:
     """The specification of every pod."""
     templates = [m if m["kind"] == "Pod" else m["spec"]["template"] for m in found if m["kind"] in POD_KINDS]
+    groups = [m["spec"]["leaderWorkerTemplate"] for m in found if m["kind"] == "LeaderWorkerSet"]
+    templates += [group[template] for group in groups for template in ("leaderTemplate", "workerTemplate")]
     return [template["spec"] for template in templates]
 
 
@@ -293,6 +295,13 @@ def test_the_engine_knows_every_flag_that_it_is_given():
         for m in manifests(values):
             if m["kind"] == "StatefulSet":
                 parser().parse_args(m["spec"]["template"]["spec"]["containers"][0]["args"])
+            elif m["kind"] == "LeaderWorkerSet":
+                for pod in pods([m]):
+                    given = {"$(LWS_GROUP_SIZE)": "4", "$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "large-0.large"}
+                    text = "\n".join(pod["containers"][0]["args"])
+                    for variable, value in given.items():
+                        text = text.replace(variable, value)
+                    parser().parse_args(text.split("\n"))
 
 
 def test_the_values_of_the_engine_are_its_settings():
@@ -346,7 +355,8 @@ def metric_names() -> set[str]:
     telemetry.watch(lambda: dropped_lines(0))
     telemetry.watch(lambda: dropped_spans(0))
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
-    text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
+    group = EngineSettings(model="m", name="m", nnodes=2)
+    text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0, group)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
     return {name + suffix for name, kind in families for suffix in suffixes[kind]}

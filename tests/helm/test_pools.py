@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from tests.helm.chart import BARE, GITOPS, ROOT, Manifest, Values, helm, manifests, one, render
+from tests.helm.chart import BARE, GITOPS, GROUPS, ROOT, Manifest, Values, helm, manifests, one, render
 
 LONG = "yardstick-of-a-team-with-a-long-release-name"
 GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
@@ -230,6 +233,54 @@ def test_a_pool_with_another_model_inherits_nothing_of_the_first_model():
     assert {"--name=ranker", "--revision=v2"} <= set(kept)
 
 
+LWS: Values = {"tensorParallel": 2, "groupSize": 2, "device": "cpu", "groupKind": "LeaderWorkerSet"}
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def run_with_a_python_that_prints(container: dict[str, Any], folder: Path, **environment: str) -> list[str]:
+    """The arguments of ``python`` in the command of a container."""
+    program = folder / "python"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    command = [*container["command"], *container["args"]]
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}"} | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_a_group_is_one_engine_to_gateways_and_updates(tmp_path: Path) -> None:
+    """Of each rank one StatefulSet, in which a pod has the number of its group; and a LeaderWorkerSet."""
+    found = manifests(GROUPS)
+    sets = [one(found, "StatefulSet", f"yardstick-engine-rank-{rank}")["spec"] for rank in range(2)]
+    ranks = one(found, "Service", "yardstick-engine-ranks")["spec"]
+    served = one(found, "Service", "yardstick-engine")["spec"]["selector"]
+    budget = one(found, "PodDisruptionBudget", "yardstick-engine")["spec"]["selector"]["matchLabels"]
+    policy = one(found, "NetworkPolicy", "yardstick-engine-ranks")["spec"]
+    assert ranks["publishNotReadyAddresses"] is True, "rank 0 is not ready before the others have found it"
+    for rank, each in enumerate(sets):
+        labels = each["template"]["metadata"]["labels"]
+        assert [selects(other["selector"]["matchLabels"], labels) for other in sets] == [rank == 0, rank == 1]
+        assert selects(served, labels) == (rank == 0)
+        for selector in (budget, ranks["selector"], policy["podSelector"]["matchLabels"]):
+            assert selects(selector, labels)
+        assert (each["serviceName"], each["replicas"], each["podManagementPolicy"]) == ("yardstick-engine-ranks", 2, "Parallel")
+        container, *_ = each["template"]["spec"]["containers"]
+        given = run_with_a_python_that_prints(container, tmp_path, HOSTNAME=f"yardstick-engine-rank-{rank}-13")
+        address = "--dist-init-addr=yardstick-engine-rank-0-13.yardstick-engine-ranks:8102"
+        assert given == ["-m", "yardstick_llm.engine", *container["args"], address]
+        assert {"--tensor-parallel=16", "--nnodes=2", f"--node-rank={rank}"} <= set(given)
+    among = [{"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}]
+    assert (policy["ingress"], policy["egress"]) == ([{"from": among}], [{"to": among}])
+    group = one(found, "LeaderWorkerSet", "yardstick-engine-lws-group")["spec"]["leaderWorkerTemplate"]
+    served = one(found, "Service", "yardstick-engine-lws")["spec"]["selector"]
+    leader, worker = (group[f"{name}Template"]["metadata"]["labels"] for name in ("leader", "worker"))
+    assert (selects(served, leader), selects(served, worker), group["size"]) == (True, False, 4)
+    target = one(found, "ScaledObject", "yardstick-engine-lws")["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "yardstick-engine-lws-group"}
+
+
 CLAIM: Values = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]}
 CLAIMED: Values = CLAIM | {"resources": {"claims": [{"name": "gpu"}]}}
 
@@ -255,6 +306,14 @@ def refused(values: Values, words: str, name: str = "yardstick") -> None:
         ({"autoscaling": {"enabled": True, "minReplicas": 5}}, "`autoscaling.minReplicas` is 5 and `maxReplicas` is 4; raise"),
         ({"tensorParallel": 2, "resources": GPUS, "lora": {"existingClaim": "a"}}, "`tensorParallel`; set it to 1"),
         ({"tensorParallel": 2, "device": "cpu", "lora": {"adapters": {"a": "/a"}}}, "`tensorParallel`; set it to 1"),
+        ({"tensorParallel": 3, "groupSize": 2, "device": "cpu"}, "`groupSize` is 2 and `tensorParallel` is 3; set"),
+        (
+            {"tensorParallel": 2, "groupSize": 2, "resources": GPUS},
+            "2 GPUs and `tensorParallel` is 2 in groups of 2 pods;.* divided by",
+        ),
+        ({"tensorParallel": 2, "groupSize": 2, "device": "cpu", "autoscaling": {"enabled": True}}, "install LeaderWorkerSet"),
+        (LWS | {"modelCache": {"persistent": True}}, "neither claims of its pods nor OnDelete; set"),
+        (LWS | {"updateStrategy": {"type": "OnDelete"}}, "neither claims of its pods nor OnDelete; set"),
         ({"kvDtype": "fp8", "lora": {"root": "/adapters"}}, "`kvDtype: fp8`; set it to auto"),
     ],
 )

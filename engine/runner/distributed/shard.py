@@ -9,20 +9,19 @@ Method: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053.
 Experts are dealt out by their inner columns too, or whole, with ``--expert-parallel``: a process computes the rows of a step that
 choose its experts, and the sum over the processes adds what the others compute. All processes have all rows, so none are exchanged.
 
-Rank 0 orders the other processes over each one's standard input, in msgpack. A worker starts with an :class:`Assignment`. It
-answers :data:`READY`, or one line that says why not, on its standard output when its weights are loaded. Then it gets one
+Rank 0 orders the other processes over each one's standard input, in msgpack; those of other nodes through
+:mod:`engine.runner.distributed.group`. A worker starts with an :class:`~engine.runner.distributed.group.Assignment`. It answers
+``ready``, or one line that says why not, on its standard output when its weights are loaded. Then it gets one :class:`Join`, one
 :class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,29 +38,17 @@ from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_c
 from yardstick_llm.engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import format_of, pack_head
-from yardstick_llm.engine.models.loader import fill, format_in_words, read_checked
+from yardstick_llm.engine.models.loader import fill, fingerprint, format_in_words, read_checked
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import Request
 from yardstick_llm.engine.runner.attention.base import AttentionBackend
+from yardstick_llm.engine.runner.distributed.group import LENGTH_BYTES, READY, Assignment, Nodes, address_of, end, frame
 from yardstick_llm.engine.settings import EngineSettings
 
-logger = logging.getLogger(__name__)
 
-
-READY = "ready"
-LENGTH_BYTES = 8
-"""Before each order: its length."""
-
-
-class Assignment(msgspec.Struct, frozen=True):
-    """Settings and rank of one process."""
-
-    settings: EngineSettings
-    rank: int
-    """1 and up; rank 0 is the process that sends the orders."""
-    port: int
-    """Port of the local address where the processes find each other."""
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """All have loaded their parts: form the group. Comes once."""
 
 
 class Allocate(msgspec.Struct, tag="allocate", frozen=True):
@@ -88,15 +75,7 @@ class ComputeStep(msgspec.Struct, tag="step", frozen=True):
         return [ExtendSegment(placeholder, None, tokens.copy(), context.copy()) for tokens, context in arrays]
 
 
-Order = Allocate | ComputeStep
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(order: Order) -> bytes:
-    """``order`` as :func:`read_orders` takes it."""
-    payload = _encoder.encode(order)
-    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+Order = Join | Allocate | ComputeStep
 
 
 def read_orders(file: BinaryIO) -> Iterator[Order]:
@@ -201,10 +180,23 @@ def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = N
     decoder.eval()
 
 
-def join(rank: int, size: int, port: int, device: torch.device, listener: socket.socket | None = None) -> None:
-    """Form the group of all processes; returns when all are there. Rank 0 gives the socket that listens on ``port``."""
-    names = (name for _, name in socket.if_nameindex())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in names if name.startswith("lo")))  # loopback only
+def group_fingerprint(directory: Path, dtype: torch.dtype, settings: EngineSettings, config: ModelConfig) -> str:
+    """What all nodes must have in common; empty where there is one node."""
+    if settings.nnodes == 1:
+        return ""
+    return fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, config)
+
+
+def join(rank: int, settings: EngineSettings, port: int, device: torch.device, listener: socket.socket | None = None) -> None:
+    """Form the group of all processes; returns when all are there. Rank 0 gives the socket that listens on ``port``.
+
+    Processes of several machines use the address of the host's name, or the interface of ``GLOO_SOCKET_IFNAME`` or
+    ``NCCL_SOCKET_IFNAME``.
+    """
+    size = settings.tensor_parallel
+    if settings.nnodes == 1 or address_of(settings).is_loopback:
+        names = (name for _, name in socket.if_nameindex())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in names if name.startswith("lo")))  # loopback only
     fd = None if listener is None else listener.detach()
     store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
     if device.type == "cuda":
@@ -227,13 +219,19 @@ class PartLost(Exception):
 
 
 class Workers:
-    """The processes of rank 1 and up. They end when this process does, however it ends."""
+    """The processes of rank 1 and up, on this node and on the others. Those on this node end when this process does, however it
+    ends."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._size = settings.tensor_parallel
+    def __init__(self, settings: EngineSettings, fingerprint: str = "") -> None:
+        """``settings``: with the device, ``fingerprint``: of the model, both if there are other nodes.
+
+        Raises :class:`ModelError`.
+        """
+        self._settings = settings
         self._listener = socket.create_server((LOCAL, 0))
         self._port: int = self._listener.getsockname()[1]
-        self._processes = [_start(Assignment(settings, rank, self._port)) for rank in range(1, self._size)]
+        self._nodes = Nodes(settings, fingerprint, self._port) if settings.nnodes > 1 else None
+        self._processes = [_start(Assignment(settings, rank, self._port)) for rank in range(1, settings.local_processes)]
 
     def join(self, device: torch.device) -> None:
         """Wait until all have loaded their part, and form the group with them. Raises :class:`ModelError` where one cannot."""
@@ -243,11 +241,16 @@ class Workers:
             if answer != READY:
                 raise ModelError(answer or f"Process {rank} of the model ended while it loaded its part.")
             threading.Thread(target=_end_with, args=(process, rank), daemon=True).start()
-        join(0, self._size, self._port, device, self._listener)
+        if self._nodes is not None:
+            self._nodes.wait()
+        self.send(Join())
+        join(0, self._settings, self._port, device, self._listener)
 
     def send(self, order: Order) -> None:
         """To all of them. Raises OSError where one is gone."""
         message = frame(order)
+        if self._nodes is not None:
+            self._nodes.send(message)
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(message)
@@ -260,7 +263,9 @@ class LeadingDecoder(ShardedDecoder):
     def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(load_config(directory, settings.max_context), dtype, 0, settings.tensor_parallel, settings.expert_parallel)
         self._planned: Sequence[ExtendSegment] = ()
-        self._workers = Workers(settings)  # the workers load their parts while this process loads its own
+        settings = msgspec.structs.replace(settings, device=device.type)
+        # the workers load their parts while this process loads its own
+        self._workers = Workers(settings, group_fingerprint(directory, dtype, settings, self.config))
         load_part(self, directory, format_of(settings.quantize, device, dtype))
         self.to(device)
         self._workers.join(device)
@@ -303,13 +308,9 @@ class LeadingAttention(AttentionBackend):
 
 
 def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "yardstick_llm.engine.runner.distributed.worker", msgspec.json.encode(assignment).decode()]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 (this program's own module)
+    return subprocess.Popen(assignment.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 (this program's own module)
 
 
 def _end_with(process: subprocess.Popen[bytes], rank: int) -> None:
-    """A group that has lost a process would wait for it, so the whole engine ends."""
     code = process.wait()
-    logger.critical("process %d of the model ended with exit code %d, and the engine ends with it", rank, code)
-    logging.shutdown()
-    os._exit(1)
+    end(f"process {rank} of the model ended with exit code {code}, and the engine ends with it")

@@ -1,8 +1,8 @@
 """A process of rank 1 or higher. It computes its part of each step that rank 0 announces.
 
-:mod:`engine.runner.distributed.shard` starts it, with an :class:`~engine.runner.distributed.shard.Assignment` as JSON in its
-argument. It exits when its standard input closes, even in the middle of a step, so that it cannot outlive the process that started
-it.
+Rank 0 starts it, or :mod:`engine.server.node` on another node, with an :class:`~engine.runner.distributed.group.Assignment` as JSON
+in its argument. It exits when its standard input closes, even in the middle of a step, so that it cannot outlive the process that
+started it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import torch
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.source import located
 from yardstick_llm.engine.runner.attention.select import make_attention
+from yardstick_llm.engine.runner.distributed.group import READY, Assignment
 from yardstick_llm.engine.runner.distributed.shard import (
-    READY,
     Allocate,
-    Assignment,
     ComputeStep,
+    Join,
     Order,
     ShardedDecoder,
+    group_fingerprint,
     join,
     load_part,
     read_orders,
@@ -55,19 +57,22 @@ def main(assignment_json: str) -> int:
         return 1
     print(READY, flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on, nothing reads stdout, and libraries may print
-    join(assignment.rank, assignment.settings.tensor_parallel, assignment.port, decoder.embed.weight.device)
+    assert isinstance(orders.get(), Join)
+    join(assignment.rank, assignment.settings, assignment.port, decoder.embed.weight.device)
     _serve(decoder, orders, assignment.settings)
     return 0
 
 
 def _load(assignment: Assignment) -> ShardedDecoder:
-    settings = assignment.settings
+    settings = located(assignment.settings)
     set_threads(settings)
     directory = Path(settings.model)
     device = device_of(settings, assignment.rank)
     dtype = dtype_of(settings, device)
     config = load_config(directory, settings.max_context)
     decoder = ShardedDecoder(config, dtype, assignment.rank, settings.tensor_parallel, settings.expert_parallel)
+    if assignment.fingerprint and group_fingerprint(directory, dtype, settings, decoder.config) != assignment.fingerprint:
+        raise ModelError("The files of the model are not those of node 0; give all nodes the same --model and --revision.")
     load_part(decoder, directory, format_of(settings.quantize, device, dtype))
     return decoder.to(device)
 

@@ -350,11 +350,22 @@ def assemble(
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
     registry = make_registry(memory, decoder, settings, info)
 
-    def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:
+    forecasts = settings.forecast != "none"
+    if forecasts and paired is None:
+        raise ModelError("Forecasts come from a length model; give one with --lenvm-model, or leave --forecast out.")
+
+    def make_loop(
+        adapters: AdapterRegistry,
+        structured: StructuredRequests | None,
+        max_waiting: int,
+        max_wait: float,
+        *,
+        forecasts: bool = False,
+    ) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)
         return Loop(
             runner,
-            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup),
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup, forecasts=forecasts),
             info,
             max_waiting=max_waiting,
             max_wait_seconds=max_wait,
@@ -365,6 +376,7 @@ def assemble(
             compilations=compilations,
             adapters=adapters,
             images=vision.intake,
+            shortest_first=settings.forecast == "shortest-first",
         )
 
     if _compiles(attention.kv.keys.device):
@@ -376,7 +388,7 @@ def assemble(
             memory.slots.reset()
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
-    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
+    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds, forecasts=forecasts)
 
 
 def _compiles(device: torch.device) -> bool:

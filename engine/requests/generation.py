@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -197,14 +197,17 @@ class GenerateRequest(Request):
             branch.section.read(self.output(branch))
         return branch.section.begin
 
-    def in_tokens(self, branch: Branch, spellings: Sequence[bytes]) -> wire.LengthGuidance:
-        """Return the guidance with what is left of its target, in tokens. The newest token must be known."""
+    def in_tokens(
+        self, branch: Branch, spellings: Sequence[bytes], measured: Mapping[wire.LengthUnit, float]
+    ) -> wire.LengthGuidance:
+        """Return the guidance with what is left of its target, in tokens. The newest token must be known. ``spellings``,
+        ``measured``: see :class:`Written`."""
         guidance = self.length_guidance
         assert guidance is not None
         assert guidance.target_length is not None
         if branch.written is None:
             given = self.prompt[: len(self.prompt) - self.message.resume_offset][-PROMPT_TOKENS:]
-            branch.written = Written(guidance.unit, given.tolist(), spellings)
+            branch.written = Written(guidance.unit, given.tolist(), spellings, measured)
         written = branch.written
         written.add(self.output(branch)[written.read :].tolist(), spellings)
         return msgspec.structs.replace(guidance, target_length=round(written.left(guidance.target_length)), unit="tokens")

@@ -1,7 +1,7 @@
 """Target lengths in words, sentences and characters: what a sequence has written so far, and the tokens that the rest takes.
 
-Tokens of a unit are assumed, or those of the answers that the length model was calibrated on. The prompt and what the sequence itself
-writes correct them.
+Tokens of a unit are assumed, or those of the answers that the length model was calibrated on. The prompt and what the sequence
+itself writes correct them.
 """
 
 from __future__ import annotations

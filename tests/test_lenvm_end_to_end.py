@@ -95,24 +95,8 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         given += ("--test-share", 0.3, "--validation-share", 0.3, "--allow-censored", "--concurrency", 16)
         status, _, err = yardstick("sample", *given, limit=900)
         assert status == 0, err
-    trained = (
-        "--data",
-        data,
-        "--init",
-        base,
-        "--out",
-        model,
-        "--layers",
-        6,
-        "--method",
-        "lora",
-        "--epochs",
-        1,
-        "--lr",
-        1e-4,
-        "--checks",
-        1,
-    )
+    trained = ("--data", data, "--init", base, "--out", model, "--layers", 6, "--method", "lora")
+    trained += ("--epochs", 1, "--lr", 1e-4, "--checks", 1)
     trained += ("--allow-censored", "--gamma", 0.95, "--margin", 0.5, "--tokens-per-pass", 512)
     status, _, err = yardstick("train", *trained, limit=900)
     assert status == 0, err
@@ -123,7 +107,8 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         (entry,) = gateway.client.post("/v1/length", json={"input": "Hello"}).json()["data"]
         assert 0 < entry["value"] < 1
-        assert entry["intervals"]["0.9"][0] < entry["intervals"]["0.9"][1]
+        low, high = entry["intervals"]["0.9"]
+        assert 1 <= low <= high  # of these few cut answers, often equal
     status, out, err = yardstick("evaluate", "--data", data, "--lenvm", model, "--out", report, limit=900)
     assert status == 0, err
     assert "answers to" in out

@@ -8,6 +8,7 @@ from random import Random
 from statistics import mean
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from examples.demo_models.corpus.documents import draw_request
@@ -31,9 +32,10 @@ def prompts() -> list[list[int]]:
 
 
 def loop(forecast: str) -> Loop:
+    """With ``report``, steps overlap."""
     models = {"model": str(MODELS / "base"), "lenvm_model": str(MODELS / "lenvm")}
     settings = EngineSettings(**models, name="demo", max_total_tokens=8000, max_running_requests=2, forecast=forecast)
-    return build_loop(settings)
+    return build_loop(msgspec.structs.replace(settings, overlap=forecast == "report"))
 
 
 class Run(NamedTuple):

@@ -21,8 +21,8 @@ Between tenants, resources are divided by weight:
 
 With one tenant none of these rules applies.
 
-With forecasts, a generation first waits as a score of the length model (:func:`~engine.requests.generation.forecast_of`), which comes
-before all other requests of its tenant.
+With forecasts, a generation first waits as a score of the length model (:func:`~engine.requests.generation.forecast_of`), which
+comes before all other requests of its tenant.
 
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
 :mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their

@@ -25,6 +25,7 @@ ATTENTION_BACKENDS = {
 """Attention backends and their classes, which are imported where one of them is chosen."""
 ATTENTION = ("auto", *ATTENTION_BACKENDS)
 CUDA_GRAPHS = ("auto", "on", "off")
+FORECASTS = ("none", "report", "shortest-first")
 LORA_MODULES = ("score", "lm_head", "all")
 
 RESERVED_SHARE = 0.25
@@ -114,6 +115,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Requests computed at once."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
     """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. They change no token."""
+    forecast: Annotated[str, choices(*FORECASTS)] = "none"
+    """Let the length model forecast how many tokens each generation will have, which takes one step before its prompt is computed:
+    ``report`` adds it to answers and metrics, and ``shortest-first`` also begins the shortest of a tenant's waiting generations
+    first. See [length.md](length.md#forecasts).
+    """
     max_waiting: Count = 4096
     """Requests queued before new ones are refused, or displace requests of the tenant with most in the queue."""
     max_wait_seconds: Seconds = 30.0

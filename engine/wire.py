@@ -522,6 +522,9 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     """Prompt tokens found in the prefix cache; in the first message of sequence 0 that has output or ends it."""
     queue_seconds: float = 0.0
     """See :class:`Scored`; in the same message as ``cached_tokens``."""
+    expected_tokens: float = 0.0
+    """Output tokens that the length model expected of each sequence, the end of sequence included, before the first was drawn; in
+    the same message. 0 without a forecast."""
     draft_tokens: int = 0
     """Tokens of drafts that were computed since the last message (:class:`DraftOptions`)."""
     accepted_draft_tokens: int = 0

@@ -451,6 +451,9 @@ def sample(
     magpie: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, help="Let an instruct model write this many prompts itself.")
     ] = None,
+    system: Annotated[
+        str, typer.Option(help="System message before each prompt that has none, such as `Answer in one short sentence.`.")
+    ] = "",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without the chat template.")] = False,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers to each prompt.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, max=2)] = 1.0,
@@ -480,7 +483,9 @@ def sample(
         raise WrongUsage("give either --prompts, a file, or --magpie, a number of prompts that the model writes")
     if raw and magpie is not None:
         raise WrongUsage("--magpie writes turns of users, which --raw would not put into a chat; leave one of the two out")
-    settings = Settings(raw, temperature, top_p, max_tokens, seed, stray, stray_share, validation_share, test_share)
+    if raw and system:
+        raise WrongUsage("--system is a message, and --raw continues prompts without a chat; leave one of the two out")
+    settings = Settings(raw, temperature, top_p, max_tokens, seed, stray, stray_share, validation_share, test_share, system)
     server = _server(base_url.removesuffix("/").removesuffix("/v1"), api_key)
     status = sample(
         server,

@@ -137,6 +137,8 @@ class FakeEngine:
     capabilities: tuple[str, ...] = ("score", "generate", "length_guidance", "grammar")
     lenvm_gamma: float | None = 0.985
     lenvm_calibration: wire.Calibration | None = None
+    forecast: float = 0.0
+    """Tokens that it expects of every sequence; 0 for no forecast."""
     classes: tuple[str, ...] = ()
     multi_label: bool = False
     regression: bool = False
@@ -547,6 +549,7 @@ def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> I
             _logprobs(engine, prompt + tokens[:offset], part, request),
             finish if last else None,
             _prompt_logprobs(engine, request) if index == 0 and offset == start else None,
+            expected_tokens=engine.forecast if (index, offset) == (0, 0) else 0.0,
         )
 
 

@@ -84,7 +84,8 @@ def test_a_length_model_is_made_and_served(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
-    """SmolLM2 as published: sampled, trained from its own file, and served beside it. These are too few answers to learn from."""
+    """SmolLM2 as published: sampled, trained from its own first layers, and served beside it. These are too few answers to learn
+    from."""
     prompts, data, model, report = (tmp_path / name for name in ("prompts.txt", "data", "model", "report"))
     base = weights.smollm2()
     prompts.write_text("\n".join(f"Say something about a {colour} {kind}." for colour in COLOURS for kind in KINDS[:2]))
@@ -94,7 +95,8 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         given += ("--test-share", 0.3, "--validation-share", 0.3, "--allow-censored", "--concurrency", 16)
         status, _, err = yardstick("sample", *given, limit=900)
         assert status == 0, err
-    trained = ("--data", data, "--init", base, "--out", model, "--method", "lora", "--epochs", 1, "--lr", 1e-4, "--checks", 1)
+    trained = ("--data", data, "--init", base, "--out", model, "--layers", 6, "--method", "lora")
+    trained += ("--epochs", 1, "--lr", 1e-4, "--checks", 1)
     trained += ("--allow-censored", "--gamma", 0.95, "--margin", 0.5, "--tokens-per-pass", 512)
     status, _, err = yardstick("train", *trained, limit=900)
     assert status == 0, err
@@ -105,7 +107,8 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         (entry,) = gateway.client.post("/v1/length", json={"input": "Hello"}).json()["data"]
         assert 0 < entry["value"] < 1
-        assert entry["intervals"]["0.9"][0] < entry["intervals"]["0.9"][1]
+        low, high = entry["intervals"]["0.9"]
+        assert 1 <= low <= high  # of these few cut answers, often equal
     status, out, err = yardstick("evaluate", "--data", data, "--lenvm", model, "--out", report, limit=900)
     assert status == 0, err
     assert "answers to" in out

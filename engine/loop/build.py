@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
-from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm
+from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm, unit_tokens_of
 from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
@@ -284,6 +284,7 @@ class PairedLenVM(NamedTuple):
     model: LenVM
     gamma: float
     calibration: wire.Calibration | None = None
+    unit_tokens: Mapping[wire.LengthUnit, float] = {}
 
 
 def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
@@ -299,7 +300,7 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
     gamma, own = gamma_of(directory, settings.lenvm_gamma), gamma_of(directory, None)
-    return PairedLenVM(model, gamma, calibration_of(directory) if gamma == own else None)
+    return PairedLenVM(model, gamma, calibration_of(directory) if gamma == own else None, unit_tokens_of(directory))
 
 
 def assemble(
@@ -339,9 +340,8 @@ def assemble(
         lenvm = LenVMRunner(paired.model, own, paired.gamma, ends, passes, vision.steps, calibration, compact=compact)
     graphs = make_graphs(decoder, attention, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(
-        decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, spellings_of(vocabulary)
-    )
+    spelled = spellings_of(vocabulary), None if paired is None else paired.unit_tokens
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps, threads, *spelled)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     calibration = None if paired is None else paired.calibration
     info = describe(config, settings, slots, digest, *length, calibration=calibration, grammar=vocabulary is not None)
@@ -350,11 +350,22 @@ def assemble(
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
     registry = make_registry(memory, decoder, settings, info)
 
-    def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:
+    forecasts = settings.forecast != "none"
+    if forecasts and paired is None:
+        raise ModelError("Forecasts come from a length model; give one with --lenvm-model, or leave --forecast out.")
+
+    def make_loop(
+        adapters: AdapterRegistry,
+        structured: StructuredRequests | None,
+        max_waiting: int,
+        max_wait: float,
+        *,
+        forecasts: bool = False,
+    ) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)
         return Loop(
             runner,
-            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup),
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup, forecasts=forecasts),
             info,
             max_waiting=max_waiting,
             max_wait_seconds=max_wait,
@@ -365,6 +376,7 @@ def assemble(
             compilations=compilations,
             adapters=adapters,
             images=vision.intake,
+            shortest_first=settings.forecast == "shortest-first",
         )
 
     if _compiles(attention.kv.keys.device):
@@ -376,7 +388,7 @@ def assemble(
             memory.slots.reset()
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
-    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
+    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds, forecasts=forecasts)
 
 
 def _compiles(device: torch.device) -> bool:

@@ -36,6 +36,7 @@ def check_whole_settings(settings: EngineSettings, config: ModelConfig | Encoder
         "--expert-parallel": settings.expert_parallel > 1,
         "LoRA adapters": settings.takes_adapters,
         "--lenvm-model": settings.lenvm_model is not None,
+        "--forecast": settings.forecast != "none",
         "--kv-dtype fp8": settings.kv_dtype != "auto",
         "--quantize fp8": settings.quantize == "fp8" and isinstance(config, EncoderConfig),
         "--cuda-graphs on": settings.cuda_graphs == "on",

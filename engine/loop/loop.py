@@ -34,7 +34,7 @@ from yardstick_llm.engine.models.lora.registry import AdapterRegistry
 from yardstick_llm.engine.models.lora.slots import LoadedAdapter
 from yardstick_llm.engine.requests.batch import Batch
 from yardstick_llm.engine.requests.core import Branch, ItemGroup, Request, ScoringRequest, without_padding
-from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.requests.generation import GenerateRequest, expected_tokens
 from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.runner.readouts.base import StepResult
 from yardstick_llm.engine.runner.runner import PendingStep, Runner
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
+AGING_PER_TOKEN, MOST_DELAY = 0.1, 100.0
+"""With shortest first, a generation is served like one that came this many seconds later for each token that it is expected to
+have, and at most that much later; so none waits for ever."""
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
 
@@ -84,10 +87,12 @@ class Loop:
         compilations: Compilations | None = None,
         adapters: AdapterRegistry | None = None,
         images: ImageIntake | None = None,
+        shortest_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``mean_pooling``, ``pad_token_id``: see :meth:`ScoringRequest.of`. ``structured``: None where the engine follows no
-        grammars. ``images``: None where the model reads none. Steps that ``runner`` computed before are not counted."""
+        grammars. ``images``: None where the model reads none. ``shortest_first``: order generations by their forecasts. Steps that
+        ``runner`` computed before are not counted."""
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
@@ -100,6 +105,7 @@ class Loop:
         self.structured = structured
         self._compilations = compilations
         self._images = images
+        self._shortest_first = shortest_first
         self._pending_step: PendingStep | None = None
         """The step whose results are not processed yet."""
         self._clock = clock
@@ -318,6 +324,13 @@ class Loop:
         return replies
 
     def _process_row(self, branch: Branch, request: ScoringRequest, row: list[float], replies: list[wire.Reply]) -> None:
+        if isinstance(request.forecasts, GenerateRequest):
+            assert self.info.lenvm_gamma is not None
+            message, calibration = request.forecasts.message, self.info.lenvm_calibration
+            expected = expected_tokens(message, row[0], self.info.lenvm_gamma, calibration)
+            delay = min(expected * AGING_PER_TOKEN, MOST_DELAY) if self._shortest_first else 0.0
+            self._scheduler.take_forecast(request, expected, delay)
+            return
         request.rows[branch.index] = row
         self._scheduler.finish(branch)
         if not request.branches:

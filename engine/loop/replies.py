@@ -273,6 +273,7 @@ class Deltas:
             prompt_logprobs=join_logprobs(pieces) if pieces else None,
             cached_tokens=request.cached_tokens if first else 0,
             queue_seconds=request.queue_seconds if first else 0.0,
+            expected_tokens=request.expected_tokens if first else 0.0,
         )
 
     def _finish_reason(self, message: wire.Generate, branch: Branch, token: int, drawn: int) -> wire.FinishReason | None:

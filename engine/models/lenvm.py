@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -66,6 +66,18 @@ def calibration_of(directory: Path) -> wire.Calibration | None:
     except ValueError as error:
         raise ModelError(f"The calibration in {GAMMA_FILE} is damaged ({error}); train the length model again.") from None
     return found
+
+
+def unit_tokens_of(directory: Path) -> dict[wire.LengthUnit, float]:
+    """Return the tokens of a word, sentence or character in :data:`GAMMA_FILE`, as far as they were measured. Raises
+    :class:`ModelError` if they are no positive numbers."""
+    stored = facts_of(directory).get("unit_tokens", {})
+    try:
+        return msgspec.convert(stored, dict[wire.LengthUnit, Annotated[float, msgspec.Meta(gt=0, le=1e6)]])
+    except ValueError as error:
+        raise ModelError(
+            f"unit_tokens in {GAMMA_FILE} are damaged ({error}); measure them with `lenvm evaluate --calibrate`."
+        ) from None
 
 
 def _is_level(name: str) -> bool:

@@ -244,6 +244,8 @@ class Request:
     priority: int = 0
     received: float = 0.0
     """Time of receipt on the monotonic clock, seconds."""
+    delay: float = 0.0
+    """Seconds by which it is served as if it had come later, among the requests of its tenant."""
     first_computed: float | None = None
     """Time of the first step that computes a part of it, on the same clock."""
     expires: float | None = None
@@ -289,6 +291,16 @@ class Request:
     def main_request(self) -> Request:
         """The request that runs: this one, the owner of an :class:`AuxRequest`, or the block of an item."""
         return self
+
+    @property
+    def accepted(self) -> Request:
+        """The request of a caller to which this one belongs."""
+        return self.group or self.main_request
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether it takes a running place."""
+        return self.group is None
 
     @property
     def prefix_remaining(self) -> int:
@@ -341,6 +353,8 @@ class ScoringRequest(Request):
     """Place of this item in its group."""
     block: ItemBlock | None = None
     """Set on an item that is computed with others."""
+    forecasts: Request | None = None
+    """The generation whose length it forecasts; that one waits for it. None: it answers a message."""
 
     @classmethod
     def of(
@@ -390,6 +404,14 @@ class ScoringRequest(Request):
     @property
     def main_request(self) -> Request:
         return self if self.block is None else self.block
+
+    @property
+    def accepted(self) -> Request:
+        return self.forecasts or self.group or self.main_request
+
+    @property
+    def takes_place(self) -> bool:
+        return self.group is None and self.forecasts is None
 
     @property
     def awaits_result(self) -> bool:

@@ -2,6 +2,8 @@
 
 A generation gives each of its ``n`` sequences a branch, which starts with the prompt's last token and grows by the drawn tokens.
 
+With forecasts, a generation first waits for a score of the length model at the end of its prompt (:func:`forecast_of`).
+
 A guided generation has an :class:`AuxRequest`: the same tokens on the length model, in slots of that model. Each of its branches
 has an aux branch there. The length model computes a drawn token before it is drawn, as one of the candidates, so an aux branch
 that keeps up has a slot for one token more than is known. An aux branch that was skipped, or lost its slots, has pending tokens.
@@ -10,7 +12,8 @@ that keeps up has a slot for one token more than is known. An aux branch that wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +22,7 @@ import numpy as np
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, Bits, IntBuffer, Ints, bits_of, ints, words_of
 from yardstick_llm.engine.models.lora.slots import LoadedAdapter
-from yardstick_llm.engine.requests.core import Branch, GuidedSection, Request
+from yardstick_llm.engine.requests.core import Branch, GuidedSection, Request, ScoringRequest
 from yardstick_llm.engine.requests.units import PROMPT_TOKENS, Written
 
 
@@ -107,6 +110,10 @@ class GenerateRequest(Request):
     aux_request: AuxRequest | None = None
     allowed: Bits | None = None
     """``Sampling.allowed_token_ids``."""
+    forecast: ScoringRequest | None = None
+    """The forecast that it waits for."""
+    expected_tokens: float = 0.0
+    """Forecast of the output tokens of each sequence; 0 without one."""
     depends_on_output: bool = False
     """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 
@@ -190,14 +197,17 @@ class GenerateRequest(Request):
             branch.section.read(self.output(branch))
         return branch.section.begin
 
-    def in_tokens(self, branch: Branch, spellings: Sequence[bytes]) -> wire.LengthGuidance:
-        """Return the guidance with what is left of its target, in tokens. The newest token must be known."""
+    def in_tokens(
+        self, branch: Branch, spellings: Sequence[bytes], measured: Mapping[wire.LengthUnit, float]
+    ) -> wire.LengthGuidance:
+        """Return the guidance with what is left of its target, in tokens. The newest token must be known. ``spellings``,
+        ``measured``: see :class:`Written`."""
         guidance = self.length_guidance
         assert guidance is not None
         assert guidance.target_length is not None
         if branch.written is None:
             given = self.prompt[: len(self.prompt) - self.message.resume_offset][-PROMPT_TOKENS:]
-            branch.written = Written(guidance.unit, given.tolist(), spellings)
+            branch.written = Written(guidance.unit, given.tolist(), spellings, measured)
         written = branch.written
         written.add(self.output(branch)[written.read :].tolist(), spellings)
         return msgspec.structs.replace(guidance, target_length=round(written.left(guidance.target_length)), unit="tokens")
@@ -227,6 +237,46 @@ class GenerateRequest(Request):
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""
         earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
         return np.concatenate([earlier, branch.outputs])
+
+
+def forecast_of(request: GenerateRequest) -> ScoringRequest | None:
+    """Return the score that forecasts the length of ``request``, which precedes all other requests of its tenant. None for one that
+    an earlier attempt has begun, and for one with images."""
+    if request.message.resume_offset or request.images is not None:
+        return None
+    forecast = ScoringRequest(
+        id=request.id,
+        prefix=request.prompt[:-1],
+        caller=request.caller,
+        size=request.prompt.size,
+        received=request.received,
+        delay=-math.inf,
+        on_lenvm=True,
+        readout=wire.LengthValue(),
+        rows=[[]],
+        forecasts=request,
+    )
+    forecast.branches = [Branch(forecast, 0, IntBuffer(request.prompt[-1:]))]
+    return forecast
+
+
+def expected_tokens(message: wire.Generate, z: float, gamma: float, calibration: wire.Calibration | None) -> float:
+    """Return the expected output tokens of a sequence, its end included, within what ``message`` asks for.
+
+    z: raw value at the end of the prompt. gamma, calibration: the length model's. With a calibration, this is the median length.
+    """
+    small = math.exp(-abs(z))
+    value = 1 / (1 + small) if z >= 0 else small / (1 + small)
+    tokens = (max(z, 0.0) + math.log1p(small)) / -math.log(gamma)  # -ln(1 - value) / -ln(gamma), also where value rounds to 1
+    if calibration is not None and "0.5" in calibration.log_ratio:
+        tokens = max(tokens, 1.0) * math.exp(calibration.log_ratio["0.5"][bisect_right(calibration.edges, value)])
+    guidance = effective(message)
+    if guidance is not None and guidance.target_length is not None and guidance.applies_to == "both" and guidance.unit == "tokens":
+        aim = guidance.target_length + 1.0
+        bounds = {"le": (0.0, aim), "within": (0.0, aim), "ge": (aim, math.inf)}
+        low, high = bounds.get(guidance.constraint or "", (aim, aim)) if guidance.target_length_mode == "total" else (0.0, math.inf)
+        tokens = min(max(tokens, low), high)
+    return min(max(tokens, 1.0), float(message.sampling.max_tokens))
 
 
 def _depends_on_output(sampling: wire.Sampling) -> bool:

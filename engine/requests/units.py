@@ -1,12 +1,13 @@
 """Target lengths in words, sentences and characters: what a sequence has written so far, and the tokens that the rest takes.
 
-Tokens of a unit are estimated from the prompt, and corrected by what the sequence itself writes.
+Tokens of a unit are assumed, or those of the answers that the length model was calibrated on. The prompt and what the sequence
+itself writes correct them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yardstick_llm.engine import wire
@@ -32,6 +33,9 @@ PROMPT_TOKENS = 512
 BEGUN = 0.95
 """Most that an unfinished unit counts."""
 
+LEAST_UNITS = 20
+"""Fewest units that tell how many tokens one has."""
+
 _QUOTES = b"\"')]"
 _SENTENCE = re.compile(rb"[.!?]+[\"')\]]*(?=\s)|" + b"|".join(mark.encode() for mark in "。！？"))
 _END = re.compile(rb"[.!?]+[\"')\]]*$")
@@ -43,8 +47,15 @@ class Written:
     Words are separated by ASCII whitespace; sentences end with one of ``. ! ?`` before whitespace, or with one of ``。！？``.
     """
 
-    def __init__(self, unit: wire.LengthUnit, prompt: Iterable[int] = (), spellings: Sequence[bytes] = ()) -> None:
-        """``spellings``: of each token; control tokens have none, and count as nothing."""
+    def __init__(
+        self,
+        unit: wire.LengthUnit,
+        prompt: Iterable[int] = (),
+        spellings: Sequence[bytes] = (),
+        measured: Mapping[wire.LengthUnit, float] | None = None,
+    ) -> None:
+        """``spellings``: of each token; control tokens have none, and count as nothing. ``measured``: tokens of a unit, in place of
+        :data:`USUAL`."""
         self.unit = unit
         self.read = 0
         """Tokens that were counted, control tokens included."""
@@ -55,10 +66,9 @@ class Written:
         self._tokens = 0
         self._open = False
         """words: the text ends inside a word. sentences: the text ends with a mark that ends a sentence if a space follows."""
-        usual = USUAL[unit]
-        self._usual = usual.tokens
+        self._usual = (measured or {}).get(unit, USUAL[unit].tokens)
         if prompt:
-            before = Written(unit)
+            before = Written(unit, measured=measured)
             before.add(prompt, spellings)
             self._usual = before.tokens_of_unit
 
@@ -66,7 +76,12 @@ class Written:
     def tokens_of_unit(self) -> float:
         """Tokens of one unit, by this text and what was assumed before."""
         weight = USUAL[self.unit].weight
-        return (weight * self._usual + self._tokens - self.unfinished) / (weight + self.units)
+        return (weight * self._usual + self.complete) / (weight + self.units)
+
+    @property
+    def complete(self) -> int:
+        """Tokens of the complete units."""
+        return self._tokens - self.unfinished
 
     @property
     def done(self) -> float:
@@ -101,3 +116,16 @@ class Written:
             self.units += ended
             self.unfinished = 1 if ended else self.unfinished + 1
             self._open = _END.search(spelling) is not None or (self._open and not spelling.strip(_QUOTES))
+
+
+def measure(texts: Sequence[Sequence[int]], spellings: Sequence[bytes]) -> dict[wire.LengthUnit, float]:
+    """Return the tokens of a unit in ``texts``, of each unit of which these have at least :data:`LEAST_UNITS`."""
+    found: dict[wire.LengthUnit, float] = {}
+    for unit in USUAL:
+        counts = [Written(unit) for _ in texts]
+        for written, text in zip(counts, texts, strict=True):
+            written.add(text, spellings)
+        units = sum(written.units for written in counts)
+        if unit != "tokens" and units >= LEAST_UNITS:
+            found[unit] = sum(written.complete for written in counts) / units
+    return found

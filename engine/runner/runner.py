@@ -9,7 +9,7 @@ queued behind the main model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.encoder import Model
 from yardstick_llm.engine.models.lora.linear import StepRows, UploadedRows
@@ -265,9 +266,10 @@ class Runner:
         images: StepImages | None = None,
         threads: StepThreads | None = None,
         spellings: Sequence[bytes] = (),
+        unit_tokens: Mapping[wire.LengthUnit, float] | None = None,
     ) -> None:
         """``graphs``: the first that has a bucket for a step computes it. ``threads``: chooses the thread for each step; by default
-        the calling thread computes all. ``spellings``: see :class:`ReadoutContext`."""
+        the calling thread computes all. ``spellings``, ``unit_tokens``: see :class:`ReadoutContext`."""
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
@@ -276,7 +278,7 @@ class Runner:
         self.images = images or StepImages()
         self._threads = threads
         self._context = ReadoutContext(
-            decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads, spellings
+            decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads, spellings, unit_tokens or {}
         )
         self._device = decoder.embed.weight.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)

@@ -153,18 +153,20 @@ class Admission:
     def _has_room(self, flow: Flow) -> bool:
         """Whether the step takes the adapter of the next request of a tenant, and there is a running place for it, with which the
         tenant leaves enough places and slots to others."""
-        if not self._allocator.turns.takes(flow.waiting[0][2]):
+        waiting = flow.waiting[0][2]
+        if not self._allocator.turns.takes(waiting):
             return False
+        is_forecast = waiting.accepted is not waiting
         free = self._free_places
-        if not self._contended or free <= 0:
-            return free > 0
+        if not self._contended or (free <= 0 and not is_forecast):
+            return free > 0 or is_forecast
         available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self._allocator.kv_pools]
-        shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
+        shares = zip((0 if is_forecast else len(flow.running), *flow.held), (free, *available), strict=True)
         return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
 
     @property
     def _free_places(self) -> int:
-        return self._max_running_requests - len(self._allocator.running) + self._allocator.items_running
+        return self._max_running_requests - len(self._allocator.running) + self._allocator.without_place
 
     def use_rest(self, batch: Batch) -> None:
         """Give the rest of the step to flows that can use it, those furthest behind first."""
@@ -221,7 +223,7 @@ class Admission:
         """Let the first waiting request of a tenant, or a ``block`` of it, run."""
         request = self._queue.start(flow, block)
         self._allocator.running[request.arrival] = request
-        self._allocator.items_running += request.group is not None
+        self._allocator.count_running(request, 1)
         return request
 
     def _note_begun(self, request: Request) -> None:
@@ -239,7 +241,7 @@ class Admission:
         waiting = flow.waiting[0][2] if flow.waiting else None
         if waiting is None or not (self._allocator.turns.takes(waiting) and self._allocator.leaves_reserve(waiting.first)):
             return
-        if self._free_places <= 0:
+        if self._free_places <= 0 and waiting.first.takes_place:
             victim = self._allocator.victim_for_place(flow)
             victims = [] if victim is None else [victim]
         else:

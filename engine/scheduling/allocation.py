@@ -113,7 +113,7 @@ class Preemption:
         most = max(self._others(flow), key=lambda other: len(other.running) / other.weight, default=None)
         if most is None or (len(flow.running) + 1) / flow.weight >= len(most.running) / most.weight:
             return None
-        return next(_preemptible(most, step), None)
+        return next((request for request in _preemptible(most, step) if request.takes_place), None)
 
     def for_waiting(self, flow: Flow, kv_pool: int, slots: int, need: int, lacking: int, step: int) -> list[Request] | None:
         """Choose requests that give up ``lacking`` of a KV pool's ``slots`` to a waiting request of ``flow`` that begins with
@@ -219,7 +219,9 @@ class Allocator:
         self.running: dict[int, Request] = {}
         """Admitted requests by arrival, in order of admission."""
         self.items_running = 0
-        """Running requests of an :class:`ItemGroup`, which take no running place."""
+        """Running requests of an :class:`ItemGroup`."""
+        self.without_place = 0
+        """Running requests that take no running place: items and forecasts."""
         self.other_item_tokens = 0
         """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all slots
         of items that keep nothing."""
@@ -303,6 +305,11 @@ class Allocator:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
+    def count_running(self, request: Request, count: int) -> None:
+        """Count a request that begins or ends to run."""
+        self.items_running += count * (request.group is not None)
+        self.without_place += count * (not request.takes_place)
+
     def release(self, request: Request) -> None:
         """Free all slots, and the running place if it has one."""
         if isinstance(request, ItemBlock):
@@ -311,7 +318,7 @@ class Allocator:
             for part in request.with_aux:
                 self._free(part)
         if self.running.pop(request.arrival, None) is not None:
-            self.items_running -= request.group is not None
+            self.count_running(request, -1)
             self._queue.stop(request)
 
     def _free(self, part: Request) -> None:

@@ -49,9 +49,10 @@ def clamped(priority: int) -> int:
 def rank(request: Request) -> float:
     """Sort key of a request within its tenant, lowest first.
 
-    It never changes. Requests still age, because each second newer requests get a rank that is higher by one.
+    It never changes while the request waits. Requests still age, because each second newer requests get a rank that is higher by
+    one.
     """
-    return request.received + AGING_SECONDS * clamped(request.priority)
+    return request.received + AGING_SECONDS * clamped(request.priority) + request.delay
 
 
 @dataclass(eq=False, slots=True)

@@ -21,6 +21,9 @@ Between tenants, resources are divided by weight:
 
 With one tenant none of these rules applies.
 
+With forecasts, a generation first waits as a score of the length model (:func:`~engine.requests.generation.forecast_of`), which
+comes before all other requests of its tenant.
+
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
 :mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their
 slots. A length model has slots of its own.
@@ -37,8 +40,8 @@ from itertools import chain
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache, SlotPool
 from yardstick_llm.engine.requests.batch import Batch
-from yardstick_llm.engine.requests.core import Branch, ItemGroup, Request
-from yardstick_llm.engine.requests.generation import GenerateRequest
+from yardstick_llm.engine.requests.core import Branch, ItemGroup, Request, ScoringRequest
+from yardstick_llm.engine.requests.generation import GenerateRequest, forecast_of
 from yardstick_llm.engine.scheduling.admission import Admission
 from yardstick_llm.engine.scheduling.allocation import Allocator, KVPool
 from yardstick_llm.engine.scheduling.composer import StepComposer, decode, decoding_branch
@@ -117,15 +120,17 @@ class Scheduler:
         run_ahead: bool = False,
         lenvm_pool: SlotPool | None = None,
         lookup: LookupSettings | None = None,
+        forecasts: bool = False,
     ) -> None:
         """``pool``: None where tokens have no slots. ``lenvm_pool``: slots of the length model, if there is one. ``lookup``: None
-        for no drafts."""
+        for no drafts. ``forecasts``: generations wait for a forecast of their length, which takes no running place."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self.queue = FairQueue(len(pools), clock)
         self.allocator = Allocator(pools, self.queue, budget.reserved_share, budget.max_adapters)
         self._composer = StepComposer(self.allocator, run_ahead=run_ahead)
         self.drafting = Drafting(self.allocator, lookup or LookupSettings(rows=0))
         self._run_ahead = run_ahead
+        self._forecasts = forecasts
         self._running = self.allocator.running
         self._budget = budget
         self._clock = clock
@@ -153,7 +158,9 @@ class Scheduler:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
         self.drafting.prepare(request)
-        self.queue.join(request)
+        if self._forecasts and isinstance(request, GenerateRequest):
+            request.forecast = forecast_of(request)
+        self.queue.join(_queued(request))
         self.wait_estimator.add(request)
         self._deadlines.add(request)
 
@@ -199,9 +206,10 @@ class Scheduler:
         See :meth:`~engine.scheduling.fair_queue.FairQueue.displaceable`. None if there is none.
         """
         displaced = self.queue.displaceable(caller, above)
-        if displaced is not None:
-            self.remove(displaced)
-        return displaced
+        if displaced is None:
+            return None
+        self.remove(displaced.accepted)
+        return displaced.accepted
 
     def expire(self) -> list[Request]:
         """Remove the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
@@ -250,6 +258,15 @@ class Scheduler:
         if not request.branches:
             self.remove(request)
 
+    def take_forecast(self, forecast: ScoringRequest, expected: float, delay: float) -> None:
+        """End a forecast of ``expected`` tokens, and queue its generation, as if it had come ``delay`` seconds later."""
+        request = forecast.forecasts
+        assert isinstance(request, GenerateRequest)
+        request.forecast, request.expected_tokens, request.delay = None, expected, delay
+        self.queue.join(request)
+        self._stop(forecast)
+        self.queue.leave(forecast)
+
     def finish_items(self, part: Request) -> None:
         """End a request of a group of items, or a block of it, whose results are there."""
         assert part.group is not None
@@ -260,6 +277,7 @@ class Scheduler:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
         self.wait_estimator.remove(request)
+        request = _queued(request)
         for part in request.parts.values() if isinstance(request, ItemGroup) else [request]:
             self._stop(part)
         self.queue.leave(request)
@@ -274,7 +292,7 @@ class Scheduler:
 
         Returns the removed requests; some requests of the batch may have ended since.
         """
-        affected = dict.fromkeys(request.group or request.main_request for request in batch.requests)
+        affected = dict.fromkeys(request.accepted for request in batch.requests)
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
@@ -319,3 +337,8 @@ class Scheduler:
         flow.room += reserve
         flow.room -= self._composer.compute(batch, flow, request, flow.room, reserve, may_preempt=True)
         self.drafting.extend(batch, flow, first)
+
+
+def _queued(request: Request) -> Request:
+    """Return what is queued for a request: its forecast, while there is one."""
+    return request.forecast if isinstance(request, GenerateRequest) and request.forecast is not None else request

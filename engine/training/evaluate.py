@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from yardstick_llm.engine.loop.build import load_grammar_vocabulary, spellings_of
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.lenvm import DEFAULT_GAMMA, GAMMA_FILE, LenVM, facts_of, gamma_of, load_lenvm
+from yardstick_llm.engine.requests.units import measure
 from yardstick_llm.engine.training.data import Floats, Longs, Text, check_tokenizer, predict, read_dataset, to_lengths
 
 SERVED, REPORT, PLOTS = "served.jsonl", "report.json", "report.png"
@@ -90,8 +92,11 @@ def calibrate(states: States) -> dict[str, Any]:
     return {"edges": [round(float(edge), 6) for edge in edges], "log_ratio": table, "states": len(ratios)}
 
 
-def judge(model: LenVM, texts: Sequence[Text], gamma: float, most: int, device: torch.device) -> dict[str, Any]:
-    """Return ``calibration`` and ``metrics`` of a model on the validation texts."""
+def judge(
+    model: LenVM, texts: Sequence[Text], gamma: float, most: int, device: torch.device, spellings: Sequence[bytes]
+) -> dict[str, Any]:
+    """Return ``calibration``, ``metrics`` and, with the ``spellings`` of tokens, ``unit_tokens`` of a model on the validation
+    texts."""
     values = predict(model, texts, most, device)
     states = states_of(texts, values, gamma, horizon_of(texts))
     errors = np.log(states.predicted / states.real)
@@ -101,7 +106,13 @@ def judge(model: LenVM, texts: Sequence[Text], gamma: float, most: int, device: 
         "mae_log": float(np.abs(errors).mean()),
         "bias_log": float(errors.mean()),
     }
-    return {"calibration": calibrate(states), "metrics": metrics}
+    unit_tokens = measure([text.tokens[text.start :].tolist() for text in texts], spellings) if spellings else {}
+    return {"calibration": calibrate(states), "metrics": metrics, "unit_tokens": unit_tokens}
+
+
+def spellings_in(directory: Path) -> list[bytes]:
+    """Return what each token of a model adds to a text; empty where its tokeniser does not say."""
+    return spellings_of(load_grammar_vocabulary(directory, load_config(directory)))
 
 
 def intervals(states: States, calibration: dict[str, Any], horizon: float) -> dict[str, tuple[Floats, Floats]]:
@@ -364,7 +375,7 @@ def evaluate(
         say(f"warning: {lenvm.name} names no gamma; {DEFAULT_GAMMA} is taken")
     model = load_lenvm(lenvm, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     if recalibrate:
-        facts |= {"gamma": gamma, **judge(model, dataset.texts("validation"), gamma, PASS_TOKENS, device)}
+        facts |= {"gamma": gamma, **judge(model, dataset.texts("validation"), gamma, PASS_TOKENS, device, spellings_in(lenvm))}
         write_json(lenvm / GAMMA_FILE, facts)
     values = predict(model, texts, PASS_TOKENS, device)
     answers = read_served(out / SERVED) if (out / SERVED).exists() else []

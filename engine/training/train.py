@@ -60,7 +60,7 @@ from yardstick_llm.engine.training.data import (
     raw_values,
     read_dataset,
 )
-from yardstick_llm.engine.training.evaluate import judge, write_json
+from yardstick_llm.engine.training.evaluate import judge, spellings_in, write_json
 from yardstick_llm.kernels.linear import linear
 
 STATE = "training.pt"
@@ -463,7 +463,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
         "end_tokens": sorted({*model.config.eos_token_ids, *dataset.manifest.get("end_tokens", [])}),
         "l50": l50,
         "l99": l99,
-        **judge(model, trainer.checked, gamma, trainer.most, device),
+        **judge(model, trainer.checked, gamma, trainer.most, device, spellings_in(init)),
         "training": {
             "identity": identity,
             "init": Path(settings.init).name,

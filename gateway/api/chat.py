@@ -247,7 +247,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         model = requested_model(request, pool, fields.model, falls_back=True)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         _check(model, fields, logprobs)
-        guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
+        guidance = guidance_of(model, with_budget(model, fields), logprobs=logprobs)
         priority = priority_of(request, fields.priority)
         prepared = await body.read(model)
         guidance = with_section(guidance, prepared.format)
@@ -274,7 +274,7 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
 
 
-def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
+def with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
     """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
     if data.thinking_budget is None:
         return data

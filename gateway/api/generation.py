@@ -124,12 +124,13 @@ class Generator:
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
             handle = StreamHandle()
-            events = self._events(generations, answer, lease, account, fields, handle)
+            events = self._events(request, generations, answer, lease, account, fields, handle)
             return self.streams.response(events, request, handle=handle)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
+            show_forecast(request, generations)
             time_slice = TimeSlice()
             choices = answer.chosen(sorted(joined(pieces), key=lambda piece: piece.index), generations)
             logprobs = [await _encoded(answer, choice.tokens, time_slice) for choice in choices]
@@ -138,6 +139,7 @@ class Generator:
 
     async def _events(
         self,
+        request: Request[Any, Any, Any],
         generations: list[Generation],
         answer: Answer,
         lease: Lease | None,
@@ -167,6 +169,7 @@ class Generator:
                     chunks: list[bytes] = []
                     if not opened:
                         opened = direct.opened = True
+                        show_forecast(request, generations)
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
                     for piece in small(joined(batch)):
                         if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
@@ -194,6 +197,8 @@ class Generator:
             finished(sequence.finish for generation in generations for sequence in generation.sequences)
             self.telemetry.generated(account)
             for generation in generations:
+                if generation.forecast_tokens:
+                    self.telemetry.forecast(generation.model.base.name, generation.forecast_tokens)
                 if calls := generation.tool_calls:
                     for result, count in (("called", calls.calls), ("malformed", calls.malformed)):
                         if count:
@@ -239,6 +244,15 @@ class _DirectWriter(DirectWriter):
         if (around := self._around.get(index)) is None:
             around = self._around[index] = self._answer.around_text(index)
         writer.write(around[0] + text + around[1])
+
+
+def show_forecast(request: Request[Any, Any, Any], generations: list[Generation]) -> None:
+    """Name the expected output tokens of all sequences in a header, if engines forecast those of each prompt. Before the response
+    begins; in a stream of several prompts, those that have begun count."""
+    begun = [generation for generation in generations if generation.forecast_tokens]
+    if begun:
+        expected = sum(generation.forecast_tokens * generation.request.sampling.n for generation in begun)
+        RequestContext.of(request).headers.append((b"x-yardstick-expected-tokens", b"%d" % round(expected)))
 
 
 def system_fingerprint(model: ServedModel) -> str:

@@ -123,6 +123,7 @@ _PRESET = {
     "x-yardstick-preset-fallback": "Preset of a model that no preset is for, whose own prompt may differ; absent for other models.",
 }
 _GENERATION = {
+    "x-yardstick-expected-tokens": "Output tokens that the length model expected of all sequences; absent without a forecast.",
     "x-yardstick-fallback": "Model that answered because the requested one has no ready engine; absent otherwise.",
     "x-yardstick-truncated": "Number of messages that `truncation` left out; absent if none was.",
 }

@@ -22,8 +22,8 @@ from litestar.params import FromPath, FromQuery, JSONBody
 
 from yardstick_llm.gateway.api.access import caller_of, priority_of, requested_model
 from yardstick_llm.gateway.api.answers import while_connected
-from yardstick_llm.gateway.api.chat import ChatAnswer
-from yardstick_llm.gateway.api.generation import Generator, small, system_fingerprint, usage_of
+from yardstick_llm.gateway.api.chat import ChatAnswer, with_budget
+from yardstick_llm.gateway.api.generation import Generator, show_forecast, small, system_fingerprint, usage_of
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.response_output import Output
@@ -301,6 +301,8 @@ class Responder:
         with self.generator.counted([run.generation], lease, account):
             async with aclosing(run.generation.pieces(self.generator.dispatcher)) as batches:
                 async for batch in batches:
+                    if not opened:
+                        show_forecast(request, [run.generation])
                     chunks = [] if opened else run.opening()
                     opened, time_slice = True, TimeSlice()
                     for piece in small(batch):
@@ -427,7 +429,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
         with _renamed():
             _check(fields)
             check(model, chat, logprobs=logprobs)
-            guidance = guidance_of(model, chat, logprobs=logprobs)
+            guidance = guidance_of(model, with_budget(model, chat), logprobs=logprobs)
         priority = priority_of(request, fields.priority)
         if fields.store:
             if not CachePolicy.of(request).write:

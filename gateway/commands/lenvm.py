@@ -70,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True):
     stray_share: float
     validation_share: float
     test_share: float
+    system: str = ""
+    """A system message before each prompt that has none."""
 
 
 class Probed(msgspec.Struct):
@@ -317,6 +319,8 @@ class Sample(LineTask):
         if self.settings.raw:
             return Call("/v1/completions", self.body(prompt=prompt.content, **drawn))
         messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
+        if self.settings.system and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.settings.system}, *messages]
         return Call("/v1/chat/completions", self.body(messages=messages, **drawn))
 
     def is_stray(self, fields: dict[str, Any]) -> bool:

@@ -77,6 +77,8 @@ class Generation:
         self.cached_tokens = 0
         self.queue_seconds = 0.0
         """Time that the request waited in an engine's queue, in seconds."""
+        self.forecast_tokens = 0.0
+        """Output tokens of each sequence that an engine's length model expects; 0 without a forecast."""
         self.expected_tokens = len(request.prompt) + request.sampling.n * min(request.sampling.max_tokens, most_expected)
         """Expected tokens of the prompt and all sequences."""
         self._relay: Relay | None = None
@@ -139,6 +141,7 @@ class Generation:
                 for delta in batch:
                     self.cached_tokens += delta.cached_tokens
                     self.queue_seconds += delta.queue_seconds
+                    self.forecast_tokens = max(self.forecast_tokens, delta.expected_tokens)
                 if prompt is not None:
                     early += [delta for delta in batch if delta.tokens or delta.finish]
                     if self.request.prompt_logprobs is not None and not prompt.push_all(batch):
@@ -165,7 +168,8 @@ class Generation:
 
     def _send(self, direct: DirectWriter, delta: wire.Delta) -> bool:
         """Send the piece of ``delta`` at once, or return False."""
-        if delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or not direct.is_open():
+        told_once = delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or delta.expected_tokens
+        if told_once or not direct.is_open():
             return False
         sequence = self.sequences[delta.index]
         if direct.text_only and (text := sequence.push_quoted(delta)) is not None:

@@ -24,6 +24,7 @@ _LIMITS = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens", "item
 EXPOSED = [
     "x-request-id",
     "x-yardstick-cache",
+    "x-yardstick-expected-tokens",
     "x-yardstick-truncated",
     "x-yardstick-ignored",
     "x-yardstick-fallback",

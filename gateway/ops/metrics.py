@@ -24,6 +24,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 """Upper bounds of the histograms' buckets."""
 LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 """Upper bounds of the buckets for cache lookups, which take at most 0.05 s by default."""
+ANSWER_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SUB_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 MOST_LABELS = 256
 """Most models, and most adapters, that have series of their own. A series that was counted stays until the gateway ends, also
@@ -253,6 +254,9 @@ class Telemetry(Metrics):
         self.guided = self._of_model(
             "length_guided_prompts", "Prompts continued with length guidance, by mode or constraint.", "mode"
         )
+        self._forecasts = self._histogram(
+            "expected_tokens", "Tokens that a length model expected of an answer.", "model", buckets=ANSWER_TOKENS
+        )
         self.structured = self._of_model("structured_prompts", "Prompts whose output followed a grammar.")
         self.tool_calls = self._counter(
             "tool_calls", "Tool calls in answers, by format, and whether they could be read.", "format", "result"
@@ -323,6 +327,10 @@ class Telemetry(Metrics):
         requests.inc()
         first.observe(first_seconds, exemplar)
         whole.observe(seconds, exemplar)
+
+    def forecast(self, model: str, tokens: float) -> None:
+        """Record the forecast of the answers to a prompt."""
+        self._forecasts.labels(self._label(model)).observe(tokens)
 
     def fell_back(self, model: str, fallback: str) -> None:
         """Count a request for ``model`` that ``fallback`` takes."""

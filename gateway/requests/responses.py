@@ -70,7 +70,7 @@ REFERENCE = (
     "`{}` refers to a stored item, which is not supported: send the item itself, or `previous_response_id`. Clients send whole "
     "items if their `store` is false."
 )
-_SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
+_SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs", "thinking_budget")
 """Fields that both have."""
 
 

@@ -77,7 +77,6 @@ ADAPTERS = "name the adapter in `model`, as `adapter` or `base:adapter`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
 EFFORT = "use `reasoning.effort`"
-BUDGET = 'use `length_guidance` with `target_length` and `applies_to` "thinking"'
 ONE_ANSWER = "a response has one answer; use /v1/chat/completions"
 ON_CHAT = "use /v1/chat/completions"
 FLOAT32 = "embeddings are numbers or, with `encoding_format` `base64`, float32"
@@ -183,7 +182,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("reasoning_effort", ("responses",), EFFORT),
     Refused("enable_thinking", ("responses",), EFFORT),
     Refused("thinking", ("responses",), EFFORT),
-    Refused("thinking_budget", ("responses",), BUDGET),
     Refused("thinking_token_budget", ("responses",), ON_CHAT),
     Refused("prompt_logprobs", ("responses",), ON_CHAT),
     Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),

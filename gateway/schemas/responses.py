@@ -203,6 +203,8 @@ class ResponseRequest(TextRequest, kw_only=True):
     of a tool: it calls that one. An object of the type `allowed_tools`: it can call these only."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several function calls; true by default."""
+    thinking_budget: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    """Tokens of the reasoning, about; only with a model that has a length model. See /v1/chat/completions."""
     text: TextConfig | None = None
     """Format of the text."""
     reasoning: Reasoning | None = None

@@ -99,6 +99,9 @@ spec:
         {{- with $engine.promptLookup }}
         - --prompt-lookup={{ int . }}
         {{- end }}
+        {{- if ne $engine.forecast "none" }}
+        - --forecast={{ $engine.forecast }}
+        {{- end }}
         {{- with $engine.maxImageTokens }}
         - --max-image-tokens={{ int . }}
         {{- end }}

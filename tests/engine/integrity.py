@@ -76,6 +76,7 @@ def check(scheduler: Scheduler) -> None:
     others = sum(len(branch.slots) for request in items for branch in request.branches)
     others += sum(len(request.prefix_slots) for request in items if request.salt is None)
     assert scheduler.allocator.other_item_tokens == others
+    assert scheduler.allocator.without_place == sum(not request.takes_place for request in scheduler.running)
     assert scheduler.allocator.items_running == sum(request.group is not None for request in scheduler.running)
     for request in scheduler.requests:
         if isinstance(request, ItemGroup):
@@ -89,10 +90,15 @@ def check(scheduler: Scheduler) -> None:
     check_flows(scheduler)
 
 
+def queued(request: Request) -> Request:
+    """What waits or runs for a request: its forecast first, which holds its place in the queue."""
+    return request.forecast if isinstance(request, GenerateRequest) and request.forecast else request
+
+
 def parts_of(scheduler: Scheduler) -> list[Request]:
     """Everything that may hold slots: requests, aux requests, and the items of groups that run."""
     parts: list[Request] = []
-    for request in scheduler.requests:
+    for request in map(queued, scheduler.requests):
         for running in request.parts.values() if isinstance(request, ItemGroup) else [request]:
             parts += running.items if isinstance(running, ItemBlock) else running.with_aux
     return parts
@@ -123,7 +129,7 @@ def check_flows(scheduler: Scheduler) -> None:
         running = [request for request in scheduler.running if request.caller.tenant == tenant]
         waiting = [request for _, _, request in flow.waiting]
         assert waiting == sorted(waiting, key=lambda request: (rank(request), request.arrival))
-        own = [request for request in scheduler.requests if request.caller.tenant == tenant]
+        own = [queued(request) for request in scheduler.requests if request.caller.tenant == tenant]
         assert {request.arrival for request in waiting} == {request.arrival for request in own if waits(request, running)}
         assert list(flow.running.values()) == running
         assert list(flow.running) == [request.arrival for request in running]

@@ -223,11 +223,11 @@ CALLERS = [
     slots=st.sampled_from([64, 90, 400]),
     tokens=st.sampled_from([5, 16, 64]),
     running=st.sampled_from([2, 8]),
-    guided=st.booleans(),
+    guided=st.sampled_from(["no", "guided", "with forecasts"]),
 )
 def test_random_requests_of_several_tenants_end_and_every_slot_has_one_owner(seed, slots, tokens, running, guided):
-    rng, clock = random.Random(seed), Clock()
-    scheduler = make(slots, tokens, running, clock, length_slots=slots if guided else 0)
+    rng, clock, forecasts, guided = random.Random(seed), Clock(), guided == "with forecasts", guided != "no"
+    scheduler = make(slots, tokens, running, clock, length_slots=slots if guided else 0, forecasts=forecasts)
     contents, added, alive = SlotContents(), 0, 0.4 * rng.random()
 
     def step() -> None:

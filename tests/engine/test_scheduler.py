@@ -33,9 +33,17 @@ class Clock:
         return self.now
 
 
-def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | None = None, length_slots: int = 0) -> Scheduler:
+def make(
+    slots: int = 256,
+    tokens: int = 32,
+    running: int = 8,
+    clock: Clock | None = None,
+    length_slots: int = 0,
+    *,
+    forecasts: bool = False,
+) -> Scheduler:
     lenvm_pool = SlotPool(length_slots) if length_slots else None
-    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), lenvm_pool=lenvm_pool)
+    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), lenvm_pool=lenvm_pool, forecasts=forecasts)
 
 
 def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoringRequest:
@@ -66,7 +74,11 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
         scheduler.finish(segment.branch)
     for segment in batch.lenvm_segments:
         request = segment.request
-        if isinstance(request, ScoringRequest) and request.group is None and segment.branch is not None and segment.completes:
+        if not isinstance(request, ScoringRequest) or segment.branch is None or not segment.completes:
+            continue
+        if request.forecasts is not None:
+            scheduler.take_forecast(request, 10.0, request.size % 5)
+        elif request.group is None:
             done.append(segment.branch)
             scheduler.finish(segment.branch)
     return done

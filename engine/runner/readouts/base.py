@@ -15,7 +15,7 @@ Steps 1 to 3 never wait for the device. Readouts without an output are skipped a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -101,6 +101,8 @@ class ReadoutContext:
     """(branch of each row) -> the language-model head of consecutive rows; a single one where no adapter has its own"""
     spellings: Sequence[bytes] = ()
     """UTF-8 bytes of each token, none for control tokens; empty where the tokeniser does not give them."""
+    unit_tokens: Mapping[wire.LengthUnit, float] = field(default_factory=dict)
+    """Tokens of a word, sentence or character, as far as they were measured with the length model."""
 
     def by_head(self, branches: Sequence[Branch], compute: Callable[[TokenHead, slice], Tensor]) -> Tensor:
         """Results of ``compute`` for consecutive rows with the same head, one behind the other. ``branches``: of each row."""

@@ -327,8 +327,8 @@ class GuidedDrawReadout(Readout):
         rows.any_end |= guidance.end_min_p is not None
         if guidance.constraint is not None:
             in_tokens = guidance.unit == "tokens"
-            spellings = self.context.spellings
-            rows.targets[place] = (guidance, position - begin) if in_tokens else (request.in_tokens(branch, spellings), 0)
+            spelled = self.context.spellings, self.context.unit_tokens
+            rows.targets[place] = (guidance, position - begin) if in_tokens else (request.in_tokens(branch, *spelled), 0)
         request.packed_guidance = request.packed_guidance or pack_guidance(guidance)
         rows.packed.append(request.packed_guidance)
         rows.top_k.append(request.candidates)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import statistics
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -116,3 +119,22 @@ def test_budgets_are_kept() -> None:
     assert statistics.mean(tokens <= part for tokens in aimed("le", part)) >= 0.95
     assert statistics.mean(tokens >= part for tokens in aimed("ge", part)) >= 0.95
     assert statistics.mean(aimed("ge", part)) < 8 * part  # it ends once the target is reached, if not at once
+
+
+def test_a_unit_has_the_tokens_that_were_measured(tmp_path: Path) -> None:
+    """Beside the same length model: where a character is said to take more tokens, texts of as many characters become longer."""
+    lengths = []
+    for tokens in (0.05, 1.0):
+        folder = shutil.copytree(MODELS / "lenvm", tmp_path / str(tokens))
+        facts = json.loads((folder / "lenvm.json").read_text())
+        (folder / "lenvm.json").write_text(json.dumps(facts | {"unit_tokens": {"characters": tokens}}))
+        settings = EngineSettings(model=str(MODELS / "base"), name="demo", lenvm_model=str(folder), max_total_tokens=8000)
+        engine, written = build_loop(settings), 0
+        guidance = wire.LengthGuidance(constraint="eq", target_length=150, unit="characters")
+        for place, prompt in enumerate(prompts(4)):
+            sampling = wire.Sampling(max_tokens=LIMIT, seed=place, min_p=MIN_P)
+            engine.submit(wire.Generate(f"{place}", prompt, sampling, length_guidance=guidance))
+        while not engine.idle:
+            written += sum(len(reply.tokens) for reply in engine.step())
+        lengths.append(written)
+    assert lengths[1] > 1.3 * lengths[0]

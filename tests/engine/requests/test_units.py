@@ -8,7 +8,7 @@ import re
 import pytest
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.requests.units import USUAL, Written
+from yardstick_llm.engine.requests.units import USUAL, Written, measure
 
 TEXTS = (
     "A review. It costs 3.50 today, really!  And (yes?) it lasts\n\nfor years...  Buy it.",
@@ -50,6 +50,8 @@ def test_the_ratio_moves_from_the_usual_one_to_that_of_the_text() -> None:
     assert written.left(100) == 100 * USUAL["words"].tokens
     written.add([0, 1, 2, 3] * 60, spellings)
     assert written.left(100) == pytest.approx(41 * 4, rel=0.25)
+    assert Written("words", measured=measure([[0, 1, 2, 3] * 60, [0, 1]], spellings)).left(100) == 400
+    assert measure([[0, 1, 2, 3] * 19], spellings) == {"characters": pytest.approx(76 / 95)}
     told = Written("words", [0, 1, 2, 3] * 100, spellings)
     assert 3 < told.tokens_of_unit < 4
     assert (written.left(30), told.left(100)) == (0, 100 * told.tokens_of_unit)

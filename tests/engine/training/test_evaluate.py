@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.training.datasets import write_dataset
-from yardstick_llm.engine.models.lenvm import calibration_of
+from yardstick_llm.engine.models.config import load_config
+from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.lenvm import calibration_of, unit_tokens_of
 from yardstick_llm.engine.training.__main__ import main
-from yardstick_llm.engine.training.data import Text, gamma_for, learned, length_quantile, to_lengths
+from yardstick_llm.engine.training.data import Text, gamma_for, learned, length_quantile, read_dataset, to_lengths
 from yardstick_llm.engine.training.evaluate import (
     Answer,
     auc,
@@ -165,6 +168,12 @@ def test_a_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     calibration = calibration_of(lenvm)
     assert calibration is not None
     assert set(calibration.log_ratio) >= {"0.05", "0.95"}
+    answers = [text.tokens[text.start :].tolist() for text in read_dataset(data, load_config(lenvm)).texts("validation")]
+    decoded = [len(Tokenizer.from_file(str(lenvm / "tokenizer.json")).decode([id])) for text in answers for id in text]
+    assert unit_tokens_of(lenvm)["characters"] == pytest.approx(len(decoded) / sum(decoded), rel=0.25)
+    (lenvm / "lenvm.json").write_text(json.dumps(facts | {"unit_tokens": {"words": -1}}))
+    with pytest.raises(ModelError, match="unit_tokens"):
+        unit_tokens_of(lenvm)
     assert json.loads((out / "report.json").read_text())["offline"]["coverage"]["0.9"]["share"]["mean"] > 0.5
     assert main([*again, "--split", "validation"]) == 1
 

@@ -165,3 +165,25 @@ def test_values_are_exact_also_where_they_round(client: httpx.Client, monkeypatc
     body = {"prompt": "a", "max_tokens": 2, "logprobs": 2, "length_guidance": {"scale": 1, "return_values": True}}
     rows = client.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["logprobs"]["top_values"]
     assert all(math.isfinite(value) for row in rows for value in row.values()), "a value that rounded to one, too"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "sequences"),
+    [
+        ("/v1/chat/completions", {"messages": CONVERSATION, "n": 2}, 2),
+        ("/v1/completions", {"prompt": "The fox"}, 1),
+        ("/v1/responses", {"input": "The fox"}, 1),
+    ],
+)
+def test_forecasts_are_a_header_and_a_metric(start: Start, path: str, body: dict[str, Any], sequences: int, stream: bool) -> None:
+    engine = FakeEngine(forecast=40.4)
+    client = start(engine)
+    limit = {"max_output_tokens" if "input" in body else "max_tokens": 3}
+    answer = client.post(path, json=body | limit | {"stream": stream})
+    assert (answer.status_code, answer.headers["x-yardstick-expected-tokens"]) == (200, str(round(40.4 * sequences)))
+    engine.forecast = 0.0
+    assert "x-yardstick-expected-tokens" not in client.post(path, json=body | limit | {"stream": stream}).headers
+    assert metric(client, 'yardstick_expected_tokens_count{model="fake"}') == 1
+    assert metric(client, 'yardstick_expected_tokens_bucket{le="64.0",model="fake"}') == 1
+    assert metric(client, 'yardstick_expected_tokens_sum{model="fake"}') == pytest.approx(40.4)

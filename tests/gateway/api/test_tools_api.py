@@ -554,6 +554,9 @@ def test_a_section_needs_a_model_whose_tags_are_tokens(server: Server) -> None:
     assert param == "thinking_token_budget"
     param, _ = server.refusal("plain", tools=None, thinking_budget=9, length_guidance={"scale": 1})
     assert param == "thinking_budget"
+    for model, named in (("thinking", "no tokens of their own"), ("plain", "does not think")):
+        response = server.client.post("/v1/responses", json={"model": model, "input": "a", "thinking_budget": 9})
+        assert (response.status_code, named in response.json()["error"]["message"]) == (400, True)
 
 
 def test_guidance_of_the_answer_of_a_model_that_does_not_think_is_guidance_of_all(server: Server) -> None:

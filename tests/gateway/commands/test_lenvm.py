@@ -172,8 +172,11 @@ def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_
 def test_answers_come_breadth_first(yardstick: Yardstick, tmp_path: Path) -> None:
     server = Writer()
     with served(server) as url:
-        given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 8), "--samples", 3, "--concurrency", 1)
+        given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 8), "--samples", 3, "--concurrency", 1, "--system", "Be brief.")
         assert yardstick("lenvm", "sample", "--base-url", url, "--out", tmp_path / "out", *given).status == 0
+        assert {tuple(message["role"] for message in asked["messages"]) for asked in server.asked} == {("system", "user")}
+        changed = yardstick("lenvm", "sample", "--base-url", url, "--out", tmp_path / "out", *given[:-1], "Be long.")
+        assert "made with --system Be brief., not Be long." in the_one_line(changed)
     assert [row["sample"] for row in lines(tmp_path / "out/answers.jsonl")] == [0] * 8 + [1] * 8 + [2] * 8
 
 

@@ -7,10 +7,13 @@ import itertools
 import logging
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,7 +254,7 @@ class LoopClient:
         """Why the loop makes no progress, in a sentence; its requests have been failed. None while it makes progress."""
         self._draining = False
         self._nobody_waits = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._addresses: Addresses | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -265,24 +268,23 @@ class LoopClient:
         self._events.set_hwm(0)
         try:
             self._addresses = Addresses([self._requests, self._events])
-            self._process = await self._start_process(self._addresses)
+            self._process = self._start_process(self._addresses)
         except (OSError, zmq.ZMQError) as error:
             self._give_up(f"The engine's loop cannot be started: {error}.")
             return
         self._tasks = [asyncio.create_task(self._receive(self._process)), asyncio.create_task(self._watch(self._process))]
 
-    async def _start_process(self, addresses: Addresses) -> asyncio.subprocess.Process:
+    def _start_process(self, addresses: Addresses) -> subprocess.Popen[bytes]:
         settings = msgspec.json.encode(self._settings).decode()
         try:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "yardstick_llm.engine.server.loop_process", settings, *addresses.names),
-                stdin=asyncio.subprocess.PIPE,
+            return subprocess.Popen(  # noqa: S603 - this program's own module
+                [sys.executable, "-m", "yardstick_llm.engine.server.loop_process", settings, *addresses.names],
+                stdin=subprocess.PIPE,
                 pass_fds=addresses.descriptors,
                 env=with_defaults(os.environ),
-                # Ctrl-C in a terminal interrupts no imports there. uvloop has no process_group. In a session of its own the loop
-                # would take processors from the server, because Linux divides them between sessions first.
-                preexec_fn=os.setpgrp,
+                # Ctrl-C in a terminal interrupts no imports there. In a session of its own the loop would take processors from the
+                # server, because Linux divides them between sessions first.
+                process_group=0,
             )
         finally:
             addresses.release()
@@ -325,9 +327,10 @@ class LoopClient:
         """End the process and all requests that wait for it."""
         for task in self._tasks:
             task.cancel()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
-            await self._process.wait()
+            with self._process:  # closes its pipe and waits for it
+                pass
         self._give_up("The engine is shutting down.")
         self._context.destroy(linger=0)
         if self._addresses is not None:
@@ -380,7 +383,7 @@ class LoopClient:
         finally:
             self._commands.pop(command_id, None)
 
-    async def _receive(self, process: asyncio.subprocess.Process) -> None:
+    async def _receive(self, process: subprocess.Popen[bytes]) -> None:
         decoder = msgspec.msgpack.Decoder(channel.Event)
         while True:
             event = decoder.decode(await self._events.recv())
@@ -424,8 +427,18 @@ class LoopClient:
                 logger.warning("The engine's loop makes progress again.")
             self.stalled = pulse.stalled
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def wait() -> None:
+            process.wait()
+            with suppress(RuntimeError):  # the event loop was closed before
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=wait, name="loop process", daemon=True).start()
+        await ended.wait()
+        code = process.returncode
         await asyncio.sleep(0.1)  # the loop's last event may still arrive
         self._give_up(self.failure or f"The engine's loop ended with exit code {code}.")
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -58,14 +59,20 @@ IMPORTS = {
     "yardstick_llm.gateway.cli rerank": _ALL,
     "yardstick_llm.engine": _ENGINE,
     "yardstick_llm.engine.server.loop_process": _ENGINE,
+    "yardstick_llm.engine.runner.distributed.worker": (*_ENGINE, "yardstick_llm.engine.runner.distributed.worker"),
     "yardstick_llm.loadgen": _LOAD,
 }
 """Imports of programs and of those that they start, by module, or by module and first argument."""
-_STARTERS = ("yardstick_llm.gateway", "yardstick_llm.gateway.cli", "yardstick_llm.engine")
+_STARTERS = (
+    "yardstick_llm.gateway",
+    "yardstick_llm.gateway.cli",
+    "yardstick_llm.engine",
+    "yardstick_llm.engine.server.loop_process",
+)
 """Modules that start others."""
 _NOT_FOR_LIBRARIES = ("YARDSTICK_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "TOKENIZERS_", "RUST_", "MALLOC_")
 """Beginnings of the names of variables that no library reads when it is imported."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _MESSAGE_BYTES, _MESSAGE_FILES, _PID_BYTES = 1 << 17, 16, 8
 _HIGH = 100
 """Descriptors from here on are not among those that a command names."""
@@ -78,9 +85,11 @@ class Command(msgspec.Struct):
 
     module: str
     arguments: list[str]
+    directory: str
     variables: dict[str, str]
     descriptors: list[int]
     new_session: bool
+    new_group: bool
     dies_with_parent: bool
 
 
@@ -138,7 +147,7 @@ def as_in_production() -> Iterator[None]:
 
 def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: Any, variables: Any, *rest: Any) -> int:
     """Stands for ``_posixsubprocess.fork_exec``."""
-    stdin, stdout, stderr, reports, new_session, before = (rest[place] for place in (0, 3, 5, 7, 9, 15))
+    stdin, stdout, stderr, reports, new_session, group, before = (rest[place] for place in (0, 3, 5, 7, 9, 10, 15))
     words = _module_and_arguments(arguments)
     warm = _enabled and directory is None and words
     dies_with_parent = getattr(before, "__qualname__", "").startswith(f"{ending_with.__qualname__}.")
@@ -146,7 +155,8 @@ def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: 
         others = [file for file in keep if file != reports]  # the program reports no failure of exec
         files = [place if file == -1 else file for place, file in enumerate((stdin, stdout, stderr))]
         given = dict(os.environ) if variables is None else dict(os.fsdecode(each).split("=", 1) for each in variables)
-        command = Command(words[0], words[1:], given, [0, 1, 2, *others], new_session, dies_with_parent)
+        session = new_session, group == 0, dies_with_parent
+        command = Command(words[0], words[1:], str(Path.cwd()), given, [0, 1, 2, *others], *session)
         if (process := _process or _new_process()).fits(command):
             return process.fork(command, files + others)
     return _fork_exec(arguments, executables, close, keep, directory, variables, *rest)
@@ -257,8 +267,11 @@ def _run(command: Command, files: list[int]) -> NoReturn:
 
 def _prepare(command: Command, files: list[int]) -> None:
     """Give this process what the command asks for."""
+    _libc.prctl(_PR_SET_NAME, b"python")
     if command.new_session:
         os.setsid()
+    if command.new_group:
+        os.setpgid(0, 0)
     if command.dies_with_parent:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -269,6 +282,7 @@ def _prepare(command: Command, files: list[int]) -> None:
         os.close(file)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - to the end
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(command.directory)
     os.environ.clear()
     os.environ.update(command.variables)
     sys.argv = ["", *command.arguments]
@@ -283,6 +297,7 @@ def _keep_warm() -> None:
     if os.fork() == 0:
         ours.close()
         with suppress(BaseException):
+            _libc.prctl(_PR_SET_NAME, b"warm")
             null = os.open(os.devnull, os.O_RDWR)
             theirs = socket.socket(fileno=fcntl(theirs.detach(), F_DUPFD_CLOEXEC, _HIGH))
             for place in range(3):

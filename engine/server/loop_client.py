@@ -9,9 +9,12 @@ import math
 import os
 import secrets
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -220,7 +223,7 @@ class LoopClient:
         """Why the loop makes no progress, in a sentence; its requests have been failed. None while it makes progress."""
         self._draining = False
         self._nobody_waits = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._events = msgspec.msgpack.Decoder(channel.Event)
         self._tasks: list[asyncio.Task[None]] = []
@@ -231,7 +234,7 @@ class LoopClient:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = await self._start_process(theirs.fileno())
+                self._process = self._start_process(theirs.fileno())
         except OSError as error:
             ours.close()
             self._give_up(f"The engine's loop cannot be started: {error}.")
@@ -239,17 +242,16 @@ class LoopClient:
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: _Events(self._take), sock=ours)
         self._tasks = [asyncio.create_task(self._watch(self._process))]
 
-    async def _start_process(self, descriptor: int) -> asyncio.subprocess.Process:
+    def _start_process(self, descriptor: int) -> subprocess.Popen[bytes]:
         settings = msgspec.json.encode(self.settings).decode()
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "yardstick_llm.engine.server.loop_process", settings, str(descriptor)),
-            stdin=asyncio.subprocess.PIPE,
+        return subprocess.Popen(  # noqa: S603 - this program's own module
+            [sys.executable, "-m", "yardstick_llm.engine.server.loop_process", settings, str(descriptor)],
+            stdin=subprocess.PIPE,
             pass_fds=[descriptor],
             env=with_defaults(os.environ),
-            # Ctrl-C in a terminal interrupts no imports there. uvloop has no process_group. In a session of its own the loop
-            # would take processors from the server, because Linux divides them between sessions first.
-            preexec_fn=os.setpgrp,
+            # Ctrl-C in a terminal interrupts no imports there. In a session of its own the loop would take processors from the
+            # server, because Linux divides them between sessions first.
+            process_group=0,
         )
 
     def _send(self, body: bytes, received: float = math.nan) -> None:
@@ -295,9 +297,10 @@ class LoopClient:
         """End the process and all requests that wait for it."""
         for task in self._tasks:
             task.cancel()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
-            await self._process.wait()
+            with self._process:  # closes its pipe and waits for it
+                pass
         self._give_up("The engine is shutting down.")
         if self._transport is not None:
             self._transport.abort()
@@ -399,8 +402,18 @@ class LoopClient:
                 logger.warning("The engine's loop makes progress again.")
             self.stalled = pulse.stalled
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def wait() -> None:
+            process.wait()
+            with suppress(RuntimeError):  # the event loop was closed before
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=wait, name="loop process", daemon=True).start()
+        await ended.wait()
+        code = process.returncode
         await asyncio.sleep(0.1)  # the loop's last event may still arrive
         self._give_up(self.failure or f"The engine's loop ended with exit code {code}.")
 

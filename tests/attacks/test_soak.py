@@ -29,7 +29,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gateway.keys import entry, write
 from tests.processes import Pod, Program, wait_until
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 LATENCY_SECONDS = 300.0
 """Shortest soak that checks latencies."""
 QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 4.0

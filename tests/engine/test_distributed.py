@@ -24,14 +24,6 @@ from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_p
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import instructions
 
-MODELS = {
-    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma2": {},
-    "qwen2_moe": {},
-}
-"""With biases behind the sums, with biases of queries, keys and values, without any, with norms behind the sums, with experts."""
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], wire.Labels([1, 5, 2]))
 GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
 GENERATE = wire.Generate("g", list(range(5, 45)), GREEDY, logprobs=3, prompt_logprobs=1)
@@ -39,9 +31,9 @@ SETTINGS = {"max_batched_tokens": 48, "max_total_tokens": 1024}
 """A small budget, so that prompts are computed in chunks, beside one another."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MODELS.get(request.param, {}))
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture
@@ -65,8 +57,13 @@ def children(pid: int) -> list[int]:
 
 
 def workers(pid: int) -> list[int]:
-    """The children that compute, and not the one that checks grammars."""
-    return [child for child in children(pid) if b"checker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    """The children that compute, and neither the one that checks grammars nor one of :mod:`tests.warm`."""
+    files = {child: Path(f"/proc/{child}") for child in children(pid)}
+    return [
+        child
+        for child, file in files.items()
+        if b"checker" not in (file / "cmdline").read_bytes() and (file / "comm").read_text() != "warm\n"
+    ]
 
 
 def scored(settings: EngineSettings) -> wire.Scored:
@@ -107,14 +104,13 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        ("qwen3", ()),
-        *[pytest.param(family, (), marks=pytest.mark.slow) for family in ("qwen2", "gemma2", "qwen2_moe")],
-        *[pytest.param(family, ("--expert-parallel", "2"), marks=pytest.mark.slow) for family in ("qwen2_moe", "granitemoe")],
+        *[(family, ()) for family in ("qwen2", "gemma2", "qwen2_moe")],
+        *[(family, ("--expert-parallel", "2")) for family in ("qwen2_moe", "granitemoe")],
     ],
     indirect=["model"],
 )
 def test_two_processes_give_the_numbers_of_one(model: Path, more: tuple[str, ...], start):
-    """Also with whole experts."""
+    """With biases of queries, keys and values, with norms behind the sums, with experts and with whole experts."""
     alone, pod = answers(model), start(model, *more)
     for _ in range(2):  # the second time on cached keys and values
         status, scored = pod.ask("/score", SCORE)

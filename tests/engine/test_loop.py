@@ -239,7 +239,6 @@ def test_prompt_logprobs_alone(build):
 
 
 @pytest.mark.slow
-@often_overlapped
 def test_a_seed_gives_the_same_tokens_in_any_company(build):
     rng = random.Random(6)
     message = wire.Generate("g", random_tokens(rng, 30, 30), wire.Sampling(max_tokens=40, seed=77, ignore_eos=True, n=3, top_p=0.9))
@@ -252,7 +251,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company(build):
 
 
 @pytest.mark.slow
-@in_both_loops
 def test_a_resumed_generation_goes_on_as_the_first_would(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, frequency_penalty=1.0)
     prompt = [9, 8, 7]
@@ -263,7 +261,6 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build):
 
 
 @pytest.mark.slow
-@often_overlapped
 def test_each_sequence_is_resumed_by_itself(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, n=3)
     whole = run(build(), wire.Generate("g", [9, 8, 7], sampling))
@@ -274,7 +271,6 @@ def test_each_sequence_is_resumed_by_itself(build):
         assert tokens_of(rest, "g") == output[11:]
 
 
-@in_both_loops
 def test_sequences_end_at_stop_tokens_and_limits(build):
     free = tokens_of(run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, seed=1, ignore_eos=True))), "g")
     stop = free[6]
@@ -286,7 +282,6 @@ def test_sequences_end_at_stop_tokens_and_limits(build):
     assert (len(tokens_of(replies, "g")), replies[-1].finish) == (5, "length")
 
 
-@in_both_loops
 def test_end_of_sequence_is_held_back_and_ignored_on_request(build):
     bias = {2: 100.0}  # the checkpoint's end of turn
     ended = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, logit_bias=bias)))
@@ -298,7 +293,6 @@ def test_end_of_sequence_is_held_back_and_ignored_on_request(build):
     assert tokens_of(ended, "g") == [2] * 6
 
 
-@in_both_loops
 def test_a_finished_answer_is_cached_for_the_next_turn(build):
     loop = build()
     prompt = list(range(10, 40))
@@ -483,7 +477,6 @@ def test_several_tokens_at_a_time_are_the_same_tokens(build, size):
         assert (one[0].prompt_logprobs, one[0].cached_tokens) == (many[0].prompt_logprobs, many[0].cached_tokens)
 
 
-@in_both_loops
 def test_what_was_kept_back_is_told_before_an_abort(build):
     loop = build()
     loop.submit(wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=50, ignore_eos=True), tokens_per_delta=50))
@@ -494,7 +487,6 @@ def test_what_was_kept_back_is_told_before_an_abort(build):
     assert (last.offset, last.tokens, last.finish) == (len(kept.tokens), [], "abort")
 
 
-@in_both_loops
 def test_the_queue_is_bounded_and_ids_are_unique(build):
     loop = build(max_running_requests=1, max_waiting=2)
     for i in range(4):
@@ -505,7 +497,6 @@ def test_the_queue_is_bounded_and_ids_are_unique(build):
     assert failed["s0"].code == "invalid"
 
 
-@in_both_loops
 def test_the_wait_is_bounded(build):
     loop = build(max_running_requests=1, max_wait_seconds=1e-9)
     for i in range(6):

@@ -172,7 +172,6 @@ def label_logprobs() -> dict[str, Launch]:
     return {
         "labels of 1000 rows": Launch(lambda: step(1000, BF16), (WIDE,)),
         "labels of 1000 rows, cap": Launch(lambda: step(1000, BF16, 30.0), (WIDE,)),
-        "labels of 64 rows": Launch(lambda: step(64, BF16), (WIDE,)),
         "labels in float32": Launch(lambda: step(1000, torch.float32)),
         "labels of a row": Launch(lambda: step(1, torch.float16), (NARROW,)),
     }
@@ -313,12 +312,9 @@ def adapters() -> dict[str, Launch]:
         "adapter in float32": Launch(lambda: add(1000, 4096, qkv, f32), (LOADS,)),
         "adapter and SiLU, 4 rows": Launch(lambda: gate(4, 1024, 3072), ("mma", LOADS)),
         "adapter and SiLU": Launch(lambda: gate(1000, 1024, 3072), wide),
-        "adapter and SiLU in float32": Launch(lambda: gate(1000, 1024, 3072, f32), (LOADS,)),
         "adapter and GELU": Launch(lambda: gate(1000, 2304, 9216, gelu=True), wide),
         "adapter and rope, 4 rows": Launch(lambda: rope(4, 1024, 16, 8, 128, 128), ("mma", LOADS)),
-        "adapter and rope": Launch(lambda: rope(1000, 1024, 16, 8, 128, 128), wide),
         "adapter and rope of 256": Launch(lambda: rope(1000, 2560, 8, 4, 256, 256), wide),
-        "adapter and rope of 256 in float32": Launch(lambda: rope(1000, 2560, 8, 4, 256, 256, f32), (LOADS,)),
         "adapter and rope of a part": Launch(lambda: rope(1000, 3072, 24, 8, 128, 96), wide),
     }
 

@@ -125,7 +125,7 @@ def compare(
 
 
 GROUPS = [(4, 64), (7, 16)]
-OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((1, 32), (2, 128), (3, 16), (8, 32))]
+OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((1, 32), (2, 128))]
 
 
 @pytest.mark.slow
@@ -158,11 +158,9 @@ def test_triton_in_half_precision(device: torch.device) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 4])
-def test_triton_on_many_layouts(seed: int, device: torch.device) -> None:
-    group, head_dim = [1, 2, 4, 8, 7][seed], [32, 64, 128][seed % 3]
+def test_triton_on_a_long_layout(device: torch.device) -> None:
     longest = 300 if device.type == "cuda" else 130  # the interpreter takes minutes for more
-    compare(TritonAttention, device, seed, longest, group, head_dim, torch.float32)
+    compare(TritonAttention, device, 4, longest, 7, 64, torch.float32)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The effect of guidance on the lengths of texts: the demo models, the engine's own loop, hundreds of texts."""
+"""The effect of guidance on the lengths of texts: the demo models, the engine's own loop, many texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from yardstick_llm.engine.settings import EngineSettings
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT = 400
-TEXTS = 64
+TEXTS = 24
 TOP_K = 5
 MIN_P = 0.01
 """With constraints, as the gateway sends it: candidates that make no sense would be taken for their length."""
@@ -37,19 +37,19 @@ def loop() -> Loop:
 
 
 @cache
-def prompts(count: int) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """Requests for descriptions of products that training never saw."""
     rng, tokenizer = Random(5), load_tokenizer(MODELS / "base")
-    return [tokenizer.encode(draw_request(rng, held_out=True)[0]).ids for _ in range(count)]
+    return [tokenizer.encode(draw_request(rng, held_out=True)[0]).ids for _ in range(TEXTS)]
 
 
 @cache
-def written(guidance: wire.LengthGuidance | None, count: int = TEXTS, min_p: float = 0.0) -> list[list[int]]:
+def written(guidance: wire.LengthGuidance | None, min_p: float = 0.0) -> list[list[int]]:
     """One text a prompt, of which the seed is the number: the noise of a draw is the same whatever the guidance."""
-    for place, prompt in enumerate(prompts(count)):
+    for place, prompt in enumerate(prompts()):
         sampling = wire.Sampling(max_tokens=LIMIT, seed=place, top_k=TOP_K, min_p=min_p)
         loop().submit(wire.Generate(f"{place}", prompt, sampling, length_guidance=guidance))
-    texts: list[list[int]] = [[] for _ in range(count)]
+    texts: list[list[int]] = [[] for _ in range(TEXTS)]
     while not loop().idle:
         for reply in loop().step():
             assert isinstance(reply, wire.Delta), reply
@@ -66,52 +66,40 @@ def ended(text: list[int]) -> bool:
     return text[-1] in loop().info.eos_token_ids
 
 
-def mean(guidance: wire.LengthGuidance | None, count: int = TEXTS) -> float:
-    return statistics.mean(length(text) for text in written(guidance, count))
+def mean(guidance: wire.LengthGuidance | None) -> float:
+    return statistics.mean(length(text) for text in written(guidance))
 
 
 def at(scale: float) -> wire.LengthGuidance:
     return wire.LengthGuidance(scale=scale)
 
 
-def aimed(constraint: wire.LengthConstraint, target: int, count: int = 32) -> list[int]:
+def aimed(constraint: wire.LengthConstraint, target: int) -> list[int]:
     """Lengths of texts."""
     guidance = wire.LengthGuidance(constraint=constraint, target_length=target)
-    return [length(text) for text in written(guidance, count, MIN_P)]
+    return [length(text) for text in written(guidance, MIN_P)]
 
 
 def test_mean_lengths_are_ordered_by_scale() -> None:
-    means = [mean(at(scale)) for scale in (-10, -2, 0, 1, 2)]
-    assert means == sorted(means)
-    assert len(set(means)) == len(means)
-    for smaller, larger in pairwise(means):
-        assert larger - smaller > 1, means
-
-
-def test_large_scales_go_on_in_order() -> None:
-    means = [mean(at(scale), 12) for scale in (-40, -10, 0, 10, 40)]
+    """Ten below zero halves the length, and texts end at a moderate scale."""
+    means = [mean(at(scale)) for scale in (-40, -10, 0, 10, 40)]
     for smaller, larger in pairwise(means):
         assert larger > 1.2 * smaller, means
-
-
-def test_ten_below_zero_halves_the_length() -> None:
     assert mean(at(-10)) <= mean(at(0)) / 2
-
-
-def test_texts_end_at_a_moderate_scale() -> None:
+    assert mean(at(2)) > mean(at(0)) + 1
     assert statistics.mean(ended(text) for text in written(at(2))) >= 0.95
 
 
-@pytest.mark.parametrize("target", [40, 80, 120])
+@pytest.mark.parametrize("target", [40, 120])
 def test_texts_have_the_length_that_was_asked_for(target: int) -> None:
     lengths = aimed("eq", target)
     assert statistics.mean(abs(tokens - target) / target for tokens in lengths) <= 0.15
     assert statistics.mean(lengths) == pytest.approx(target, rel=0.05)
 
 
-@pytest.mark.parametrize("target", [40, 80, 120])
+@pytest.mark.parametrize("target", [80, 120])
 def test_the_mean_of_soft_targets_is_near(target: int) -> None:
-    assert statistics.mean(aimed("eq_soft", target, 64)) == pytest.approx(target, rel=0.15)
+    assert statistics.mean(aimed("eq_soft", target)) == pytest.approx(target, rel=0.15)
 
 
 def test_budgets_are_kept() -> None:

@@ -27,9 +27,11 @@ class WholeAttention:
         *,
         typed: bool = False,
         biased: Encoder | None = None,
+        narrow: bool = False,
     ) -> None:
         """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
-        to the scores by the distance of two tokens."""
+        to the scores by the distance of two tokens. ``narrow``: see :func:`~kernels.whole_attention.whole_attention`."""
+        self._narrow = narrow
         self._biased = biased
         self._specs = list(specs)
         self._device = device
@@ -46,7 +48,7 @@ class WholeAttention:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = None if model is None else partial(model.score_bias, layer, distances)
-            return whole_attention(q, k, v, layout, specs[layer], bias)
+            return whole_attention(q, k, v, layout, specs[layer], bias, narrow=self._narrow)
 
         return Packed(attend, self._types(segments))
 

@@ -69,8 +69,9 @@ def assemble_whole(model: Model, settings: EngineSettings, digest: str, threads:
     overlap = weight.is_cuda if settings.overlap is None else settings.overlap
     typed = isinstance(config, EncoderConfig) and config.typed
     biased = model if isinstance(model, Encoder) and model.is_biased else None
+    slopes = model.slopes if isinstance(model, Encoder) else None
     narrow = settings.quantize == "int8" and multiplies_bfloat16()  # bfloat16 adds little to the error of the products
-    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, narrow=narrow)
+    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes, narrow=narrow)
     runner = Runner(model, attention, (), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

@@ -1,7 +1,7 @@
 """Settings of an engine pod: the one definition of every option.
 
-:mod:`engine.server.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/api.md, and the
-tests check the chart's values against it. ``yardstick serve`` passes options on to this command line. The first sentence of a
+:mod:`engine.server.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/settings.md, and
+the tests check the chart's values against it. ``yardstick serve`` passes options on to this command line. The first sentence of a
 docstring is the help of the option.
 """
 

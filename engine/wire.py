@@ -46,9 +46,19 @@ MODEL_HEADER = "x-yardstick-model"
 ADAPTERS_HEADER = "x-yardstick-adapters"
 """Revision of the answer of ``GET /adapters``, in ASCII. Another list and another process have another revision."""
 ErrorCode = Literal[
-    "invalid", "unauthorized", "unknown_adapter", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"
+    "invalid",
+    "unauthorized",
+    "unknown_adapter",
+    "overloaded",
+    "not_ready",
+    "deadline",
+    "aborted",
+    "out_of_memory",
+    "not_a_number",
+    "internal",
 ]
-"""``unknown_adapter``: the engine has no adapter of this digest or name; another replica may."""
+"""``unknown_adapter``: the engine has no adapter of this digest or name; another replica may. ``not_a_number``: the model's numbers
+overflow, so no token can be drawn."""
 STATUS_OF_CODE: dict[str, int] = {
     "invalid": 400,
     "unauthorized": 401,
@@ -58,6 +68,7 @@ STATUS_OF_CODE: dict[str, int] = {
     "deadline": 504,
     "aborted": 499,
     "out_of_memory": 503,
+    "not_a_number": 500,
     "internal": 500,
 }
 

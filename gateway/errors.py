@@ -317,6 +317,7 @@ _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
     "deadline": DeadlineExceeded,
     "aborted": EngineLost,
     "out_of_memory": OutOfMemory,
+    "not_a_number": NotANumber,
     "internal": InternalError,
 }
 

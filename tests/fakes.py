@@ -428,6 +428,10 @@ class _Call:
             await asyncio.sleep(faults.pause if sent == faults.pause_after else faults.delay)
             while engine.frozen:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
+            if faults.overflow in request.prompt:
+                failure = wire.Failed(request.id, "not_a_number", "the numbers overflow")
+                await self.send({"type": "http.response.body", "body": wire.pack_frame(failure), "more_body": True})
+                break
             if sent == faults.fail_after:
                 failure = wire.Failed(request.id, "internal", "the engine failed, as it was told")
                 await self.send({"type": "http.response.body", "body": wire.pack_frame(failure), "more_body": True})

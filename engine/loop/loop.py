@@ -306,7 +306,9 @@ class Loop:
             replies += take_items(group, done, self._scheduler, self._counters)
         self._deltas.settle_drafts(result)
         for drawn in result.drawn:
-            if not drawn.branch.done:
+            if drawn.spoilt and not drawn.branch.done:
+                replies.append(self._end_spoilt(drawn.branch.request))
+            elif not drawn.branch.done:
                 replies += self._deltas.take(drawn)
                 if not drawn.branch.request.branches:
                     self._note("finished", drawn.branch.request)
@@ -324,6 +326,13 @@ class Loop:
             self._note("finished", request)
             scored = wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
             replies.append(scored)
+
+    def _end_spoilt(self, request: Request) -> wire.Failed:
+        """End a generation whose logits are not numbers."""
+        self._scheduler.remove(request)
+        self._note("failed", request, code="not_a_number")
+        message = "The model's numbers overflow for this prompt; change it, or serve another --dtype."
+        return wire.Failed(request.id, "not_a_number", message)
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
         """End the requests of a failed step. The engine continues."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +172,39 @@ def check_servable(config: ModelConfig) -> None:
         raise ModelError(f"A length model cannot have rotations of the type longrope, as this {config.architecture} has.")
 
 
-def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> LenVM:
+_LAYER = re.compile(rf"(?:{re.escape(checkpoint.BODY_PREFIX)})?layers\.(\d+)\.")
+
+
+def first_layers(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """Return the configuration of the first ``layers`` layers and the final norm; None: of all. Raises :class:`ModelError`."""
+    if layers is None:
+        return config
+    if layers > config.num_layers:
+        raise ModelError(f"The model has {config.num_layers} layers, not {layers}; give a smaller --layers.")
+    unrotated = tuple(layer for layer in config.unrotated if layer < layers)
+    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers], unrotated=unrotated)
+
+
+def weights_of(stored: Mapping[str, Stored], layers: int | None) -> dict[str, Stored]:
+    """Return the weights that a model of the first ``layers`` layers has; None: all."""
+    found = {name: _LAYER.match(name) for name in stored}
+    return {name: each for name, each in stored.items() if layers is None or (at := found[name]) is None or int(at[1]) < layers}
+
+
+def load_lenvm(
+    model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, layers: int | None = None
+) -> LenVM:
     """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
 
     ``quantize``: as :func:`~engine.models.loader.load_model`; the value head stays in ``dtype``. The checkpoint's ``lm_head`` is
-    ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.files.ModelError`.
+    ignored, unless it is all there is of a tied embedding. ``layers``: the first ones, which are loaded; None: all. Raises
+    :class:`~engine.models.files.ModelError`.
     """
     directory = locate(model)
-    config = load_config(directory)
+    config = first_layers(load_config(directory), layers)
     check_servable(config)
     value_model = LenVM(config, dtype)
-    stored = _read_headers(directory)
+    stored = weights_of(_read_headers(directory), layers)
     head = value_model.checkpoint_views()
     checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])
     checkpoint.copy(stored, head)

@@ -32,7 +32,17 @@ from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.formats.published import KEY as METHOD_KEY
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.gguf.config import configuration
-from yardstick_llm.engine.models.lenvm import GAMMA_FILE, HEAD_PREFIX, LenVM, check_servable, facts_of, load_lenvm, tokenizer_digest
+from yardstick_llm.engine.models.lenvm import (
+    GAMMA_FILE,
+    HEAD_PREFIX,
+    LenVM,
+    check_servable,
+    facts_of,
+    first_layers,
+    load_lenvm,
+    tokenizer_digest,
+    weights_of,
+)
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, fingerprint
 from yardstick_llm.engine.models.modules import PROJECTIONS, Linear, RMSNorm, refuse_experts
 from yardstick_llm.engine.models.registry import family_of
@@ -61,6 +71,8 @@ CLIP = 1.0
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 HUBER_DELTA = 0.1
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OF_LAYERS = ("layer_types", "no_rope_layers")
+"""Keys of a configuration with an entry for each layer."""
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -74,6 +86,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     one."""
     out: str
     """Folder of the length model."""
+    layers: Annotated[Count | None, unset("all")] = None
+    """Take only the first layers of ``init``, and its final norm: a length model for a part of its cost."""
     method: Annotated[str, choices("full", "lora")] = "full"
     """Train all weights, or only small additions (LoRA), which need less memory. They are merged at the end."""
     lora_rank: Count = 16
@@ -131,16 +145,18 @@ class Adapted(nn.Module):
         return self.projection
 
 
-def load_init(directory: Path, dtype: torch.dtype, seed: int) -> LenVM:
-    """Load a model with a new value head, or a length model with its own. Raises :class:`ModelError`."""
-    config = load_config(directory)
+def load_init(directory: Path, dtype: torch.dtype, seed: int, layers: int | None = None) -> LenVM:
+    """Load a model with a new value head, or a length model with its own; ``layers``: the first ones, None for all. Raises
+    :class:`ModelError`."""
+    config = first_layers(load_config(directory), layers)
     check_servable(config)
     refuse_experts(config, "Training of a length model")
     if config.vision is not None:
         raise ModelError(f"Training of a length model does not support images, which this {config.architecture} reads.")
     stored = read_stored(directory)
     if (directory / VALUE_HEAD).exists() or any(name.startswith(HEAD_PREFIX) for name in stored):
-        return load_lenvm(directory, dtype).train()
+        return load_lenvm(directory, dtype, layers=layers).train()
+    stored = weights_of(stored, layers)
     model = LenVM(config, dtype)
     checkpoint.check(stored, decoder_views(model.decoder, stored), [HEAD, "score.weight"], family_of(config.architecture).unread)
     fill(model.decoder, stored)
@@ -379,7 +395,10 @@ def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> N
     for name in _COPIED:
         if (init / name).is_file():
             shutil.copyfile(init / name, out / name)
-    write_json(out / "config.json", config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    layers = model.config.num_layers
+    config |= {name: config[name][:layers] for name in _OF_LAYERS if config.get(name)}
+    config |= {"num_hidden_layers": layers, "torch_dtype": str(dtype).removeprefix("torch.")}
+    write_json(out / "config.json", config)
     write_json(out / GAMMA_FILE, facts)  # last: it says that the model is complete
 
 
@@ -410,7 +429,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     lengths, ended = [text.length + 1 for text in texts], [text.ended for text in texts]
     l50, l99 = (length_quantile(lengths, ended, share) for share in (0.5, 0.99))
     gamma = settings.gamma or gamma_for(l99)
-    model = load_init(init, torch.bfloat16 if device.type == "cuda" else torch.float32, settings.seed)
+    model = load_init(init, torch.bfloat16 if device.type == "cuda" else torch.float32, settings.seed, settings.layers)
     trainer = Trainer(model, dataset, gamma, settings, device)
     masked = 1 - sum(int(mask.sum()) for mask in trainer.masks) / sum(lengths)
     count = sum(parameter.numel() for parameter in trainer.parameters.values())

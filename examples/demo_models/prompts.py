@@ -1,4 +1,4 @@
-"""Prompt formats of the demo models. They are plain strings, simple enough to write by hand; docs/demo-models.md shows them.
+"""Prompt formats of the demo models. They are plain strings, simple enough to write by hand; README.md shows them.
 
 A relevance prompt is a query part and an item part, one after the other, answered by one of :data:`LABELS`::
 

@@ -1,4 +1,4 @@
-"""Trains the demo models from random weights: ``python -m examples.demo_models.train --out DIRECTORY``. See docs/demo-models.md."""
+"""Trains the demo models from random weights: ``python -m examples.demo_models.train --out DIRECTORY``. See README.md."""
 
 from __future__ import annotations
 

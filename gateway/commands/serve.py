@@ -439,6 +439,6 @@ def _first_call(model: str, abilities: set[str]) -> tuple[str, dict[str, Any]]:
 
 
 def example_body(model: str) -> dict[str, Any]:
-    """Return the example's request body; docs/demo-models.md documents the format of its prompts."""
+    """Return the example's request body; examples/demo_models/README.md documents the format of its prompts."""
     items = [item + SUFFIX for item in ITEMS]
     return {"model": model, "query": PROMPT, "items": items, "labels": list(LABELS), "apply_softmax": True}

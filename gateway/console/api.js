@@ -141,7 +141,8 @@ const shortened = (text) => {
   return message.length > MAX_ERROR_CHARACTERS ? `${message.slice(0, MAX_ERROR_CHARACTERS)}…` : message;
 };
 
-async function readBounded(response, most) {
+/** Read a body as text of at most `most` bytes. */
+export async function readBounded(response, most) {
   const decoder = new TextDecoder();
   let text = "";
   let size = 0;

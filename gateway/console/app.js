@@ -1,13 +1,15 @@
 // Starts the page: tabs, theme, API key, and the list of models that all panels share.
 
 import { ApiError, apiKey, call, needsKey, signals } from "./api.js";
-import { byId, make, say } from "./dom.js";
+import { byId, copy, say, setOptions } from "./dom.js";
 import { startRank } from "./rank.js";
+import { keepFields, linkTo, restore, startOver, stateOf } from "./state.js";
 import { startStatus } from "./status.js";
 import { startWrite } from "./write.js";
 
 const RETRY_MS = 3000;
 const MAX_MODELS = 500;
+const DEMO = "yardstick-demo";
 
 /** The served models, and the chosen one. Fires `models` when either changes. */
 const served = Object.assign(new EventTarget(), { models: [], model: null });
@@ -88,12 +90,16 @@ async function useKey(key) {
 const select = byId("model");
 let retry = null;
 
-select.addEventListener("change", () => choose(select.value));
+select.addEventListener("change", () => {
+  if (served.models.length) delete select.dataset.wanted;
+  choose(select.value);
+});
 byId("notice-retry").addEventListener("click", loadModels);
 
 function choose(id) {
   served.model = served.models.find((model) => model.id === id) ?? served.models[0] ?? null;
   select.value = served.model?.id ?? "";
+  byId("welcome-demo").hidden = served.model?.id !== DEMO;
   served.dispatchEvent(new Event("models"));
 }
 
@@ -107,9 +113,9 @@ async function loadModels() {
     served.models = [];
     failure = error;
   }
-  select.replaceChildren(...served.models.map((model) => make("option", { value: model.id, text: model.id })));
+  setOptions(select, served.models.map(({ id }) => [id, id]));
   select.disabled = !served.models.length;
-  choose(served.model?.id);
+  choose(select.value);
   byId("key-button").hidden = !needsKey();
   notify(failure);
   if (!failure && !served.models.length) retry = setTimeout(loadModels, RETRY_MS);
@@ -135,8 +141,36 @@ function modelsOf(answer) {
   }));
 }
 
-const openNamed = () => open(tabs.find((tab) => `#${nameOf(tab)}` === location.hash) ?? tabs[0]);
+// --- what the page remembers, and links
 
+const DAMAGED = "The link is damaged, or its page is of another version. The fields are as they were.";
+const TOO_LONG = "These fields are too long for a link, which has at most 16,000 characters.";
+
+for (const panel of ["rank", "write"]) {
+  const button = byId(`${panel}-link`);
+  button.addEventListener("click", async () => {
+    const link = await linkTo(panel);
+    say(byId("link-note"), link ? "" : TOO_LONG);
+    if (link) copy(button, link);
+  });
+}
+byId("start-over").addEventListener("click", startOver);
+byId("main").addEventListener("submit", () => say(byId("link-note"), ""));
+
+/** Open the panel that the address names, with the fields of a link. Nothing is sent before the user presses a button. */
+async function openNamed() {
+  const [name, ...encoded] = location.hash.slice(1).split("=");
+  open(tabs.find((tab) => nameOf(tab) === name) ?? tabs[0]);
+  if (!encoded.length) return;
+  try {
+    restore(await stateOf(encoded.join("=")));
+    say(byId("link-note"), "The fields are those of the link. Nothing was sent yet.");
+  } catch {
+    say(byId("link-note"), DAMAGED);
+  }
+}
+
+byId("welcome").open = !keepFields();
 window.addEventListener("hashchange", openNamed);
 openNamed();
 loadModels();

@@ -8,13 +8,17 @@ import { call } from "./api.js";
 
 const MAX_LOOKUPS = 16;
 
+/** The conversation that the form asks for. */
+export const messagesOf = ({ system, text }) =>
+  [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: text }];
+
 /**
  * Return {ids, exact}: the prompt of `settings` and the tokens after it. `exact` is false if some token could not be found by its
  * text; the ids then spell the same text with other tokens.
  */
 export async function continuation(settings, tokens, text, signal) {
-  const { model, chat } = settings;
-  const prompt = chat ? { messages: [{ role: "user", content: settings.text }] } : { prompt: settings.text };
+  const { model, chat, tools } = settings;
+  const prompt = chat ? { messages: messagesOf(settings), ...(tools ? { tools } : {}) } : { prompt: settings.text };
   const tokenize = (body) => call("tokenize", { body: { model, ...body }, signal });
   const options = { add_special_tokens: false, parse_special_tokens: false, return_token_strs: true };
   const plain = (part) => tokenize({ prompt: part, ...options });

@@ -34,6 +34,24 @@ export function table(head, rows) {
   return make("table", {}, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...body));
 }
 
+/** Set the options of a list, pairs of value and text. It keeps its value, or takes it again once it is among them. */
+export function setOptions(select, options) {
+  const wanted = select.dataset.wanted ?? select.value;
+  select.replaceChildren(...options.map(([value, text]) => make("option", { value, text })));
+  const known = options.some(([value]) => value === wanted);
+  if (known) select.value = wanted;
+  if (known || !wanted) delete select.dataset.wanted;
+  else select.dataset.wanted = wanted;
+}
+
+/** Scroll to an element whose beginning is not on the screen, as results below a form on a phone. */
+export function reveal(element) {
+  const { top } = element.getBoundingClientRect();
+  if (top >= 0 && top < innerHeight * 0.75) return;
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ behavior: still ? "auto" : "smooth", block: "start" });
+}
+
 /** Offer `text` to the user as a file. */
 export function save(name, text) {
   const url = URL.createObjectURL(new Blob([text]));

@@ -5,13 +5,14 @@ import { counted } from "./dom.js";
 const SLIDERS = { scale: { min: -10, max: 10, step: 1, value: -5 }, target: { min: 5, max: 200, step: 5, value: 40 } };
 
 export class Guidance {
-  /** `changed` is called when the user changes a control. */
-  constructor(element, changed) {
+  /** `changed` is called when the user changes a control. `name`: begins the names of the kept controls. */
+  constructor(element, name, changed) {
     this.element = element;
     this.mode = element.querySelector(".guide-mode");
     this.label = element.querySelector(".guide-slider");
     this.slider = element.querySelector("input");
     this.shown = element.querySelector(".guide-value");
+    [this.mode.name, this.slider.name] = [`${name}-length`, `${name}-length-value`];
     this.mode.addEventListener("change", () => {
       Object.assign(this.slider, SLIDERS[this.mode.value] ?? {});
       this.draw();

@@ -1,25 +1,33 @@
 // One run of the Write panel: its request, its stream, and what is shown while it writes.
 
 import { ApiError, stream } from "./api.js";
-import { continuation } from "./continuation.js";
+import { continuation, messagesOf } from "./continuation.js";
 import { byId, copy, count, counted, duration, make, percent, say } from "./dom.js";
 import { Guidance } from "./guidance.js";
 import { sparkline } from "./sparkline.js";
+import { snapshot } from "./state.js";
 import { TokenReader, textBefore } from "./tokens.js";
 import { TokenView } from "./token_view.js";
 
 const TOP = 5;
 const MAX_TOKENS = 5000; // more than the form allows
+const MAX_CALLS = 64;
 const REDRAW_MS = 100;
 const CHAT = "v1/chat/completions";
 const TEXT = "v1/completions";
 
+const ENDS = { length: "token limit", tool_calls: "call of a tool" };
+
 export class Run {
-  /** `settings` returns what the form asks for; `changed` is called when the run begins, ends, or would send something else. */
-  constructor(name, settings, changed) {
+  /**
+   * `settings` returns what the form asks for; `changed` is called when the run begins, ends, or would send something else;
+   * `remember` is called with what a run wrote.
+   */
+  constructor(name, settings, changed, remember) {
     this.element = byId("run-template").content.firstElementChild.cloneNode(true);
     this.settings = settings;
     this.changed = changed;
+    this.remember = remember;
     this.last = null; // the request that was sent last; null when the form has changed since
     this.abort = null;
     this.tokens = [];
@@ -32,11 +40,12 @@ export class Run {
     this.chart = find("figure");
     this.copyButton = find(".copy-text");
     this.copyButton.addEventListener("click", () => copy(this.copyButton, this.text));
-    this.guidance = new Guidance(find(".guidance"), () => {
+    this.guidance = new Guidance(find(".guidance"), `write-${name.replace(" ", "-").toLowerCase()}`, () => {
       this.last = null;
       changed();
     });
     const choose = (place, alternative) => this.continueWith(place, alternative);
+    this.callList = find(".calls");
     this.view = new TokenView(find(".tokens"), find(".alternatives"), name, choose);
     this.reset();
   }
@@ -61,9 +70,10 @@ export class Run {
 
   /** The request for the whole answer. */
   opening(settings) {
-    const { text, chat } = settings;
-    if (chat) return this.ask(settings, CHAT, { messages: [{ role: "user", content: text }] });
-    return this.ask(settings, TEXT, { prompt: text });
+    const { text, chat, schema, tools, toolChoice } = settings;
+    if (!chat) return this.ask(settings, TEXT, { prompt: text, ...(schema ? { structured_outputs: { json: schema } } : {}) });
+    const format = schema ? { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } } : {};
+    return this.ask(settings, CHAT, { messages: messagesOf(settings), ...format, ...(tools ? { tools, tool_choice: toolChoice } : {}) });
   }
 
   /** A request with `settings`. `written`: tokens of the answer that the prompt contains already. */
@@ -91,7 +101,9 @@ export class Run {
     this.reset([...kept, chosen], text);
     this.write(async (signal) => {
       const { ids, exact } = await continuation(this.began, this.tokens, text, signal);
-      this.note = exact ? "" : "The text so far was tokenised again, into other tokens.";
+      const notes = [exact ? "" : "The text so far was tokenised again, into other tokens."];
+      if (this.began.schema || this.began.tools) notes.push("Continued as plain text, without schema and tools.");
+      this.note = notes.filter(Boolean).join(" ");
       const settings = { ...this.settings(), model: this.began.model }; // the ids are of this model
       return this.ask(settings, TEXT, { prompt: ids }, this.tokens.length);
     });
@@ -102,8 +114,10 @@ export class Run {
     this.text = text;
     this.usage = null;
     this.finish = this.note = "";
+    this.calls = [];
     say(this.error, "");
     this.view.show(tokens);
+    this.drawCalls();
     this.drawFigures(0);
   }
 
@@ -111,6 +125,7 @@ export class Run {
     this.abort = new AbortController();
     const { signal } = this.abort;
     const clock = performance.now();
+    const fields = snapshot("model", "write-");
     this.changed();
     this.status.textContent = `${this.name} is writing.`;
     try {
@@ -129,7 +144,9 @@ export class Run {
       this.abort = null;
       this.drawFigures(performance.now() - clock);
       this.view.finish();
+      this.drawCalls();
       this.changed();
+      this.remember({ run: this.name, fields, text: this.text, calls: this.calls, tokens: this.tokens.length, finish: this.finish });
     }
   }
 
@@ -139,10 +156,28 @@ export class Run {
     if (!choice) return;
     const { tokens, text } = reader.read(choice);
     this.text += text;
+    this.takeCalls(choice.delta?.tool_calls);
     this.tokens.push(...tokens);
     this.view.add(tokens);
     if (this.tokens.length > MAX_TOKENS) throw new ApiError("The server sends more tokens than were asked for.");
-    if (choice.finish_reason) this.finish = choice.finish_reason === "length" ? "token limit" : "end of text";
+    if (choice.finish_reason) this.finish = ENDS[choice.finish_reason] ?? "end of text";
+  }
+
+  /** Add parts of calls of tools, each to the call of its index. */
+  takeCalls(parts) {
+    for (const { index, function: part } of Array.isArray(parts) ? parts.filter((each) => each?.function) : []) {
+      if (!Number.isInteger(index) || index < 0 || index >= MAX_CALLS) continue;
+      const call = (this.calls[index] ??= { name: "", arguments: "" });
+      call.name += part.name ?? "";
+      call.arguments += part.arguments ?? "";
+    }
+  }
+
+  drawCalls() {
+    const calls = this.calls.filter(Boolean).map(({ name, arguments: text }) =>
+      make("div", { class: "code" }, make("h4", { text: `Calls ${name}` }), make("pre", { tabindex: "0", role: "region", "aria-label": `Arguments of ${name}`, text: indented(text) })));
+    this.callList.hidden = !calls.length;
+    this.callList.replaceChildren(...calls);
   }
 
   drawSoon(clock) {
@@ -183,5 +218,14 @@ export class Run {
     const [first, last] = [predictions[0], predictions.at(-1)].map((value) => count(Math.round(value)));
     const label = `Predicted tokens to come, after each token: ${first} at first, ${last} at last`;
     this.chart.replaceChildren(make("figcaption", { class: "hint", text: label }), sparkline(predictions, label));
+  }
+}
+
+/** JSON with line breaks; other text as it is. */
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
   }
 }

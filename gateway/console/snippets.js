@@ -5,7 +5,7 @@ import { byId, copy, make } from "./dom.js";
 
 const MAX_SHOWN_CHARACTERS = 20_000;
 const SDK_FIELDS = new Set(["model", "messages", "prompt", "temperature", "max_tokens", "max_completion_tokens", "seed", "logprobs",
-  "top_logprobs", "stream", "stream_options"]);
+  "top_logprobs", "stream", "stream_options", "response_format", "tools", "tool_choice"]);
 
 /** A block with two views and a copy button in the element `id`. Returns a function that shows a request {path, body}, and whose. */
 export function codeBlock(id) {

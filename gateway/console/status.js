@@ -1,8 +1,8 @@
 // The Status panel: engines, queues, rates, models and limits, sampled from /metrics while the panel is open.
 
 import { call, limits, readText, signals } from "./api.js";
-import { byId, count, make, say, table } from "./dom.js";
-import { parseMetrics, Series, sum } from "./metrics.js";
+import { byId, count, counted, make, say, table } from "./dom.js";
+import { histograms, parseMetrics, quantile, Series, since, sum, totalOf } from "./metrics.js";
 import { codeBlock } from "./snippets.js";
 import { sparkline } from "./sparkline.js";
 
@@ -33,7 +33,7 @@ export function startStatus(served) {
   let timer = null;
   let abort = null;
   let sampled = 0;
-  let opened = new Map(); // what engines had counted when the panel was opened
+  let opened = new Map(); // what item caches and histograms had counted when the panel was opened
 
   async function sample() {
     clearTimeout(timer);
@@ -51,6 +51,9 @@ export function startStatus(served) {
       drawTiles(series);
       drawEngines(metrics);
       drawItemCaches(metrics, opened);
+      drawLatency(metrics, opened);
+      drawTextWorkers(metrics, opened);
+      drawUsage(metrics);
       if (sampled++ % CATALOGUE_SAMPLES === 0) await drawCatalogues(abort.signal);
       say(byId("status-error"), "");
       byId("status-line").textContent = lineOf(metrics);
@@ -105,10 +108,11 @@ function drawEngines(metrics) {
   const named = (labels) => labels.state + (labels.model ? ` (${labels.model})` : "");
   const states = seriesOf("engines").map(({ labels, value }) => `${count(value)} ${named(labels)}`);
   const tokens = new Map(seriesOf("engine_tokens_in_flight").map(({ labels, value }) => [labels.engine, value]));
-  const rows = seriesOf("engine_requests_in_flight").map(({ labels, value }) =>
-    [labels.engine ?? "", count(value), count(tokens.get(labels.engine) ?? 0)]);
+  const grammars = new Map(seriesOf("grammar_queue").map(({ labels, value }) => [labels.engine, value]));
+  const rows = seriesOf("engine_requests_in_flight").map(({ labels: { engine = "" }, value }) =>
+    [engine, count(value), count(tokens.get(engine) ?? 0), grammars.has(engine) ? count(grammars.get(engine)) : "–"]);
   const summary = make("p", { class: "hint", text: `${states.join(", ") || "No engine is known."}${hidesEngines(metrics) ? ` ${HIDDEN}` : ""}` });
-  byId("status-engines").replaceChildren(summary, ...(rows.length ? [table(["Engine", "Requests", "Tokens"], rows)] : []));
+  byId("status-engines").replaceChildren(summary, ...(rows.length ? [table(["Engine", "Requests", "Tokens", "Grammars to compile"], rows)] : []));
 }
 
 function drawModels(models) {
@@ -148,6 +152,54 @@ function drawItemCaches(metrics, opened) {
   const hint = "Hit rate and evictions since the panel was opened; where nothing was scored since, from the engine's start on.";
   if (rows.length) byId("status-item-caches").append(make("p", { class: "hint", text: hint }));
 }
+
+/** Shares of a histogram as texts, of what it counted since the panel was opened. */
+function sharesOf(opened, name, key, buckets, shares) {
+  const id = `${name} ${key}`;
+  if (!opened.has(id)) opened.set(id, buckets);
+  const counted = since(buckets, opened.get(id));
+  return { total: totalOf(counted), times: shares.map((share) => (totalOf(counted) ? seconds(quantile(counted, share)) : "–")) };
+}
+
+const seconds = ({ value, above }) =>
+  `${above ? "over " : ""}${value < 1 ? `${Number((value * 1000).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`}`;
+
+function drawLatency(metrics, opened) {
+  const firsts = histograms(metrics, "first_byte_seconds", (labels) => labels.stream === "true");
+  const rows = [...histograms(metrics, "request_seconds", isApi)].slice(0, MAX_ROWS).map(([key, buckets]) => {
+    const { route, model } = JSON.parse(key);
+    const [first] = [...firsts].filter(([other]) => JSON.parse(other).route === route && JSON.parse(other).model === model);
+    const whole = sharesOf(opened, "request_seconds", key, buckets, [0.5, 0.95, 0.99]);
+    const begun = first ? sharesOf(opened, "first_byte_seconds", ...first, [0.5, 0.95]).times : ["–", "–"];
+    return [whole.total, [route ?? "", model ?? "", count(whole.total), ...whole.times, ...begun]];
+  });
+  rows.sort(([one], [other]) => other - one);
+  drawTable("status-latency", ["Endpoint", "Model", "Requests", "Median", "95 %", "99 %", "Stream begins, median", "95 %"],
+    rows.map(([, cells]) => cells), "Nothing was answered yet.");
+}
+
+function drawTextWorkers(metrics, opened) {
+  const rows = [["Waiting now", counted(sum(metrics, "text_queue"), "request"), "", ""]];
+  for (const [title, name] of [["Wait for a worker", "text_wait_seconds"], ["Work on a request", "text_seconds"]]) {
+    const [histogram] = histograms(metrics, name);
+    if (histogram) rows.push([title, ...sharesOf(opened, name, ...histogram, [0.5, 0.95, 0.99]).times]);
+  }
+  const ended = (metrics.get("yardstick_text_workers_ended_total") ?? []).slice(0, MAX_ROWS);
+  rows.push(["Ended, since the start", ended.map(({ labels, value }) => `${count(value)} ${labels.reason}`).join(", ") || "none", "", ""]);
+  drawTable("status-text", ["Text workers", "Median", "95 %", "99 %"], rows, "");
+}
+
+function drawUsage(metrics) {
+  const of = (name, key, kind) => sum(metrics, name, (labels) => labels.key === key && (kind === undefined || labels.kind === kind));
+  const rows = (metrics.get("yardstick_key_requests_total") ?? []).slice(0, MAX_ROWS).map(({ labels: { key = "" }, value }) => [value, [key,
+    count(value), count(of("key_items_total", key)), ...["prompt", "prompt_cached", "completion"].map((kind) => count(of("key_tokens_total", key, kind))),
+    count(of("limited_total", key))]]);
+  rows.sort(([one], [other]) => other - one);
+  drawTable("status-usage", ["Key", "Requests", "Items", "Prompt tokens", "Cached", "Written tokens", "Refused at limits"],
+    rows.map(([, cells]) => cells), hidesEngines(metrics) ? "This server names keys to keys with admin only." : NO_USAGE);
+}
+
+const NO_USAGE = "No use of a key is counted: the setting usage_keys is 0, or none was used yet.";
 
 function drawLimits() {
   const rows = [...limits].map(([kind, { limit, remaining, reset }]) => {

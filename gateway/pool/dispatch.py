@@ -10,7 +10,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from yardstick_llm.gateway.errors import (
+    AdapterNotFound,
+    EngineLost,
+    EngineSilent,
+    GatewayError,
+    InternalError,
+    NotANumber,
+    NotReady,
+)
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.ops.tracing import attempt, stage
 from yardstick_llm.gateway.pool.connection import OnDelta
@@ -183,13 +191,15 @@ class Dispatcher:
                                 if span is not None:
                                     span.event("first_token")
                                 replica.health.succeeded()
+                                replica.judge(spoilt=False)
                                 attempts.progressed(replica)
                             yield batch
             except GatewayError as error:
-                self._record_failure(error, replica, model)
+                failure = (isinstance(error, NotANumber) and replica.judge(spoilt=True)) or error
+                self._record_failure(failure, replica, model)
                 if started:
                     raise
-                self.check_retry(error, model, attempts)
+                self.check_retry(failure, model, attempts)
 
     def resumed(self, model: ServedModel) -> None:
         """Count a sequence that resumes on another replica."""

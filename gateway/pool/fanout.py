@@ -35,8 +35,6 @@ BRANCHES_IN_FLIGHT = 32
 """Branches of one request in flight at least for each ready encoder, where the messages are small."""
 USUAL_SPARSE = 512
 """Numbers of a usual row of :class:`engine.wire.Sparse`, whose longest one has two for each token of the vocabulary."""
-MAX_SPOILT = 8
-"""Answers in succession in which no row is a number, from which on an engine is at fault, and not the prompts."""
 
 OnScored = Callable[[list[int], wire.Scored], None]
 """Receives the indices of the branches of a sub-batch, and the engine's answer."""
@@ -207,10 +205,9 @@ class FanOut:
             scored = await replica.client.traced(span).score(sent)
             if not _complete(scored.rows, row_lengths, prompts.readout):
                 raise InternalError("The engine's scores are incomplete; its model may be broken.", retryable=True)
-            spoilt = len(spoilt_rows(scored.rows, prompts.readout)) == len(scored.rows)
-            replica.spoilt_answers = replica.spoilt_answers + 1 if spoilt else 0
-            if replica.spoilt_answers >= MAX_SPOILT:
-                raise InternalError("The engine's scores are not numbers; its model may be broken.", retryable=True)
+            fault = replica.judge(spoilt=len(spoilt_rows(scored.rows, prompts.readout)) == len(scored.rows))
+            if fault is not None:
+                raise fault
             return scored
 
         async def ask_second(replica: Replica, span: Stage | None) -> wire.Scored:

@@ -122,7 +122,7 @@ class Pool:
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         telemetry.watch(self._fleet)
-        telemetry.watch(self._item_caches)
+        telemetry.watch(self._reported)
 
     def start(self) -> None:
         """Start the background tasks."""
@@ -400,25 +400,26 @@ class Pool:
             tokens.add_metric([url, names.get(replica, "")], replica.tokens)
         yield from (in_flight, tokens)
 
-    def _item_caches(self) -> Iterator[Metric]:
-        """Yield what engines reported last of their items, for each engine that has. Every gateway reports the same."""
-        for kind, families in ((GaugeMetricFamily, _ITEM_GAUGES), (CounterMetricFamily, _ITEM_COUNTERS)):
+    def _reported(self) -> Iterator[Metric]:
+        """Yield what engines reported last, for each engine that has. Every gateway reports the same."""
+        for kind, families in ((GaugeMetricFamily, _REPORTED_GAUGES), (CounterMetricFamily, _REPORTED_COUNTERS)):
             for reported, (name, text) in families.items():
-                family = kind(f"yardstick_item_cache_{name}", text, labels=["engine"])
+                family = kind(f"yardstick_{name}", text, labels=["engine"])
                 for url, replica in self._replicas.items():
                     if replica.stats is not None:
                         family.add_metric([url], getattr(replica.stats, reported))
                 yield family
 
 
-_ITEM_GAUGES = {
-    "slots_items": ("tokens", "Tokens of items in the prefix cache of an engine."),
-    "item_bytes": ("bytes", "Bytes of keys and values of items in the prefix cache of an engine."),
+_REPORTED_GAUGES = {
+    "slots_items": ("item_cache_tokens", "Tokens of items in the prefix cache of an engine."),
+    "item_bytes": ("item_cache_bytes", "Bytes of keys and values of items in the prefix cache of an engine."),
+    "compiling": ("grammar_queue", "Requests of an engine that wait until their grammar is compiled."),
 }
-_ITEM_COUNTERS = {
-    "scored_items": ("scored_items", "Items that an engine scored and that came before the query."),
-    "cached_items": ("found_items", "Of these, items that were in its prefix cache whole."),
-    "evicted_item_tokens": ("evicted_tokens", "Tokens of items evicted from the prefix cache of an engine."),
+_REPORTED_COUNTERS = {
+    "scored_items": ("item_cache_scored_items", "Items that an engine scored and that came before the query."),
+    "cached_items": ("item_cache_found_items", "Of these, items that were in its prefix cache whole."),
+    "evicted_item_tokens": ("item_cache_evicted_tokens", "Tokens of items evicted from the prefix cache of an engine."),
 }
 """Metrics and their descriptions, by field of :class:`engine.wire.Stats`."""
 

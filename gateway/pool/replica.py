@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.errors import EngineSilent, InvalidRequest, NotReady
+from yardstick_llm.gateway.errors import EngineSilent, InternalError, InvalidRequest, NotReady
 from yardstick_llm.gateway.pool.client import EngineClient
 from yardstick_llm.gateway.pool.placement import weight
 from yardstick_llm.gateway.presets.preset import Fitted, Task, names_a_task
@@ -33,6 +33,8 @@ AFFINITY_BOUND = 1.25
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 SLOW_LOAD = 4
 """A replica that was ejected because it is slow still gets a request if the chosen one would have this multiple of its load."""
+MAX_SPOILT = 8
+"""Answers in succession in which nothing is a number, from which on an engine is at fault, and not the prompts."""
 ENDPOINTS: dict[str, str] = {"score": "/v1/score", "generate": "/v1/chat/completions", "length_guidance": "/v1/length"}
 """The main endpoint of each capability, for error messages."""
 BY_PRESET: dict[Task, str] = {"rerank": "/v1/rerank", "classify": "/v1/classify", "embed": "/v1/embeddings"}
@@ -180,7 +182,7 @@ class Replica:
     stats: wire.Stats | None = None
     """Counters that the pod reported last."""
     spoilt_answers: int = 0
-    """Answers in succession that had no number in any row."""
+    """Answers in succession that had no number."""
     _waits: set[Wait] = field(default_factory=set)
 
     @property
@@ -200,6 +202,13 @@ class Replica:
         if not self.ready:
             return "not_ready"
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
+
+    def judge(self, *, spoilt: bool) -> InternalError | None:
+        """Count an answer of the pod, which is ``spoilt`` if it has no number. Returns the error if so many were in succession."""
+        self.spoilt_answers = self.spoilt_answers + 1 if spoilt else 0
+        if self.spoilt_answers < MAX_SPOILT:
+            return None
+        return InternalError("The engine's answers are not numbers; its model may be broken.", retryable=True)
 
     def wait(self) -> Wait:
         """Return a context manager for waiting on the pod. It can be entered several times, one after another."""

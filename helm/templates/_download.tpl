@@ -80,7 +80,7 @@ spec:
   enableServiceLinks: false
   securityContext:
     {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
-  {{- with include "yardstick.placement" (dict "values" (omit .engine "spread")) }}{{ . | nindent 2 }}{{ end }}
+  {{- with include "yardstick.placement" (dict "values" .engine) }}{{ . | nindent 2 }}{{ end }}
   containers:
     - {{ include "yardstick.downloadContainer" (dict "root" .root "engine" .engine "waits" false) | nindent 6 | trim }}
   volumes:

@@ -106,12 +106,28 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "yardstick.engineImage" -}}
 {{- $variant := .engine.variant | default (ternary "cuda" "cpu" (eq (include "yardstick.device" .engine) "cuda")) -}}
-{{- $tag := printf "%s%s" (.root.Values.image.tag | default .root.Chart.AppVersion) (ternary "" "-cuda" (eq $variant "cpu")) -}}
-{{ .root.Values.image.registry }}/{{ .engine.repository }}:{{ .engine.tag | default $tag }}{{ with .engine.digest }}@{{ . }}{{ end }}
+{{- include "yardstick.image" (dict "root" .root "values" .engine "part" (printf "engine-%s" $variant) "suffix" (ternary "" "-cuda" (eq $variant "cpu"))) -}}
 {{- end }}
 
 {{- define "yardstick.gatewayImage" -}}
-{{ .Values.image.registry }}/{{ .Values.gateway.repository }}:{{ .Values.gateway.tag | default (.Values.image.tag | default .Chart.AppVersion) }}{{ with .Values.gateway.digest }}@{{ . }}{{ end }}
+{{- include "yardstick.image" (dict "root" . "values" .Values.gateway "part" "gateway" "suffix" "") -}}
+{{- end }}
+
+{{/* Image of a part. The release's digest holds for the release's tag only: (dict "root" $ "values" VALUES "part" KEY "suffix" TEXT) */}}
+{{- define "yardstick.image" -}}
+{{- $image := .root.Values.image -}}
+{{- $tag := .values.tag | default (printf "%s%s" ($image.tag | default .root.Chart.AppVersion) .suffix) -}}
+{{- $released := ternary "" (get ($image.digests | default dict) .part) (ne (print .values.tag $image.tag) "") -}}
+{{ $image.registry }}/{{ .values.repository }}:{{ $tag }}{{ with .values.digest | default $released }}@{{ . }}{{ end }}
+{{- end }}
+
+{{/* Resources of a pool's engines. The demo model on a CPU has a memory limit */}}
+{{- define "yardstick.engineResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if and (not .model) (ne (include "yardstick.device" .) "cuda") (not (hasKey ($resources.limits | default dict) "memory")) -}}
+{{- $_ := set $resources "limits" (set ($resources.limits | default dict) "memory" "2Gi") -}}
+{{- end -}}
+{{- toYaml $resources -}}
 {{- end }}
 
 {{- define "yardstick.pullSecrets" -}}
@@ -231,7 +247,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* Scheduling of pods: (dict "root" $ "values" .Values.gateway "selector" SELECTOR) */}}
+{{/* Scheduling of pods, which are spread if there is a selector: (dict "root" $ "values" .Values.gateway "selector" SELECTOR) */}}
 {{- define "yardstick.placement" -}}
 {{- $text := include "yardstick.placementLines" . | trim -}}
 {{ $text }}
@@ -256,7 +272,14 @@ priorityClassName: {{ . }}
 {{- with .values.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-{{- if .values.spread }}
+{{- if and .selector .values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range .values.topologySpreadConstraints }}
+  - {{- omit . "labelSelector" | toYaml | nindent 4 }}
+    labelSelector:
+      {{- .labelSelector | default (dict "matchLabels" ($.selector | fromYaml)) | toYaml | nindent 6 }}
+  {{- end }}
+{{- else if and .selector .values.spread }}
 topologySpreadConstraints:
   {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - maxSkew: 1

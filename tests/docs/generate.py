@@ -1,4 +1,4 @@
-"""``python -m tests.docs.generate``: writes the parts of docs/api.md that are made from the code.
+"""``python -m tests.docs.generate``: writes the parts of docs/api.md and docs/settings.md that are made from the code.
 
 A part stands between ``<!-- NAME: made by python -m tests.docs.generate -->`` and ``<!-- end -->``.
 """
@@ -21,6 +21,7 @@ from yardstick_llm.gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endp
 from yardstick_llm.gateway.settings import FLAGS, PREFIX, Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+PAGES = [PAGE, PAGE.with_name("settings.md")]
 _PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.generate -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
 
 
@@ -121,8 +122,9 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the pages."""
+    for path in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/api.md and docs/clients.md say what the code does."""
+"""The pages of the API and docs/clients.md say what the code does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.docs.generate import PAGE, PARTS, page, parts_of
+from tests.docs.generate import PAGE, PAGES, PARTS, page, parts_of
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 
@@ -18,8 +18,9 @@ CLIENTS = PAGE.with_name("clients.md")
 
 
 def test_the_parts_that_are_made_from_the_code_are_up_to_date() -> None:
-    assert sorted(parts_of(TEXT)) == sorted(PARTS)
-    assert page(TEXT) == TEXT, "run: python -m tests.docs.generate"
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    assert sorted(part for text in texts for part in parts_of(text)) == sorted(PARTS)
+    assert [page(text) for text in texts] == texts, "run: python -m tests.docs.generate"
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +37,17 @@ def test_every_status_has_a_row(client: httpx.Client) -> None:
     assert {status for status in statuses if status >= "400"} <= set(re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE))
 
 
-SHOWN = [("/v1/score", '"object": "scoring"'), ("/v1/length", '"object": "length"'), ("/tokenize", '"token_strs": ["re"')]
+SHOWN = [
+    ("scoring.md", "/v1/score", '"object": "scoring"'),
+    ("generation.md", "/v1/length", '"object": "length"'),
+    ("api.md", "/tokenize", '"token_strs": ["re"'),
+]
 
 
-@pytest.mark.parametrize(("path", "marker"), SHOWN)
-def test_the_answers_shown_have_the_fields_of_real_ones(client: httpx.Client, path: str, marker: str) -> None:
-    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", TEXT, flags=re.DOTALL) if marker in block]
+@pytest.mark.parametrize(("name", "path", "marker"), SHOWN)
+def test_the_answers_shown_have_the_fields_of_real_ones(client: httpx.Client, name: str, path: str, marker: str) -> None:
+    text = PAGE.with_name(name).read_text(encoding="utf-8")
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL) if marker in block]
     (shown,) = blocks
     bodies = {
         "/v1/score": {"query": "a", "items": ["b"], "labels": [" Yes"]},

@@ -16,6 +16,7 @@ from tests.gateway.conftest import gateways
 from yardstick_llm.gateway.cli import app
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = PAGE.with_name("settings.md").read_text(encoding="utf-8")
 OPERATIONAL = {"/metrics", "/health", "/"}
 
 
@@ -51,8 +52,8 @@ def test_what_replaces_options_and_paths_exists() -> None:
     (part,) = re.findall(r"<!-- migrating -->\n(.*?)<!-- end -->", PAGE.with_name("clients.md").read_text(encoding="utf-8"), re.S)
     here = " ".join(re.findall(r"`([^`]+)`", " ".join(cells(part, -1))))
     helps = [CliRunner().invoke(app, [*command, "--help"]).output for command in (["serve"], ["keys", "new"])]
-    options = set(re.findall(r"--[a-z][a-z-]+", " ".join([*helps, PAGE.read_text(encoding="utf-8")])))
-    variables = set(re.findall(r"YARDSTICK_\w+", PAGE.read_text(encoding="utf-8")))
+    options = set(re.findall(r"--[a-z][a-z-]+", " ".join([*helps, SETTINGS])))
+    variables = set(re.findall(r"YARDSTICK_\w+", SETTINGS))
     with gateways() as start:
         paths = set(start(FakeEngine()).get("/schema/openapi.json").json()["paths"]) | OPERATIONAL
     named = [set(re.findall(pattern, here)) for pattern in (r"--[a-z][a-z-]+", r"YARDSTICK_\w+", r"(?<!\S)/\S*")]

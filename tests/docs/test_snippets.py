@@ -19,7 +19,7 @@ from tests.processes import Pod, Program
 from yardstick_llm.engine.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples/demo_models/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "bash", "sh", "shell", "console", "javascript", "js"}
 SERVER = re.compile(r"http://(?:127\.0\.0\.1|localhost):8000")
 FAILING = 'set -euo pipefail\ncurl() { command curl --silent --show-error --fail-with-body "$@"; echo; }\n'

@@ -166,6 +166,7 @@ def test_other_variants_of_jina_are_refused(tmp_path: Path, change: dict[str, st
         build(tmp_path / "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_MASKED])
 def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:
     directory, sent = make_encoder(tmp_path, family, "masked"), texts()

@@ -51,6 +51,7 @@ def build(checkpoint: Path, **settings: object):
     return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 2048} | settings)))
 
 
+@pytest.mark.slow
 def test_scores_equal_transformers(checkpoint: Path, reference: Reference) -> None:
     """Prefixes and branches are computed in several steps and are longer than the windows; at last the prefix is cached."""
     rng = random.Random(2)

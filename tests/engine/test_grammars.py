@@ -112,6 +112,7 @@ def test_a_deadline_holds_while_a_grammar_waits(build: Callable[..., Loop]) -> N
     assert loop.stats.compiling == 1
 
 
+@pytest.mark.slow
 def test_requests_whose_grammar_waits_fill_the_queue_for_nobody_else(build: Callable[..., Loop]) -> None:
     loop = build(max_waiting=4)
     for number in range(6):

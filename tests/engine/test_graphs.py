@@ -430,6 +430,7 @@ def test_a_replay_routes_what_it_finds(family: str, tmp_path: Path, monkeypatch:
     check(load_model(make_checkpoint(tmp_path, family)).layers[0].mlp, monkeypatch, 1e-5)
 
 
+@pytest.mark.slow
 def test_so_it_does_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a shared expert, whose product a late device does not have. The interpreter cuts codes off where others round."""
     model = make_checkpoint(tmp_path, "mixtral", intermediate_size=32)

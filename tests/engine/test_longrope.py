@@ -56,6 +56,7 @@ def test_scores_equal_transformers(max_context: int | None, prefix: int, checkpo
             assert_equal_rows(scored.rows, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_context", "length", "count"),
     [

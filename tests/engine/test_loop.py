@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable
@@ -62,8 +63,8 @@ def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loo
     """Builds the overlapped loop, in which steps are launched before the last one is read; a test may ask for the plain one too."""
 
     def build(**settings) -> Loop:
-        defaults = {"max_total_tokens": 4096, "overlap": getattr(request, "param", True)}
-        return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
+        defaults = {"model": str(checkpoint), "max_total_tokens": 4096, "overlap": getattr(request, "param", True)}
+        return build_loop(EngineSettings(name="test", **(defaults | settings)))
 
     return build
 
@@ -237,6 +238,7 @@ def test_prompt_logprobs_alone(build):
     assert (reply[0].tokens, reply[0].finish, len(reply[0].prompt_logprobs.chosen)) == ([], "length", 3)
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_a_seed_gives_the_same_tokens_in_any_company(build):
     rng = random.Random(6)
@@ -249,6 +251,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(build):
     assert len({tuple(output) for output in outputs}) == 3
 
 
+@pytest.mark.slow
 @in_both_loops
 def test_a_resumed_generation_goes_on_as_the_first_would(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, frequency_penalty=1.0)
@@ -259,6 +262,7 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build):
     assert tokens_of(rest, "g") == whole[11:]
 
 
+@pytest.mark.slow
 @often_overlapped
 def test_each_sequence_is_resumed_by_itself(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, n=3)
@@ -528,3 +532,32 @@ def test_half_precision(build, reference, dtype, tolerance):
 
 def test_no_branches_no_work(build):
     assert run(build(), wire.Score("s", [5], [], wire.Labels([1]))) == [wire.Scored("s", [], 0, 0)]
+
+
+@in_both_loops
+def test_what_is_not_a_number_spoils_its_request_alone(build: Callable[..., Loop], tmp_path: Path) -> None:
+    bad = 310
+    make_checkpoint(tmp_path, "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model.get_input_embeddings().weight.data[bad] = math.nan
+    model.save_pretrained(tmp_path)
+    loop = build(model=str(tmp_path))
+    sampling = wire.Sampling(max_tokens=4, temperature=1, top_p=0.9, seed=1, n=2)
+    good = wire.Generate("good", [5, 6, 7], sampling, logprobs=2)
+    alone = tokens_of(run(loop, good), "good")
+    overflowing = [
+        wire.Generate("greedy", [5, bad, 7], wire.Sampling(max_tokens=4, temperature=0), logprobs=2),
+        wire.Generate("drawn", [5, 6, bad], sampling),
+    ]
+    items = wire.Score("items", [8, 9], [[10, bad, 11], [12], [13, bad]], wire.Labels(LABELS))
+    (whole,) = run(build(model=str(tmp_path)), msgspec.structs.replace(items, branches=[[12], [8]]))
+    replies = run(loop, overflowing[0], msgspec.structs.replace(good, id="with"), overflowing[1], items, checked=True)
+    (scored,) = (reply for reply in replies if isinstance(reply, wire.Scored))
+    assert [math.isnan(row[0]) for row in scored.rows] == [True, False, True]
+    assert scored.rows[1] == pytest.approx(whole.rows[0], abs=1e-5)
+    (later,) = run(loop, msgspec.structs.replace(items, branches=[[12], [8]]))
+    assert later.rows[1] == pytest.approx(whole.rows[1], abs=1e-5), "the prefix that was kept has numbers"
+    failed = {reply.id: reply.code for reply in replies if isinstance(reply, wire.Failed)}
+    assert failed == {"greedy": "not_a_number", "drawn": "not_a_number"}
+    assert {reply.id for reply in replies if isinstance(reply, wire.Delta)} == {"with"}
+    assert tokens_of(replies, "with") == alone

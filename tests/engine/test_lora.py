@@ -200,6 +200,7 @@ def test_kernels_equal_merged_weights(model: Model, kernels: bool, fused: bool, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_catalogue_items_and_likelihoods(model: Model) -> None:
     loop, rng = build(model, max_loras_device=2), random.Random(2)

@@ -54,6 +54,7 @@ def scores(loop: Loop, digest: str, prompts: list[list[int]]) -> Tensor:
     return torch.tensor(reply.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets"),
     [

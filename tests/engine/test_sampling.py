@@ -164,6 +164,7 @@ def test_top_p_counts_probability_within_top_k() -> None:
     assert support(logits, top_p=0.55) == {1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flatness", [0.01, 4.0])
 def test_top_p_over_a_large_vocabulary(flatness: float) -> None:
     """Whether the first look at the largest logits suffices or not, the set is that of a plain sort."""

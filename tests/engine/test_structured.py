@@ -117,6 +117,7 @@ def test_a_grammar_names_control_tokens(build: Build) -> None:
     assert (tokens, finish) == ([67, 1, 0, END_OF_TURN], "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [
@@ -182,6 +183,7 @@ def test_min_tokens_yields_to_a_complete_output(build: Build) -> None:
     assert len(tokens) == 11
 
 
+@pytest.mark.slow
 def test_allowed_tokens(build: Build) -> None:
     loop = build()
     tokens, finish = sequence(run(loop, asked("a", "", allowed_token_ids=(67, 68), max_tokens=20)), "a")
@@ -195,6 +197,7 @@ def test_allowed_tokens(build: Build) -> None:
     assert sequence(run(loop, nothing), "n") == ([END_OF_TURN], "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", ["", of_regex("[ab]{12}")])
 def test_bad_words(build: Build, grammar: str) -> None:
     loop = build()

@@ -134,6 +134,7 @@ def test_windows_soft_caps_and_experts(variants: Variants, tmp_path: Path, famil
     nothing_new(variants, loop, [*scores(rng), *generations(rng)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("scores", "fp8"))])
 def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
     """Adapters of any rank, in steps of few and many rows, beside requests without one; ``fp8``: over a base in FP8."""

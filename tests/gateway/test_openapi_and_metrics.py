@@ -65,6 +65,7 @@ OPEN = {"/livez", "/readyz", "/health", "/ping", "/version", "/metrics"}
 """Operations that need no key."""
 
 
+@pytest.mark.slow
 def test_operations_need_a_key_but_for_those_of_operators(start: Start, shared: httpx.Client, tmp_path: Path) -> None:
     """Nothing else depends on the settings."""
     keys = write(tmp_path / "keys.json", entry("secret"))
@@ -100,6 +101,7 @@ def test_streams_and_response_headers_are_described(shared: httpx.Client) -> Non
     assert "x-yardstick-cache" not in paths["/v1/chat/completions"]["post"]["responses"]["200"]["headers"]
 
 
+@pytest.mark.slow
 def test_the_document_is_valid(shared: httpx.Client) -> None:
     document = shared.get("/schema/openapi.json").json()
     schemas = document["components"]["schemas"]

@@ -82,6 +82,7 @@ def test_addresses_of_engines() -> None:
             Settings(engines=(text,))
 
 
+@pytest.mark.slow
 def test_the_process_serves_and_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of the command line win over the environment."""
     monkeypatch.setenv("YARDSTICK_PORT", "1")

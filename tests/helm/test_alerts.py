@@ -380,6 +380,33 @@ def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> N
     promtool("check", "rules", file)
 
 
+@pytest.mark.parametrize("honors", [True, False], ids=["own labels", "exported labels"])
+def test_gpus_of_engines_are_shown_by_pod(tmp_path: Path, honors: bool) -> None:
+    """The pod in dcgm-exporter's series is `exported_pod` without `honorLabels`; GPUs of other pods are left out."""
+    panels = json.loads((CHART / "dashboards" / "yardstick.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"] if "DCGM" in target["expr"]]
+    assert len(asked) == 2
+
+    def gpu(metric: str, pod: str, number: int, value: int) -> dict[str, str]:
+        names = ("namespace", "pod") if honors else ("exported_namespace", "exported_pod")
+        away = "" if honors else ',namespace="gpu-operator",pod="dcgm-exporter-x"'
+        return gauge(metric, f'gpu="{number}",{names[0]}="apps",{names[1]}="{pod}"{away}', value)
+
+    tests = []
+    for expression, metric in zip(asked, ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_FB_USED"), strict=True):
+        slots = gauge("yardstick_engine_slots", 'namespace="apps",pod="one",pool="b",model="m",instance="x"', 0)
+        samples = [{"labels": f'{{pool="b",pod="one",gpu="{number}"}}', "value": value} for number, value in ((0, 40), (1, 0))]
+        tests.append(
+            {
+                "input_series": [slots, gpu(metric, "one", 0, 40), gpu(metric, "one", 1, 0), gpu(metric, "other", 2, 9)],
+                "promql_expr_test": [{"expr": re.sub(r"\$[a-z]+", ".*", expression), "eval_time": "2m", "exp_samples": samples}],
+            }
+        )
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump({"tests": [{"interval": "1m"} | test for test in tests]}))
+    promtool("test", "rules", file)
+
+
 def test_the_recorded_use_of_keys_adds_up(tmp_path: Path) -> None:
     """The example of docs/operations.md, with two gateways, one of which restarts, and a key that is used later."""
     values = {"gateway": {"settings": {"usage_keys": 10}}, **RULES}

@@ -86,6 +86,9 @@ def test_it_renders_what_it_rendered(name: str):
         ({"gateway": {"ingress": {"hosts": ["a"]}}}, "additional properties 'hosts' not allowed"),
         ({"nonsense": 1}, "additional properties 'nonsense' not allowed"),
         ({"gateway": {"replicas": "two"}}, "got string, want integer"),
+        ({"gateway": {"autoscaling": {"targetCPU": 70}}}, "got number, want string"),
+        ({"engine": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}}, "missing properties 'maxSkew'"),
+        ({"image": {"digests": {"engine": "sha256:1"}}}, "additional properties 'engine' not allowed"),
         ({"engine": {"dtype": "int8"}}, "value must be one of"),
         ({"engine": {"resources": {"limits": {"cpu": "lots"}}}}, "does not match pattern"),
         ({"pools": {"default": {}}}, "'not' failed"),
@@ -123,7 +126,12 @@ def test_values_may_be_removed_as_helm_allows():
     """``--set auth.keys=null`` leaves a value out."""
     rules = {"enabled": True, "extraLabels": None, "objectives": None}
     scaling = {"enabled": True, "fallback": None, "authenticationRef": None, "extraTriggers": None, "advanced": None}
-    removed: Values = {"auth": {"keys": None}, "gateway": {"settings": None}, "monitoring": {"rules": rules}}
+    removed: Values = {
+        "image": {"digests": None},
+        "auth": {"keys": None},
+        "gateway": {"settings": None},
+        "monitoring": {"rules": rules},
+    }
     assert manifests(removed | {"engine": {"autoscaling": scaling}})
 
 
@@ -155,6 +163,7 @@ def test_the_schema_knows_exactly_the_values():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     values["engine"]["resources"] = {"requests": {}, "limits": {}, "claims": []}
     values["engine"]["autoscaling"]["authenticationRef"] = {"name": "", "kind": ""}
+    values["image"]["digests"] = {"gateway": "", "engine-cpu": "", "engine-cuda": ""}
     values["gateway"]["settings"] = dict.fromkeys(set(Settings.__struct_fields__) - set(OTHER_VALUES))
     check(values, schema, "")
 
@@ -168,7 +177,8 @@ def test_gateways_may_read_endpoint_slices_and_nothing_else_but_their_keys():
     verbs = ["get", "list", "watch"]
     slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": verbs}
     keys = {"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["yardstick-api-keys"], "verbs": verbs}
-    for values, rules in ((SETS["default"], [slices]), (EVERYTHING, [slices, keys])):
+    fixed: Values = {"gateway": {"engines": ["http://10.0.0.1:8100"]}, "auth": {"watch": True}}
+    for values, rules in ((SETS["default"], [slices]), (EVERYTHING, [slices, keys]), (fixed, [keys])):
         found = manifests(values)
         assert one(found, "Role", "yardstick")["rules"] == rules
         assert [m["metadata"]["name"] for m in found if "Cluster" in m["kind"]] == []

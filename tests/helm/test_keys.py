@@ -88,6 +88,7 @@ def test_the_gateway_takes_every_key_that_the_chart_takes(entries: Entries) -> N
     assert ([key.name for key in keys], problems) == (["first", *(entry["name"] for entry in entries)], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", REFUSED.values(), ids=REFUSED)
 def test_the_chart_refuses_every_key_that_the_gateway_refuses(entries: Entries) -> None:
     assert len(parse_keys(json.dumps({"keys": [FIRST, *entries]}).encode()).problems) == 1

@@ -41,6 +41,12 @@ def test_an_autoscaler_has_the_number_of_pods_to_itself():
     assert (fixed["spec"]["replicas"], fixed["metadata"]["annotations"]) == (5, {"yardstick/replicas": "5"})
 
 
+def test_gateways_scale_on_cpu_time_whatever_they_request():
+    hpa = one(manifests({"gateway": {"autoscaling": {"enabled": True}}}), "HorizontalPodAutoscaler", "yardstick")
+    (metric,) = hpa["spec"]["metrics"]
+    assert metric["resource"] == {"name": "cpu", "target": {"type": "AverageValue", "averageValue": "700m"}}
+
+
 def test_keda_takes_what_the_values_add():
     advanced = {"restoreToOriginalReplicaCount": True, "horizontalPodAutoscalerConfig": {"name": "mine"}}
     cron = {"type": "cron", "metadata": {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *", "desiredReplicas": "3"}}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
-from tests.helm.chart import BARE, GITOPS, Manifest, Values, helm, manifests, one, render
+from tests.helm.chart import BARE, GITOPS, ROOT, Manifest, Values, helm, manifests, one, render
 
 LONG = "yardstick-of-a-team-with-a-long-release-name"
 GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
@@ -36,6 +38,69 @@ def container_of(values: Values, name: str = "yardstick-engine") -> dict[str, An
 )
 def test_a_tag_keeps_the_variant(image: Values, engine: Values, tag: str):
     assert container_of({"image": image, "engine": engine})["image"] == f"localhost/yardstick-engine:{tag}"
+
+
+GATEWAY, CPU, CUDA = (f"sha256:{digit * 64}" for digit in "123")
+
+
+@pytest.mark.parametrize(
+    ("values", "images"),
+    [
+        ({}, [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0@{CPU}"]),
+        ({"engine": {"resources": GPUS, "tensorParallel": 2}}, [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0-cuda@{CUDA}"]),
+        ({"image": {"tag": "0.2.1"}}, ["gateway:0.2.1", "engine:0.2.1"]),
+        ({"engine": {"tag": "mine"}}, [f"gateway:0.2.0@{GATEWAY}", "engine:mine"]),
+        ({"engine": {"tag": "mine", "digest": CUDA}, "gateway": {"digest": CPU}}, [f"gateway:0.2.0@{CPU}", f"engine:mine@{CUDA}"]),
+    ],
+)
+def test_digests_of_a_release_hold_for_its_tags(values: Values, images: list[str]):
+    digests = {"gateway": GATEWAY, "engine-cpu": CPU, "engine-cuda": CUDA}
+    found = manifests(values | {"image": values.get("image", {}) | {"digests": digests}})
+    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    (engine,) = engine_of(found)["containers"]
+    assert [gateway["image"], engine["image"]] == [f"localhost/yardstick-{image}" for image in images]
+
+
+@pytest.mark.parametrize(
+    ("engine", "memory"),
+    [
+        ({}, "2Gi"),
+        ({"resources": {"limits": {"memory": "4Gi"}}}, "4Gi"),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, None),
+        ({"model": "org/ranker"}, None),
+    ],
+)
+def test_only_the_demo_model_has_a_memory_limit_by_default(engine: Values, memory: str | None):
+    values: Values = {"engine": engine}
+    assert container_of(values)["resources"]["limits"].get("memory") == memory
+    notes = " ".join(render(values)["NOTES.txt"].split())
+    assert ("Set engine.resources.limits.memory;" in notes) == (memory is None)
+
+
+def test_spread_constraints_replace_the_default_ones():
+    zone = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    own = zone | {"labelSelector": {"matchLabels": {"app": "other"}}}
+    values: Values = {"engine": {"topologySpreadConstraints": [zone, own]}, "gateway": {"topologySpreadConstraints": [zone]}}
+    for kind, name, expected in (("StatefulSet", "yardstick-engine", [zone, own]), ("Deployment", "yardstick", [zone])):
+        spec = one(manifests(values), kind, name)["spec"]
+        pods = {"labelSelector": {"matchLabels": spec["selector"]["matchLabels"]}}
+        assert spec["template"]["spec"]["topologySpreadConstraints"] == [pods | constraint for constraint in expected]
+
+
+def test_the_example_of_a_mixed_pool():
+    found = manifests(yaml.safe_load((ROOT / "examples" / "kubernetes" / "mixed-pool.yaml").read_text()), "v1.37.0")
+    for manifest in found:
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+    pools = {name: engine_of(found, f"yardstick-engine{name}") for name in ("", "-older", "-cpu")}
+    resources = {name: pod["containers"][0]["resources"] for name, pod in pools.items()}
+    (claim,) = [manifest["metadata"]["name"] for manifest in found if manifest["kind"] == "ResourceClaimTemplate"]
+    assert pools[""]["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": claim}]
+    assert resources[""]["claims"] == [{"name": "gpu"}]
+    assert resources["-older"]["limits"]["nvidia.com/gpu"] == 1
+    assert all("resourceClaims" not in pools[name] and not resources[name].get("claims") for name in ("-older", "-cpu"))
+    assert [pod["containers"][0]["image"].endswith("-cuda") for pod in pools.values()] == [True, True, False]
+    assert [len(pod.get("tolerations", [])) for pod in pools.values()] == [1, 1, 0]
+    assert all("memory" in each["limits"] for each in resources.values())
 
 
 def test_a_cpu_pool_beside_a_gpu_default():

@@ -55,6 +55,7 @@ def _parameters(rows: int, width: int, device: torch.device) -> tuple[Tensor, Te
     return temperatures.to(device), top_k.to(device), top_p.to(device), min_p.to(device)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(("rows", "vocab", "width"), [(7, 50, 8), (5, 300, 2), (4, 400, 64), (6, 64, 64)])
 def test_definition(

@@ -49,6 +49,7 @@ def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: fl
     return set(order[kept].tolist())
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

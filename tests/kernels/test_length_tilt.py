@@ -164,6 +164,7 @@ def distance(case: Case, found: list[float]) -> float:
     return off
 
 
+@pytest.mark.slow
 @settings(max_examples=max(1, settings().max_examples // 33), deadline=None, phases=[Phase.generate])
 @given(cases=st.lists(rows(), min_size=24, max_size=24))
 def test_the_kernel_is_the_reference(device: torch.device, cases: list[Case]) -> None:

@@ -87,6 +87,7 @@ def test_additions(case: Case, shuffled: bool, device: torch.device) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_padded_tables_of_captured_launches(case: Case, device: torch.device) -> None:
     """As many blocks as there is room for, and room for ranks that no adapter has; the runs are unknown."""

@@ -80,6 +80,7 @@ def in_turn(names: Iterable[str], others: Iterable[Any]) -> list[tuple[str, Any,
     return [(name, other, (row + column) % 2 == 0) for row, name in enumerate(names) for column, other in enumerate(others)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts", "shuffled"), in_turn(ADAPTERS, PARTS))
 def test_gate(name: str, parts: tuple[int, ...], shuffled: bool, device: torch.device) -> None:
     """``shuffled``: rows are in an order of their own."""

@@ -98,6 +98,7 @@ def gateway(tmp_path: Path) -> Any:
         yield str(client.base_url).rstrip("/"), made.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path) -> None:
     url, key = gateway
     scenario, out = tmp_path / "mixed.toml", tmp_path / "out"

@@ -51,6 +51,7 @@ def drive(url: str, kind: str, *settings: str, **more: str) -> Run:
     return run(load(None, [*plain, *(f"workloads[0].{setting}" for setting in settings), *given]), Share(), None, "test", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_real_gateway_answers_every_kind(engines: tuple[FakeEngine, str], kind: str) -> None:
     engine, url = engines
@@ -109,6 +110,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_failures() -> None:
     for kind in ("rerank", "embeddings"):
         cases = [(body, says) for its, body, says in WRONG if its == kind]

@@ -134,17 +134,20 @@ class ReferenceAttention(AttentionBackend):
         asked, answered = rows.view(apart), result.view(apart)
         piece_bytes = 2 * len(group.slots) // group.pieces * kv_heads * head_dim * q.element_size()
         gathered = GATHERED_BYTES * torch.get_num_threads()
+        spoilt = len(rows) > group.pieces and not bool(rows.sum().isfinite())
         for some in spans(group.pieces, max(1, gathered // piece_bytes)):
-            self._attend_pieces(layer, asked[some], group, some, answered[some], own)
+            self._attend_pieces(layer, asked[some], group, some, answered[some], own, spoilt=spoilt)
         if (value_scales := self.kv.value_scales(layer)) is not None:
             answered.mul_(value_scales[:, None, None].to(result.dtype))
         if group.span is None:
             out.index_copy_(0, group.rows, result if group.real is None else result.index_select(0, group.real))
 
     def _attend_pieces(
-        self, layer: int, q: Tensor, group: Group, some: slice, out: Tensor, own: tuple[Tensor, Tensor] | None
+        self, layer: int, q: Tensor, group: Group, some: slice, out: Tensor, own: tuple[Tensor, Tensor] | None, *, spoilt: bool
     ) -> None:
-        """Attend from ``some`` pieces of a group. q, out: [pieces, longest, kv_heads, fold, head_dim] of these."""
+        """Attend from ``some`` pieces of a group. q, out: [pieces, longest, kv_heads, fold, head_dim] of these. ``spoilt``: some
+        tokens of the step are no numbers. Only the queries that see them have no numbers then: a hidden one has the weight 0, and
+        0 · NaN is NaN, so its key and value count as zeros."""
         pieces, longest, kv_heads, fold, head_dim = q.shape
         slots = group.slots.view(group.pieces, -1)[some].flatten()
         shape = (pieces, -1, kv_heads, head_dim)
@@ -153,6 +156,10 @@ class ReferenceAttention(AttentionBackend):
             queries = group.queries.view(group.pieces, -1)[some].flatten()
             for read, new in zip((keys, values), own, strict=True):
                 read[:, -longest:] = new.index_select(0, queries).view(pieces, longest, kv_heads, head_dim)
+        bad = None
+        if spoilt:
+            bad = ~(keys.sum((2, 3)) + values.sum((2, 3))).isfinite()  # [pieces, width]
+            keys, values = (each.masked_fill(bad[:, :, None, None], 0) for each in (keys, values))
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = group.mask if len(group.mask) == 1 else group.mask[some]
         if longest == 1:  # a decoding step: nothing to fold, one tile
@@ -164,6 +171,9 @@ class ReferenceAttention(AttentionBackend):
             seen_keys, seen_values, seen_mask = keys[:, :, :width], values[:, :, :width], mask[:, :, rows, :width]
             found = attend(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
             out[:, begin:end] = found.view(pieces, kv_heads, end - begin, fold, head_dim).transpose(1, 2)
+        if bad is not None:
+            sees = ((mask[:, 0, ::fold] == 0) & bad[:, None]).any(-1)  # [pieces, longest]
+            out.masked_fill_(sees[:, :, None, None, None], float("nan"))
 
     def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """[slots, kv_heads, head_dim], in the model's dtype; codes without their scales."""

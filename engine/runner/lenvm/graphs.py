@@ -47,7 +47,7 @@ LEAST_BRANCHES = 512
 """With fewer candidates the products have so few blocks that most of a GPU waits for the last ones, whatever their number is."""
 FEW = 0.5
 """Share of the candidates below which a counted pass is faster. On an H100 with 1,280 candidates :data:`COUNTED` takes as long as
-cuBLAS for all rows at a share of 0.69 (docs/gpu-budget.md); the rest is a margin."""
+cuBLAS for all rows at a share of 0.69 (docs/benchmarks/gpu-budget.md); the rest is a margin."""
 WEIGHT = 1 / 8
 """Weight of the latest step in :class:`Needs`."""
 

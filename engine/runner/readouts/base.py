@@ -41,6 +41,8 @@ class Drawn(msgspec.Struct, frozen=True, eq=False):
     logprobs: wire.Logprobs | None = None
     more: bool = False
     """Whether another token of this sequence follows, from the same step."""
+    spoilt: bool = False
+    """Whether the logits are not numbers, so that the token means nothing."""
 
 
 class CheckedDraft(NamedTuple):

@@ -103,6 +103,7 @@ class DrawReadout(Readout):
         if not self.branches:
             return
         logits = step.logits[self]
+        self._spoilt = download.add(logits[:, 0].isnan().long())  # a hidden state that is no number spoils all logits
         reported = self._unedited(logits) if self._reported else None
         self.tokens = draw_rows(logits, self._sampling_rows, in_place=True)
         self._token_copy = download.add(self.tokens)
@@ -126,8 +127,11 @@ class DrawReadout(Readout):
             for (place, message), reported in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
                 logprobs[place] = _with_values(reported, message)
         tokens: list[int] = self._token_copy.tensor.tolist()
-        drawn = map(Drawn, self.branches, tokens, logprobs)
-        result.drawn += self._accepted(list(drawn), result) if self._drafts else drawn
+        drawn = [
+            Drawn(branch, token, reported, spoilt=bool(spoilt))
+            for branch, token, reported, spoilt in zip(self.branches, tokens, logprobs, self._spoilt.tensor.tolist(), strict=True)
+        ]
+        result.drawn += self._accepted(drawn, result) if self._drafts else drawn
 
     def _accepted(self, drawn: list[Drawn], result: StepResult) -> Iterator[Drawn]:
         """Yield the draws up to the first of each draft that differs from it; notes in ``result`` how many did not."""
@@ -343,17 +347,20 @@ class GuidedDrawReadout(Readout):
         self._token_copy = download.add(draws.tokens)
         self._undecided = download.add(draws.undecided.long())
         self._counts = download.add(draws.counts)
+        self._spoilt = download.add(step.logits[self][:, 0].isnan().long())
         if self._reported:
             top_n = max(message.logprobs or 0 for message in self._reported.values())
             self._candidates = top_candidates(download, draws, self._reported_copy.tensor, top_n)
 
     def read(self, result: StepResult) -> None:
-        tokens, undecided, counts = (copy.tensor.tolist() for copy in (self._token_copy, self._undecided, self._counts))
+        copies = (self._token_copy, self._undecided, self._counts, self._spoilt)
+        tokens, undecided, counts, spoilt = (copy.tensor.tolist() for copy in copies)
         logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
         if self._reported:
             for place, reported in zip(self._reported, self._read_logprobs(counts), strict=True):
                 logprobs[place] = reported
-        result.drawn += map(Drawn, self.branches, tokens, logprobs)
+        drawn = zip(self.branches, tokens, logprobs, spoilt, strict=True)
+        result.drawn += [Drawn(branch, token, reported, spoilt=bool(bad)) for branch, token, reported, bad in drawn]
         skipped = set(self.skipped)
         needed = [count if used else 1 for count, used in zip(counts, undecided, strict=True)]
         self._needs.note(sum(needed), sum(self.rows.top_k))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.device import no_waiting
@@ -312,6 +314,7 @@ def test_a_target_in_characters_is_corrected_while_writing(build: Build):
     assert len(aims) > 5
 
 
+@pytest.mark.slow
 def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):
     message = guided("g", [9, 8, 7], guidance(constraint="eq", target_length=9), max_tokens=14)
     whole = tokens_of(run(build(), message)["g"])
@@ -502,3 +505,18 @@ def test_a_guided_step_does_not_wait_for_the_gpu(wide_heads: tuple[Path, Path]):
     loop._runner.launch = watched
     replies = run(loop, *messages, wire.Score("v", [5, 6], [[7], [8, 9]], wire.LengthValue()))
     assert all(len(tokens_of(replies[message.id])) == 12 for message in messages)
+
+
+@pytest.mark.parametrize("form", ["compact", "overlapped"])
+def test_what_is_not_a_number_spoils_its_request_alone(checkpoints: tuple[Path, Path], tmp_path: Path, form: str):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.get_input_embeddings().weight.data[310] = math.nan
+    base = Path(shutil.copytree(checkpoints[0], tmp_path / "base"))
+    model.save_pretrained(base)
+    good, bad = (guided(str(last), [5, last], guidance(scale=2.0, top_k=4)) for last in (7, 310))
+    alone = run(build_guided(checkpoints, form), good)["7"]
+    replies = run(build_guided((base, checkpoints[1]), form), bad, good)
+    assert [reply.code for reply in replies["310"] if isinstance(reply, wire.Failed)] == ["not_a_number"]
+    assert tokens_of(replies["7"]) == tokens_of(alone)

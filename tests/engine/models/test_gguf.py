@@ -87,6 +87,7 @@ CODED = [("Q4_K", {"v_proj": "Q6_K", "down_proj": "Q6_K"}), ("Q4_0", {"v_proj": 
 CODED += [(kind, {}) for kind in TYPES if kind not in DENSE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "others"), CODED)
 def test_codes_multiply_as_they_are(tmp_path: Path, kind: str, others: dict[str, str]):
     """Also where the projections into heads have different types; the layers take as little memory as the file promises."""

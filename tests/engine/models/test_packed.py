@@ -41,6 +41,7 @@ def logits(decoder: Decoder, count: int) -> Tensor:
     return own_logits(decoder, some_tokens(count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 60])
 def test_the_numbers_are_those_of_plain_weights(model: Path, count: int, library: str) -> None:
     decoder, plain = load_model(model, quantize="packed"), load_model(model)
@@ -76,6 +77,7 @@ def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPat
     assert format_of(None, CPU, torch.float32) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
 @pytest.mark.parametrize("form", ["packed", "int8"])
 def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str, library: str) -> None:

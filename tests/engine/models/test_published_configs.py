@@ -289,6 +289,7 @@ QUICK = ("gemma", "gemma3", "smollm3", "mixtral", "qwen3")
 """Families whose classes have the most defaults."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     # phi4_mini has the class of phi3, and no default rotation

@@ -87,6 +87,7 @@ def broken(directory: Path, change: Callable[[dict[str, Tensor], dict[str, Any]]
 Q = "model.layers.0.self_attn.q_proj."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -184,6 +185,7 @@ if has_operator():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "device", "kind", "tolerance"), EXECUTED)
 def test_codes_execute_as_they_are(
     wide: Path,

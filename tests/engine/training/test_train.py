@@ -33,7 +33,8 @@ def settings_of(**given) -> TrainSettings:
 
 
 def trainer_of(init: Path, dataset: Dataset, *, dtype: torch.dtype = torch.float32, gamma: float = 0.9, **given) -> Trainer:
-    return Trainer(load_init(init, dtype, 0), dataset, gamma, settings_of(**given), CPU)
+    settings = settings_of(**given)
+    return Trainer(load_init(init, dtype, 0, settings.layers), dataset, gamma, settings, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,24 @@ def arguments(data: Path, init: Path, out: Path, *more: str) -> list[str]:
     return ["train", "--data", str(data), "--init", str(init), "--out", str(out), *numbers, *more]
 
 
-@pytest.mark.parametrize("kind", ["bce", "huber"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma"])
-def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family: str, kind: str) -> None:
-    """Of the mean loss over the states of all texts, each text alone in the reference; packed and in several passes here."""
-    init = make_checkpoint(tmp_path, family, num_hidden_layers=2)
-    trainer = trainer_of(init, read_dataset(data, load_config(init)), loss=kind, tokens_per_pass=70)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "layers"),
+    [(family, kind, None) for family in ("qwen3", "llama", "gemma") for kind in ("bce", "huber")] + [("smollm3", "bce", 3)],
+)
+def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family: str, kind: str, layers: int | None) -> None:
+    """Of the mean loss over the states of all texts, each text alone in the reference; packed and in several passes here.
+
+    layers: the first ones, which the length model takes of five.
+    """
+    init = make_checkpoint(tmp_path, family, num_hidden_layers=5 if layers else 2)
+    trainer = trainer_of(init, read_dataset(data, load_config(init)), loss=kind, tokens_per_pass=70, layers=layers)
     chosen = list(range(len(trainer.texts)))
     assert any(not text.ended for text in trainer.texts)
     loss = trainer.gradients(chosen)
 
     reference = AutoModel.from_pretrained(init, attn_implementation="eager")
+    del reference.layers[layers or 2 :]
     head = trainer.model.head
     fc, summary = (nn.Linear(64, size).requires_grad_() for size in (64, 1))
     for mine, theirs in ((fc, head.fc), (summary, head.summary)):
@@ -102,24 +110,34 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "method", "kind"),
-    [("llama", "full", None), ("llama", "lora", None), ("gemma", "full", None), ("gemma", "lora", None), ("llama", "lora", "Q8_0")],
+    ("family", "method", "kind", "layers"),
+    [
+        ("llama", "full", None, None),
+        ("llama", "lora", None, None),
+        ("gemma", "full", None, None),
+        ("gemma", "lora", None, None),
+        ("smollm3", "full", None, 3),
+        ("llama", "lora", "Q8_0", 1),
+    ],
 )
-def test_the_published_layout_is_what_was_trained(tmp_path: Path, data: Path, family: str, method: str, kind: str | None) -> None:
+def test_the_published_layout_is_what_was_trained(
+    tmp_path: Path, data: Path, family: str, method: str, kind: str | None, layers: int | None
+) -> None:
     """Its values are those of the trained model, its own gamma and calibration are served, and LoRA leaves the embedding alone.
 
-    kind: of the matrices of a GGUF file to begin with, beside which the result is served.
+    kind: of the matrices of a GGUF file to begin with, beside which the result is served. layers: the first ones that it takes.
     """
-    shape = {"num_hidden_layers": 2} | (SHAPE if kind else {})
+    shape = {"num_hidden_layers": (layers or 0) + 2} | (SHAPE if kind else {})
     init, out = make_checkpoint(tmp_path / "init", family, **shape), tmp_path / "out"
     if kind:
         write_gguf(init, tmp_path / "init.gguf", kind)
         init = tmp_path / "init.gguf"
-    assert main(arguments(data, init, out, "--method", method)) == 0
+    more = () if layers is None else ("--layers", str(layers))
+    assert main(arguments(data, init, out, "--method", method, *more)) == 0
     facts = json.loads((out / "lenvm.json").read_text())
     assert facts["metrics"]["texts"] == 8
     assert facts["training"]["best_validation_loss"] == min(each["loss"] for each in facts["training"]["history"])
-    trainer = trainer_of(init, read_dataset(data, load_config(init)), gamma=facts["gamma"], method=method)
+    trainer = trainer_of(init, read_dataset(data, load_config(init)), gamma=facts["gamma"], method=method, layers=layers)
     for _ in trainer.steps:
         trainer.update()
         every = -(-len(trainer.steps) // SMALL["checks"])
@@ -133,6 +151,7 @@ def test_the_published_layout_is_what_was_trained(tmp_path: Path, data: Path, fa
     with torch.no_grad():
         expected, found = (model.value(model(tokens, torch.arange(55), causal))[0] for model in (trained, loaded))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert AutoModel.from_pretrained(out).config.num_hidden_layers == loaded.config.num_layers == (layers or 2)
     embedding = load_model(init).embed.weight
     same = torch.equal(loaded.decoder.embed.weight, embedding.bfloat16().float() if kind else embedding)
     assert same == (method == "lora")
@@ -241,12 +260,15 @@ def damage(data: Path, how: str) -> None:
         ("cut", "100% of the answers were cut"),
         ("tokeniser", "has another tokeniser"),
         ("manifest", r"manifest\.json cannot be read"),
+        ("layers", "has 2 layers, not 3; give a smaller --layers"),
     ],
 )
 def test_data_that_cannot_be_learned_from(tmp_path: Path, init: Path, capsys: pytest.CaptureFixture[str], how: str, named: str):
     data = write_dataset(tmp_path / "data", init)
-    damage(data, how)
-    assert main(arguments(data, init, tmp_path / "out")) == 1
+    if how != "layers":
+        damage(data, how)
+    more = ("--layers", "3") if how == "layers" else ()
+    assert main(arguments(data, init, tmp_path / "out", *more)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("yardstick: ")
     assert re.search(named, line), line

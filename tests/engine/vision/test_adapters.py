@@ -92,6 +92,7 @@ def test_an_adapter_that_peft_has_written(checkpoint: Path, tmp_path: Path) -> N
     torch.testing.assert_close(torch.tensor(scored.rows), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_the_tower_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     adapter = write_adapter(tmp_path / "a", model, ALL, tower=True)

@@ -24,7 +24,7 @@ from tests.fakes import CORPUS, FakeEngine
 from tests.gateway.conftest import Start, gateways
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.scoring.similarity import similarity
+from yardstick_llm.gateway.scoring.scorer import similarity
 from yardstick_llm.gateway.text.preset_template import pair_lengths
 
 QUERY = "What is a quick brown fox?"
@@ -157,6 +157,7 @@ def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
@@ -384,6 +385,7 @@ def test_late_interaction(start: Start) -> None:
     assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "problem"),
     [

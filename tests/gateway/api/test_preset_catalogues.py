@@ -151,6 +151,7 @@ def fleet() -> Iterator[httpx.Client]:
         yield start(*[FakeEngine(name, name, preset=preset) for name, preset in presets.items()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "status"), [("the query first", 400), ("labels too", 200)])
 def test_a_request_for_items_first_fits_the_preset(fleet: httpx.Client, model: str, status: int) -> None:
     answer = fleet.post("/v1/score", json={"model": model, "text_1": "a", "text_2": ["b"], "item_first": True})

@@ -237,15 +237,21 @@ def test_a_prompt_whose_numbers_overflow_fails_alone(start: Start) -> None:
     assert told["errors"][0]["index"] == 1
     assert told["errors"][0]["code"] == "not_a_number"
     assert client.post("/v1/score", json=body | {"items": [[3], [4]]}).status_code == 200
+    answer = client.post("/v1/completions", json={"prompt": [1, 7], "max_tokens": 4})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "not_a_number")
+    assert client.post("/v1/completions", json={"prompt": [1, 8], "max_tokens": 4}).status_code == 200
+    assert sum(len(engine.generates) for engine in engines) == 2
     assert metric(client, "yardstick_engine_ejections_total") == 0
 
 
-def test_an_engine_that_computes_no_numbers_is_ejected(start: Start) -> None:
+@pytest.mark.parametrize("path", ["score", "completions"])
+def test_an_engine_that_computes_no_numbers_is_ejected(start: Start, path: str) -> None:
     broken, whole = FakeEngine(faults=Faults(overflow=3)), FakeEngine()
     client = start(broken, whole)
     statuses = []
     for attempt in range(40):
-        body = {"query": [1, attempt], "items": [[3], [3, 4]], "label_token_ids": [5]}
-        statuses.append(client.post("/v1/score", json=body).status_code)
+        body: dict[str, Any] = {"query": [1, attempt], "items": [[3], [3, 4]], "label_token_ids": [5]}
+        body = body if path == "score" else {"prompt": [attempt, 3], "max_tokens": 2}
+        statuses.append(client.post(f"/v1/{path}", json=body).status_code)
     assert set(statuses[-10:]) == {200}
     assert metric(client, 'yardstick_engine_ejections_total{model="fake"}') > 0

@@ -62,6 +62,7 @@ def test_a_conversation_without_the_beginning_of_an_answer(shared: httpx.Client,
     assert tokenize(shared, messages=CONVERSATION, **body)["tokens"] == ids(f"<|im_start|>user\nThe fox{EOS}\n")
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_context_is_tokenised(shared: httpx.Client) -> None:
     text = "the quick brown fox 🦊 " * 20_000
     answer = tokenize(shared, prompt=text, return_token_strs=True)

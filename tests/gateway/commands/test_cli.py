@@ -197,6 +197,7 @@ def test_a_link_in_the_place_of_the_draft_is_not_followed(tmp_path: Path) -> Non
     assert not file.is_symlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["presets", "judge"], ["--version"], ["keys", "new", "second", "--file"]])
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, command: list[str]) -> None:
     file = tmp_path / "keys.json"

@@ -24,6 +24,7 @@ def expected(source: Path) -> list[dict[str, Any]]:
     return [{"row": row, "embedding": [len(line["text"]) / 8, 0.5], "error": None} for row, line in found]
 
 
+@pytest.mark.slow
 def test_results_are_in_input_order_and_requests_bounded(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def fill_all(page: Page) -> None:
     write(page)
     page.locator(".run").nth(0).locator(".token").nth(3).click()
     page.click("#tab-status")
-    expect(page.locator("#status-engines td")).to_have_count(3)
+    expect(page.locator("#status-engines td")).to_have_count(4)
 
 
 def each_panel(page: Page) -> Iterator[str]:
@@ -146,7 +146,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     assert KEY not in code
     assert KEY not in page.content()
     assert page.input_value("#key-input") == ""
-    assert page.evaluate("JSON.stringify(localStorage) + document.cookie") == "{}"
+    page.fill("#rank-query", "blue tent")
+    page.wait_for_function("'yardstick.console' in localStorage")
+    assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
     page.reload()
     ready(page)
     assert not [url for url in [*urls, page.url] if KEY in url]
@@ -224,7 +226,7 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     take(page, "write", full_page=True)
     page.select_option("#theme", "light")
     page.click("#tab-status")
-    expect(page.locator("#status-engines td")).to_have_count(3)
+    expect(page.locator("#status-engines td")).to_have_count(4)
     for number in range(100 if FOLDER else 1):
         page.evaluate(SOME_LOAD, [number % 9, number % 4])
         page.wait_for_timeout(400 if FOLDER else 0)

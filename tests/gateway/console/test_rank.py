@@ -14,6 +14,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.gateway.console.conftest import Open, ready
+from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
 from tests.parts import need
 
 RELEVANT = {"crimson jogging sneakers", "scarlet running trainers", "red shoes for running on trails"}
@@ -46,7 +48,7 @@ def test_the_example_needs_one_press(page: Page) -> None:
     assert best["width"] > 20 * worst["width"]
     assert re.fullmatch(r"8 documents scored · 122 tokens, \d+ of them from the cache · \d.*s\.", page.inner_text("#rank-summary"))
     note = page.locator(".bar-note").first.inner_text()
-    assert re.fullmatch(r"Document \d · 1\d tokens, (\d+ computed|from the cache) · after \d.*s", note)
+    assert re.fullmatch(r"Place 1 · document \d · 1\d tokens, (\d+ computed|from the cache) · after \d.*s", note)
     rank(page)
     expect(page.locator("#rank-summary")).to_contain_text("122 tokens, 122 of them from the cache")
     assert all("from the cache" in text for text in page.locator(".bar-note").all_inner_texts())
@@ -147,3 +149,98 @@ def test_errors_of_documents_and_of_the_request_are_shown(page: Page) -> None:
     page.click("#rank-start")
     expect(page.locator("#rank-error")).to_contain_text("HTTP 400")
     expect(page.locator("#rank-start")).to_be_enabled()
+
+
+@pytest.mark.slow
+def test_the_best_and_those_with_a_text_are_listed_and_saved(page: Page) -> None:
+    rows = rank(page)
+    expect(page.locator("#rank-shown")).to_be_empty()
+    page.fill("#rank-words", "RUNNING")
+    page.fill("#rank-top", "2")
+    expect(page.locator("#rank-shown")).to_have_text("2 of 8 documents shown")
+    wanted = [text for text, _ in rows if "running" in text][:2]
+    assert page.locator("#rank-list .bar-text").all_inner_texts() == wanted
+    with page.expect_download() as saved:
+        page.click("#rank-json")
+    assert [row["text"] for row in json.loads(Path(saved.value.path()).read_text())] == wanted
+    page.fill("#rank-words", "<b>")
+    expect(page.locator("#rank-list li")).to_have_count(0)
+    page.fill("#rank-words", "")
+    page.fill("#rank-top", "-3")
+    expect(page.locator("#rank-list li")).to_have_count(8)
+
+
+@pytest.mark.slow
+def test_documents_that_were_cut_are_marked(page: Page) -> None:
+    page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
+    page.check("#rank-cut")
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("2 documents scored · 1 cut to fit")
+    assert sorted("cut to fit" in note for note in page.locator(".bar-note").all_inner_texts()) == [False, True]
+    expect(page.locator("#rank-code code")).to_contain_text('"truncate": true')
+
+
+SCORES = {"one": [0.9, 0.5, 0.7, None], "two <b>": [0.9, 0.7, 0.5, 0.8]}
+
+
+def scores_of(connection: Connection) -> None:
+    rows = enumerate(SCORES[connection.body["model"]])
+    connection.begin()
+    connection.event({"results": [{"index": index, "relevance_score": score} for index, score in rows if score is not None]})
+    connection.event({"results": [], "errors": [{"index": 3, "message": "too long"}]})
+    connection.event("[DONE]")
+
+
+@pytest.mark.slow
+def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
+    models = [MODEL | {"id": name} for name in SCORES]
+    page = visit(scripted.answer(models={"data": models}, rerank=scores_of), viewport={"width": 1100, "height": 800})
+    expect(page.locator("#model")).to_have_value("one")
+    page.fill("#rank-documents", "a\nb\nc\nd")
+    page.select_option("#rank-other", "two <b>")
+    page.click("#rank-start")
+    expect(page.locator(".ranking h3")).to_have_text(["one", "two <b>"])
+    expect(page.locator("#rank-list .bar-text")).to_have_text(["a", "c", "b", "d"])
+    expect(page.locator("#rank-other-list .bar-text")).to_have_text(["a", "d", "b", "c"])
+    expect(page.locator("#rank-summary")).to_contain_text("3 documents scored · 1 failed")
+    moves = ["Place 1 (the same)", "Place 2 · document 4", "Place 3 (the same)", "Place 4 (▼ down 2 from 2)"]
+    notes = page.locator("#rank-other-list .bar-note").all_inner_texts()
+    assert [note.startswith(move) for note, move in zip(notes, moves, strict=True)] == [True] * 4
+    drawing = page.locator("#rank-moves svg")
+    label = "From the left list to the right one, 0 documents rise, 1 fall, 2 keep their place"
+    expect(drawing).to_have_attribute("aria-label", label)
+    for kind, at in (("same", 0), ("down", 3)):  # a line ends beside the middles of its rows
+        line = drawing.locator(f"polyline.{kind}").first.bounding_box()
+        left = page.locator("#rank-list li").nth(min(at, 1)).bounding_box()
+        right = page.locator("#rank-other-list li").nth(at).bounding_box()
+        assert line["y"] == pytest.approx(left["y"] + left["height"] / 2, abs=3)
+        assert line["y"] + line["height"] == pytest.approx(right["y"] + right["height"] / 2, abs=3)
+    with page.expect_download() as saved:
+        page.click("#rank-json")
+    second = json.loads(Path(saved.value.path()).read_text())[1]
+    expected = {"index": 2, "score": 0.7, "text": "c", "error": "", "place": 2}
+    assert second == expected | {"other_model": "two <b>", "other_score": 0.5, "other_place": 4}
+    page.fill("#rank-top", "2")
+    expect(drawing.locator("polyline")).to_have_count(1)
+    page.set_viewport_size({"width": 375, "height": 700})
+    page.evaluate("scrollTo(0, 0)")
+    page.click("#rank-start")
+    expect(page.locator("#rank-other-list li")).to_have_count(2)
+    expect(page.locator("#rank-results h2")).to_be_in_viewport()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    scripted.answer(models={"data": models}, rerank=lambda c: scores_of(c) if c.body["model"] == "one" else c.send(500, "", b""))
+    page.click("#rank-start")
+    expect(page.locator("#rank-other-error")).to_contain_text("HTTP 500")
+    expect(page.locator("#rank-list li")).to_have_count(2)
+    expect(page.locator("#rank-other-list li")).to_have_count(0)
+    page.select_option("#rank-other", "")
+    page.click("#rank-start")
+    expect(page.locator("#rank-other-error")).to_be_hidden()
+    expect(page.locator(".ranking h3").first).to_be_hidden()
+
+
+def test_results_scroll_into_view_on_phones(visit: Open, server: str) -> None:
+    page = ready(visit(server, viewport={"width": 375, "height": 700}))
+    expect(page.locator("#rank-results h2")).not_to_be_in_viewport()
+    page.click("#rank-start")
+    expect(page.locator("#rank-list li").first).to_be_in_viewport()

@@ -16,7 +16,7 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     page.click("#tab-status")
     expect(page.locator("#status-line")).to_have_text("1 engine takes requests.")
     expect(page.locator("#status-engines")).to_contain_text("1 ready (yardstick-demo)")
-    expect(page.locator("#status-engines td").first).to_have_text(engine.url)
+    expect(page.locator("#status-engines td")).to_have_text([engine.url, "0", "0", "0"])
     cells = ["yardstick-demo", "1,024", "score, generate, length guidance, grammar", "yardstick-demo (rerank)"]
     expect(page.locator("#status-models td")).to_have_text(cells)
     post = "{method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({prompt: 'a'})}"
@@ -24,6 +24,10 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     tile = page.locator(".tile:has(h3:text-is('Requests'))")
     expect(tile.locator("svg")).to_have_attribute("aria-label", re.compile(r"^Requests: now .* at most (0\.[1-9]|[1-9]).*"))
     expect(page.locator(".tile")).to_have_count(8)
+    latency = page.locator("#status-latency tr").filter(has_text="/tokenize")
+    expect(latency).to_have_text(re.compile(r"^/tokenize\D*yardstick-demo\d+(\d.* m?s){3}––$"))
+    expect(page.locator("#status-text tr").filter(has_text="Work on a request")).to_contain_text(re.compile(r"\d m?s"))
+    expect(page.locator("#status-usage")).to_contain_text("No use of a key is counted")
     expect(page.locator("#status-catalogues")).to_contain_text("There are no catalogues of registered items.")
     for language, words in (("curl", "curl http"), ("Python", "client.models.list()")):
         page.locator("#status-code").get_by_role("button", name=language, exact=True).click()
@@ -61,6 +65,7 @@ def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     expect(page.locator("#model")).to_have_value("yardstick-demo")
     page.click("#tab-status")
     expect(page.locator("#status-limits")).to_contain_text("the key has none, or nothing was sent yet")
+    expect(page.locator("#status-usage")).to_have_text("This server names keys to keys with admin only.")
     expect(page.locator("#status-engines")).to_have_text(
         "1 ready (yardstick-demo) This server names its engines to keys with admin only."
     )
@@ -89,3 +94,41 @@ def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> N
         page.click("#tab-rank")
         page.click("#tab-status")  # samples at once
         expect(page.locator("#status-error")).to_contain_text(words)
+
+
+def histogram(name: str, labels: str, counts: dict[str, int]) -> list[str]:
+    return [f'yardstick_{name}_bucket{{{labels}le="{bound}"}} {count}' for bound, count in counts.items()]
+
+
+@pytest.mark.slow
+def test_latency_text_workers_and_usage(visit: Open, scripted: ScriptedServer) -> None:
+    """Quantiles are those of Prometheus's ``histogram_quantile``, of what was counted since the panel was opened."""
+    rerank, evil = 'route="/v1/rerank",model="<b>",', 'key="<i>x</i>"'
+    counts = {"0.1": 0, "0.2": 50, "1.0": 100, "+Inf": 100}
+    lines = [
+        *histogram("first_byte_seconds", rerank + 'stream="true",', {"0.1": 100, "+Inf": 100}),
+        *histogram("first_byte_seconds", rerank + 'stream="false",', {"0.1": 0, "+Inf": 100}),
+        *histogram("text_wait_seconds", "", {"0.001": 10, "+Inf": 10}),
+        *histogram("text_seconds", "", {"300.0": 0, "+Inf": 4}),
+        'yardstick_text_workers_ended_total{reason="slow"} 2',
+        f"yardstick_key_requests_total{{{evil}}} 7",
+        'yardstick_key_requests_total{key="team"} 9',
+        *(f'yardstick_key_tokens_total{{{evil},kind="{kind}"}} {n}' for kind, n in {"prompt": 3000, "completion": 20}.items()),
+        f'yardstick_limited_total{{{evil},limit="tokens"}} 4',
+    ]
+
+    def metrics(connection: Connection) -> None:
+        told = [*lines, *histogram("request_seconds", rerank, counts), *histogram("request_seconds", 'route="/metrics",', counts)]
+        connection.send(200, "text/plain", "\n".join([*told, ""]).encode())
+
+    page = visit(scripted.answer(metrics=metrics, catalogues={"data": []}))
+    page.click("#tab-status")
+    cells = page.locator("#status-latency td")
+    expect(cells).to_have_text(["/v1/rerank", "<b>", "100", "200 ms", "920 ms", "980 ms", "50 ms", "95 ms"])
+    counts |= {"0.1": 100, "0.2": 150, "1.0": 200, "+Inf": 200}
+    expect(cells).to_have_text(["/v1/rerank", "<b>", "100", "50 ms", "95 ms", "99 ms", "50 ms", "95 ms"])
+    texts = ["Waiting now", "0 requests", "", "", "Wait for a worker", "0.5 ms", "0.95 ms", "0.99 ms"]
+    texts += ["Work on a request", "over 300 s", "over 300 s", "over 300 s", "Ended, since the start", "2 slow", "", ""]
+    expect(page.locator("#status-text td")).to_have_text(texts)
+    usage = ["team", "9", "0", "0", "0", "0", "0", "<i>x</i>", "7", "0", "3,000", "0", "20", "4"]
+    expect(page.locator("#status-usage td")).to_have_text(usage)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
 from tokenizers import Tokenizer
 
-from tests.gateway.console.conftest import DEMO, ended, write
+from tests import templates
+from tests.checkpoints import make_checkpoint
+from tests.gateway.console.conftest import DEMO, QUICK, Open, ended, write
 from tests.gateway.console.test_rank import run_in_shell, shown_code
+from tests.processes import Pod, Program
+from tests.test_tools_end_to_end import ADDED, WEATHER, with_template
 
 QUESTION = "Describe: red running shoes"
 
@@ -149,3 +154,106 @@ def test_the_spelling_of_every_token_is_read(page: Page, server: str) -> None:
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert texts == [spelled[id] if id in special else tokenizer.decode([id]) for id in range(len(spelled))]
     assert page.evaluate(read, ["▁red", "<0x0A>", "re▁d"]) == [" red", "\n", "re d"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_a_system_message_and_a_schema(panel: Page) -> None:
+    panel.click("#write-more summary")
+    panel.fill("#write-system", "Be brief.")
+    for text, words in (("{oops", "it is not JSON"), ("[1]", "it is of another type")):
+        panel.fill("#write-schema", text)
+        panel.click("#write-start")
+        expect(panel.locator(".run .error").first).to_contain_text(f"The JSON Schema must be an object; {words}")
+    panel.fill("#write-schema", json.dumps(SCHEMA))
+    expect(panel.locator("#write-more-title")).to_have_text("System message, JSON Schema, tools (2 set)")
+    for kind, field in (("chat", "response_format"), ("text", "structured_outputs")):
+        panel.select_option("#write-kind", kind)
+        write(panel)
+        expect(panel.locator(".run .error").first).to_be_hidden()
+        assert json.loads(written(panel).replace("↵", ""))["colour"] in ("red", "blue")
+        expect(panel.locator("#write-code code")).to_contain_text(f'"{field}"')
+        assert ("Be brief." in panel.locator("#write-code code").inner_text()) == (kind == "chat")
+    expect(panel.locator("#write-system")).to_be_hidden()
+    panel.locator(".token").first.click()
+    panel.locator(".alternatives li button:enabled").first.click()
+    ended(panel)
+    assert "Continued as plain text, without schema and tools." in figure(panel, "Note")
+
+
+@pytest.mark.slow
+def test_calls_of_tools(visit: Open, tmp_path: Path) -> None:
+    """Of a model with random weights, which a grammar makes call a tool."""
+    folder = with_template(make_checkpoint(tmp_path, "qwen3"), templates.HERMES, ADDED["hermes"], special=False)
+    pod = Pod(folder, "--name", "hermes", "--threads", "1")
+    gateway = Program("gateway", "--engine", pod.url, **QUICK)
+    try:
+        page = visit(f"{gateway.wait_ready().url}/#write")
+        expect(page.locator("#model")).to_have_value("hermes")
+        page.click("#write-more summary")
+        page.fill("#write-tools", json.dumps([WEATHER]))
+        page.select_option("#write-choice", "required")
+        page.fill("#write-max", "300")
+        write(page)
+        expect(page.locator(".run .error").first).to_be_hidden()
+        expect(page.locator(".calls h4").first).to_have_text("Calls get_weather")
+        assert json.loads(page.locator(".calls pre").first.inner_text())["city"] in ("Zürich", "Köln")
+        assert figure(page, "Ended by") == "call of a tool"
+        expect(page.locator("#write-history .bar-text")).to_contain_text("get_weather({")
+    finally:
+        gateway.close()
+        pod.close()
+
+
+STORED = {
+    "at": 1,
+    "run": "Run A",
+    "text": "<b>old</b>",
+    "tokens": 3,
+    "finish": "end of text",
+    "fields": {"write-text": "<i>asked</i>"},
+}
+BROKEN = [None, 7, STORED | {"at": "1"}, STORED | {"at": 1e300}, STORED | {"text": 7}, STORED | {"fields": None}]
+
+
+@pytest.mark.slow
+def test_earlier_runs_are_kept_and_used_again(panel: Page) -> None:
+    """The storage may be anybody's; what is no run is left out, and twenty runs are kept."""
+    expect(panel.locator("#write-history")).to_be_hidden()
+    keep = "(runs) => localStorage.setItem('yardstick.console.runs', JSON.stringify({runs}))"
+    panel.evaluate(keep, [*BROKEN, *[STORED] * 10, STORED | {"text": "x" * 500_000}, *[STORED] * 20])
+    panel.reload()
+    panel.click("#write-history summary")
+    entries = panel.locator("#write-history li")
+    expect(entries).to_have_count(14)
+    expect(entries.first).to_contain_text("<b>old</b>")
+    assert (
+        panel.locator("#write-history .bar-text").evaluate_all("all => Math.max(...all.map((each) => each.textContent.length))")
+        == 2000
+    )
+    for _ in range(7):
+        panel.fill("#write-max", "3")
+        write(panel)
+    expect(entries).to_have_count(20)
+    expect(entries.first).to_contain_text("3 tokens · token limit")
+    assert panel.evaluate("localStorage.getItem('yardstick.console.runs').length") < 20_000
+    panel.fill("#write-text", "another text")
+    panel.fill("#write-max", "50")
+    panel.reload()
+    panel.click("#write-history summary")
+    panel.get_by_role("button", name="Use the fields of the run").first.click()
+    expect(panel.locator("#write-text")).to_have_value(QUESTION)
+    expect(panel.locator("#write-max")).to_have_value("3")
+    panel.get_by_role("button", name="Use the fields of the run").last.click()
+    expect(panel.locator("#write-text")).to_have_value("<i>asked</i>")
+    panel.get_by_role("button", name="Forget these runs").click()
+    expect(panel.locator("#write-history")).to_be_hidden()
+    panel.reload()
+    expect(panel.locator("#write-history")).to_be_hidden()

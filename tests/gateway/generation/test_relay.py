@@ -55,6 +55,7 @@ def test_the_answer_is_the_same(start: Start, fault: str, tokens_per_delta: int,
     assert metric(client, 'yardstick_resumed_sequences_total{model="fake"}') == n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "size"), [({}, 16), ({"stop": ["x"]}, 1), ({"stream": True}, 1)])
 def test_what_nobody_reads_before_the_end_comes_in_few_pieces(start: Start, changes: dict[str, Any], size: int) -> None:
     engine = FakeEngine()
@@ -63,6 +64,7 @@ def test_what_nobody_reads_before_the_end_comes_in_few_pieces(start: Start, chan
     assert [request.tokens_per_delta for request in engine.generates] == [size]
 
 
+@pytest.mark.slow
 def test_an_echoed_prompt_is_told_once(start: Start) -> None:
     engines, client = pair(start)
     body = {**BODY, "echo": True, "n": 2}

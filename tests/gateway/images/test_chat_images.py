@@ -137,6 +137,7 @@ def test_a_model_without_images_says_so(start: Start) -> None:
     assert metric(client, 'yardstick_images_refused_total{reason="model"}') == 1
 
 
+@pytest.mark.slow
 def test_prompts_with_images_are_bounded(start: Start) -> None:
     engine = with_vision(max_context=60)
     client = start(engine, max_image_tokens=40, max_image_pixels=56 * 56 * 9)

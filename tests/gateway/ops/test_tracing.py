@@ -162,6 +162,7 @@ def test_hostile_contexts_change_nothing(client: httpx.Client, collector: Collec
     assert (first.trace_id == "1" * 32) is (headers[0][1] == f"00-{'1' * 32}-{'2' * 16}-01" and len(headers) == 2)
 
 
+@pytest.mark.slow
 def test_the_client_decides_whether_its_request_is_traced(client: httpx.Client, collector: Collector, start: Start) -> None:
     never = start(FakeEngine(), tracing_endpoint=collector.url, tracing_ratio=0.0)
     not_sampled, sampled = parent(sampled=False), parent()
@@ -288,6 +289,7 @@ def test_a_client_that_leaves(client: httpx.Client, engine: FakeEngine, collecto
     assert not spans["gateway.attempt"].failed
 
 
+@pytest.mark.slow
 def test_waiting_for_an_engine_is_a_stage(start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     engine = FakeEngine()

@@ -238,6 +238,7 @@ def called_with(family: str, text: str) -> str:
     }[family]
 
 
+@pytest.mark.slow
 @each_family
 @with_controls
 @pytest.mark.parametrize("syntax", ["any", "lark", "regex"])

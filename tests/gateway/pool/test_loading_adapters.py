@@ -197,6 +197,7 @@ def test_only_admin_keys_load_and_unload(start: Start, tmp_path: Path) -> None:
     assert [load(client, "blue").status_code for _ in range(3)] == [200, 200, 429]
 
 
+@pytest.mark.slow
 def test_keys_may_be_limited_to_adapters(start: Start, tmp_path: Path) -> None:
     client = start(able("one", RED, BLUE), api_keys_file=keys(tmp_path), aliases=("nick=one",))
     as_key(client, "all")

@@ -176,7 +176,7 @@ def judge_item_first(query: str, text: str, instruction: str) -> list[int]:
 
 
 def yardstick_demo(query: str, text: str, instruction: str) -> list[int]:
-    """This project's own prompt: docs/demo-models.md."""
+    """This project's own prompt: examples/demo_models/README.md."""
     return encode("Query: {query}\nItem: {document}\nRelevant:", query=query, document=text)
 
 

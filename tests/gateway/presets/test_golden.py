@@ -92,6 +92,7 @@ def test_documents_alone_and_together(case: Case) -> None:
     assert build(case, case.documents[::-1]) == case.prompts[::-1]
 
 
+@pytest.mark.slow
 @own_template
 def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
     template, model = template_of(case.preset), model_of(case.preset)
@@ -102,6 +103,7 @@ def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
     assert bool(prepared.suffix) is template.preset.item_first
 
 
+@pytest.mark.slow
 @own_template
 def test_a_catalogue_gives_the_same_prompts(case: Case) -> None:
     """Items are tokenised without the query, which may be any."""

@@ -233,6 +233,7 @@ def test_a_model_whose_preset_does_not_fit_is_not_served(start: Start) -> None:
     assert metric(client, "yardstick_engines_ready") == 0
 
 
+@pytest.mark.slow
 def test_a_broken_preset_of_one_model_ends_no_text_worker_of_others(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     document = (
         'name = "own"\ntask = "rerank"\ntemplate = ["{query}{document}"]\nlabels = [" Yes"]\nmax_tokens_per_doc = 1' + "0" * 30
@@ -380,6 +381,7 @@ def test_an_adapter_is_judged_by_its_own_name_too(start: Start, base: str, prese
             assert refused(client, "PUT", f"/v1/catalogues/{name}", model=name, preset=True)
 
 
+@pytest.mark.slow
 def test_an_adapter_with_a_head_is_judged_by_its_own_name(start: Start) -> None:
     """The preset of its base reads no head."""
     for presets, expected in (((), True), (("Qwen3-8B=judge",), True), (("my-guard-head=classifier",), False)):

@@ -90,6 +90,7 @@ def test_tokens_that_change_their_surroundings_divide_nothing(flag: str) -> None
         assert tokenizer._pieces is None or tokenizer._pieces.encode(text, parses=True) is None
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PIECES", 100)
     tokenizer, library = from_library(byte_level()), byte_level()

@@ -226,6 +226,18 @@ class Encoder(nn.Module):
         """Whether :meth:`score_bias` is to be added to scores."""
         return self.distances is not None or self.relative is not None
 
+    @property
+    def slopes(self) -> Tensor | None:
+        """See :func:`~kernels.whole_attention.whole_attention`. Source: Press et al. 2022, arXiv 2108.12409, whose code takes every
+        other rate of twice as many heads for those beyond the largest power of two."""
+        if not self.config.family.alibi:
+            return None
+        heads = self.config.num_heads
+        most = 1 << heads.bit_length() - 1
+        rates = [2 ** (-8 * head / most) for head in range(1, most + 1)]
+        rates += [2 ** (-4 * head / most) for head in range(1, 2 * (heads - most), 2)]
+        return torch.tensor(rates, device=self.embed.weight.device)
+
     @torch.inference_mode()
     def distances_of(self, length: int) -> Tensor:
         """The part of the biases for sequences of ``length`` tokens that is the same in all layers: see :meth:`score_bias`."""

@@ -85,6 +85,8 @@ class EncoderFamily:
     offset_positions: bool = False
     """The first position is that of the padding token, plus 1."""
     rotary: bool = False
+    alibi: bool = False
+    """Scores fall with the distance of two tokens, in each head at its own rate."""
     gated: bool = False
     norms: Literal["before", "after"] = "after"
     """Place of a layer's norms: before attention and MLP, or after the sum with the residual."""
@@ -133,6 +135,18 @@ _BERT = EncoderFamily(
     ),
     defaults=_SHAPE | {"vocab_size": 30522},
 )
+_JINA = dataclasses.replace(
+    _BERT,
+    model_type="jina",
+    outer={name: stored for name, stored in _BERT_OUTER.items() if name != "positions"},
+    inner=_BERT_INNER | {"mlp.gate_up_proj": ("mlp.gated_layers",), "mlp.down_proj": ("mlp.wo",), "mlp_norm": ("mlp.layernorm",)},
+    masked_head=None,
+    defaults=_SHAPE | {"vocab_size": 30528, "max_position_embeddings": 8192, "feed_forward_type": "geglu"},
+    alibi=True,
+    gated=True,
+    biases=("qkv", "out", "down"),
+)
+"""Names of ``jinaai/jina-bert-implementation``, which are those of jina-embeddings-v2 and jina-reranker-v1."""
 _ROBERTA = dataclasses.replace(
     _BERT,
     model_type="roberta",
@@ -307,6 +321,7 @@ _GTE = EncoderFamily(
 
 BODIES: dict[str, EncoderFamily] = {
     "Bert": _BERT,
+    "JinaBert": _JINA,
     "Roberta": _ROBERTA,
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "XLMRobertaFlash": _ROBERTA_FLASH,
@@ -533,7 +548,7 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         max_context=written - first,
         norm_eps=keys.number("layer_norm_eps"),
         activation=activation,
-        positions=0 if rotary or family.relative else written,
+        positions=0 if rotary or family.relative or family.alibi else written,
         first_position=first,
         type_count=types,
         distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
@@ -569,8 +584,9 @@ def _head_activation(keys: Keys, family: EncoderFamily, head: Head, activation: 
 
 
 def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
-    kind = keys.text("position_embedding_type", "rope" if family.rotary else "absolute")
-    if kind != ("rope" if family.rotary else "absolute"):
+    usual = "rope" if family.rotary else "alibi" if family.alibi else "absolute"
+    kind = keys.text("position_embedding_type", usual)
+    if kind != usual:
         raise keys.error("position_embedding_type", f"is {kind:.80}, which is not supported; use another model")
     for key, only in (
         ("is_decoder", False),
@@ -587,6 +603,8 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     for key in ("quantization_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
         if keys.present(key):
             raise keys.error(key, "is set, which is not supported; use another model")
+    if keys.text("feed_forward_type", "geglu") != "geglu":
+        raise keys.error("feed_forward_type", "is not supported; only geglu is")
     if keys.text("layer_norm_type", "layer_norm") != "layer_norm":
         raise keys.error("layer_norm_type", "is not supported; only layer_norm is")
     if keys.present("rotary_emb_fraction") and keys.number("rotary_emb_fraction") != 1.0:

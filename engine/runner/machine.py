@@ -184,7 +184,8 @@ def step_threads(config: ModelConfig | EncoderConfig, device: torch.device, lenv
 
 def _layer(config: ModelConfig | EncoderConfig) -> int:
     heads = config.num_heads + config.num_kv_heads
-    return config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
+    gated = not isinstance(config, EncoderConfig) or config.family.gated
+    return config.hidden_size * (2 * heads * config.head_dim + (2 + gated) * config.intermediate_size)
 
 
 MAX_SLOTS = 131_072

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ Group = str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=6
 """A label: one token, or several whose probabilities are added."""
 Task = Literal["rerank", "classify", "embed"]
 Activation = Literal["softmax", "sigmoid", "difference", "none"]
+PairTruncation = Literal["longest_first", "only_first", "only_second"]
 
 
 class PresetError(ValueError):
@@ -122,6 +123,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_length: Annotated[int, msgspec.Meta(ge=4, lt=1 << 31)] | None = None
     """Longer prompts are cut to this many tokens, unless the request forbids it. None: the context, to which prompts of encoders
     are cut, and no others."""
+    pair_truncation: PairTruncation = "longest_first"
+    """Of an encoder's pairs that are too long: the text that is cut, in the words of transformers."""
     similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
     """Only with the task ``embed``: the score of a query and a document from their embeddings. Of distances, the negative."""
     late_interaction: LateInteraction | None = None
@@ -490,11 +493,24 @@ class _SentenceTransformers(msgspec.Struct, frozen=True):
     skiplist_words: list[str] | None = None
 
 
+class _TextProcessing(msgspec.Struct, frozen=True):
+    """Arguments of the tokeniser's calls."""
+
+    truncation: Any = True
+
+
+class _Processing(msgspec.Struct, frozen=True):
+    """What is read of ``processing_kwargs``."""
+
+    text: _TextProcessing = _TextProcessing()
+
+
 class _Transformer(msgspec.Struct, frozen=True):
     """What is read of the file of the module ``Transformer``."""
 
     max_seq_length: int | None = None
     do_lower_case: bool = False
+    processing_kwargs: _Processing = _Processing()
 
 
 class _Pooling(msgspec.Struct, frozen=True):
@@ -545,13 +561,14 @@ def of_sentence_transformers(
         raise PresetError(f"config.json names the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
     activation = "softmax" if named is None and classes != 1 else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
-    return msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation)
+    truncation = _transformer(files).processing_kwargs.text.truncation
+    cut = truncation if truncation in ("only_first", "only_second") else fallback.pair_truncation
+    return msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation, pair_truncation=cut)
 
 
 def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
     config = _read(files, _CONFIG, _SentenceTransformers)
-    path = next((path for path in files if path.rpartition("/")[2].startswith("sentence_") and path.endswith("_config.json")), "")
-    transformer = _read(files, path, _Transformer)
+    transformer = _transformer(files)
     similarity = config.similarity_fn_name
     late = None
     if similarity == "MaxSim" or config.query_length is not None:
@@ -579,6 +596,11 @@ def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
         late_interaction=base.late_interaction or late,
     )
     return parse_preset(msgspec.json.encode(made))  # checks it
+
+
+def _transformer(files: Mapping[str, bytes]) -> _Transformer:
+    path = next((path for path in files if path.rpartition("/")[2].startswith("sentence_") and path.endswith("_config.json")), "")
+    return _read(files, path, _Transformer)
 
 
 def _read(files: Mapping[str, bytes], name: str, kind: type[_File]) -> _File:

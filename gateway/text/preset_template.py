@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from yardstick_llm.gateway.presets.preset import Fitted, Preset, PresetError, fill, placeholders
+from yardstick_llm.gateway.presets.preset import Fitted, PairTruncation, Preset, PresetError, fill, placeholders
 from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from yardstick_llm.gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
 from yardstick_llm.gateway.text.tokenizer import UNBOUNDED, Tokenizer
@@ -136,7 +136,7 @@ class PresetTemplate:
         self, documents: Sequence[str], limits: Limits, *, query: str | None, prompt: str | None, as_query: bool
     ) -> Iterator[Whole]:
         """Yield the prompt of each document for an encoder, cut as transformers cuts it: the tokens of a text, and of a pair those
-        of the longer text (``longest_first``)."""
+        that the preset's ``pair_truncation`` names."""
         variant = self._chosen(query, prompt, instructed=False)
         before, after = self._encode(variant.before, {"query": ""}), self._encode(variant.after, {})
         encode, late = self._tokenizer.encode_ends, self.preset.late_interaction
@@ -147,7 +147,7 @@ class PresetTemplate:
         for document in documents:
             ids, cut = encode(variant.left + document, min(room, limits.document or room), limits.side)
             if self._pair is variant:
-                kept = longest_first(len(asked), len(ids), room)
+                kept = pair_lengths(len(asked), len(ids), room, self.preset.pair_truncation)
                 first = [*begin, *_kept(asked, kept[0], limits.side), *between]
                 second = [*_kept(ids, kept[1], limits.side), *after]
                 yield Whole(first, second, query_cut or kept[0] < len(asked), cut or kept[1] < len(ids))
@@ -279,11 +279,14 @@ class PresetTemplate:
         return list(dict.fromkeys(found))
 
 
-def longest_first(first: int, second: int, most: int) -> tuple[int, int]:
-    """Return how many tokens of two texts are kept, as the tokenizers library's ``longest_first``
-    (https://github.com/huggingface/tokenizers, ``truncate_encodings``): the longer one is cut; if both have more than half, each
-    keeps half, and of an odd number the longer one more, or the second one if each has more than ``most``."""
+def pair_lengths(first: int, second: int, most: int, truncation: PairTruncation) -> tuple[int, int]:
+    """Return how many tokens of two texts are kept, as the tokenizers library's ``truncate_encodings``
+    (https://github.com/huggingface/tokenizers). With ``longest_first``, the longer one is cut; if both have more than half, each
+    keeps half, and of an odd number the longer one more, or the second one if each has more than ``most``. The others cut one
+    text; where the library fails because the other one alone is too long, that one is cut and nothing else is left."""
     first, second = min(first, most), min(second, most)
+    if truncation != "longest_first":
+        return (first, min(second, most - first)) if truncation == "only_second" else (min(first, most - second), second)
     if first + second <= most:
         return first, second
     short, long = sorted((first, second))

@@ -87,6 +87,85 @@ def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: s
         assert_equal_rows(scored.rows, expected, 1e-4)
 
 
+def make_jina(directory: Path, kind: str, heads: int) -> Path:
+    """Write a JinaBERT as published: a BERT without a table of positions, and with GeGLU in place of its feed-forward layers."""
+    make_encoder(directory, "bert", kind, num_attention_heads=heads, hidden_size=24 * heads, max_position_embeddings=600)
+    stored = load_file(directory / "model.safetensors")
+    del stored[next(name for name in stored if name.endswith("position_embeddings.weight"))]
+    for name in [name for name in stored if "intermediate.dense.bias" in name]:
+        layer = name.removesuffix("intermediate.dense.bias")
+        up = stored.pop(f"{layer}intermediate.dense.weight")
+        stored[f"{layer}mlp.gated_layers.weight"] = torch.cat([up, torch.randn_like(up) / 8])
+        for ours, published in (("output.dense", "mlp.wo"), ("output.LayerNorm", "mlp.layernorm")):
+            for part in ("weight", "bias"):
+                stored[f"{layer}{published}.{part}"] = stored.pop(f"{layer}{ours}.{part}")
+        del stored[name]
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    architecture = "JinaBertForMaskedLM" if kind == "embed" else "JinaBertForSequenceClassification"
+    edit(directory, architectures=[architecture], position_embedding_type="alibi", feed_forward_type="geglu")
+    return directory
+
+
+@torch.inference_mode()
+def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes: list[float]) -> Tensor:
+    """[tokens, hidden] by the formulas of the paper, arXiv 2310.19923: symmetric ALiBi, GeGLU, norms after the sums."""
+
+    def of(name: str, part: str = "weight") -> Tensor:
+        return next(tensor for key, tensor in stored.items() if key.removeprefix("bert.") == f"{name}.{part}")
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, of(name), of(name, "bias"))
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], of(name), of(name, "bias"), 1e-12)
+
+    words = of("embeddings.word_embeddings")[tokens] + of("embeddings.token_type_embeddings")[0]
+    x, places = norm("embeddings.LayerNorm", words), torch.arange(len(tokens))
+    bias = -torch.tensor(slopes)[:, None, None] * (places[:, None] - places).abs()
+    for layer in range(3):
+        name = f"encoder.layer.{layer}"
+        q, k, v = (
+            linear(f"{name}.attention.self.{each}", x).view(len(x), heads, -1).transpose(0, 1) for each in ("query", "key", "value")
+        )
+        attended = ((q @ k.transpose(1, 2) / q.shape[2] ** 0.5 + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = norm(f"{name}.attention.output.LayerNorm", linear(f"{name}.attention.output.dense", attended) + x)
+        gate, up = (x @ of(f"{name}.mlp.gated_layers").T).chunk(2, 1)
+        x = norm(f"{name}.mlp.layernorm", linear(f"{name}.mlp.wo", torch.nn.functional.gelu(gate) * up) + x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [(4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]), (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])],
+    ids=["power of two", "others"],
+)
+def test_jina_equals_its_formulas(tmp_path: Path, heads: int, slopes: list[float]) -> None:
+    sent = [*texts(), some_tokens(random.Random(3), 500, 500)]  # of several tiles
+    directory = make_jina(tmp_path / "embed", "embed", heads)
+    stored = load_file(directory / "model.safetensors")
+    (vectors,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    hidden = [jina_hidden(stored, tokens, heads, slopes) for tokens in sent]
+    assert_equal_rows(vectors.rows, [each.mean(0).tolist() for each in hidden], 1e-4)
+    directory = make_jina(tmp_path / "classes", "classes", heads)
+    stored = load_file(directory / "model.safetensors")
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
+    pooled = [
+        torch.tanh(
+            jina_hidden(stored, tokens, heads, slopes)[0] @ stored["bert.pooler.dense.weight"].T + stored["bert.pooler.dense.bias"]
+        )
+        for tokens in sent
+    ]
+    expected = [(each @ stored["classifier.weight"].T + stored["classifier.bias"]).tolist() for each in pooled]
+    assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+@pytest.mark.parametrize("change", [{"feed_forward_type": "original"}, {"position_embedding_type": "absolute"}])
+def test_other_variants_of_jina_are_refused(tmp_path: Path, change: dict[str, str]) -> None:
+    edit(make_jina(tmp_path / "m", "embed", 4), **change)
+    with pytest.raises(ModelError, match=next(iter(change))):
+        build(tmp_path / "m")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_MASKED])
 def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
+from tests.encoders import make_encoder
 from tests.engine.lenvm.plain import GAMMA, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import guidance, guided
 from tests.engine.test_loop import run, tokens_of
@@ -28,7 +29,10 @@ from yardstick_llm.engine.loop.build import build_loop, set_threads
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder import Encoder
+from yardstick_llm.engine.models.encoder_config import load_encoder_config
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.modules import PROJECTIONS
 from yardstick_llm.engine.models.rope import Rope
 from yardstick_llm.engine.runner import machine as cgroup
 from yardstick_llm.engine.runner import machine as module
@@ -374,6 +378,13 @@ def test_models_of_which_all_steps_are_shared(qwen3: Path) -> None:
     assert isinstance(step_threads(replace(large, lm_head=False), CPU), StepThreads)
     assert torch.get_num_threads() == 1
     assert step_threads(config, CPU) is None
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_products_of_a_layer_of_an_encoder(family: str, tmp_path: Path) -> None:
+    config = load_encoder_config(make_encoder(tmp_path, family))
+    layer = Encoder(config).layers[1]
+    assert module._layer(config) == sum(layer.get_submodule(name).weight.numel() for name in PROJECTIONS)
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 from yardstick_llm.kernels.whole_attention import (
+    NARROW_LENGTH,
     ROWS,
     Layout,
     cut,
+    lay_out,
     runs_of,
     whole_attention,
     whole_attention_reference,
@@ -83,3 +85,13 @@ def test_blocks_cover_each_query_once_and_the_longest_sequences_come_first() -> 
     blocks = cut(runs_of(lengths)).tolist()
     assert blocks[:4] == [[2 + ROWS, 200, 200, first] for first in range(0, 200, ROWS)]
     assert sorted(start for start, _, _, first in blocks if first == 0) == [0, 2, 2 + ROWS, 202 + ROWS]
+
+
+@pytest.mark.parametrize("length", [NARROW_LENGTH - 1, NARROW_LENGTH])
+def test_long_sequences_attend_in_bfloat16_if_asked(length: int) -> None:
+    q, k, v = torch.randn(3, 2 * length, 4, 32)
+    layout = lay_out([length] * 2, torch.device("cpu"))
+    exact, found = (whole_attention(q, k, v, layout, PLAIN, narrow=narrow) for narrow in (False, True))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, exact) == (length < NARROW_LENGTH)
+    torch.testing.assert_close(found, exact, atol=1e-2, rtol=1e-2)

@@ -27,14 +27,18 @@ class WholeAttention:
         *,
         typed: bool = False,
         biased: Encoder | None = None,
+        slopes: Tensor | None = None,
+        narrow: bool = False,
     ) -> None:
         """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
-        to the scores by the distance of two tokens."""
+        to the scores by the distance of two tokens. ``slopes``, ``narrow``: see
+        :func:`~kernels.whole_attention.whole_attention`."""
+        self._slopes, self._narrow = slopes, narrow
         self._biased = biased
         self._specs = list(specs)
         self._device = device
         self._typed = typed
-        backend = "triton" if device.type == "cuda" and biased is None else "reference"
+        backend = "triton" if device.type == "cuda" and biased is None and slopes is None else "reference"
         self.description = wire.AttentionChoice(backend, "all tokens of a sequence attend to each other")
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
@@ -46,7 +50,7 @@ class WholeAttention:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = None if model is None else partial(model.score_bias, layer, distances)
-            return whole_attention(q, k, v, layout, specs[layer], bias)
+            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
 
         return Packed(attend, self._types(segments))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.gateway.conftest import Start, gateways
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.scoring.scorer import similarity
-from yardstick_llm.gateway.text.preset_template import longest_first
+from yardstick_llm.gateway.text.preset_template import pair_lengths
 
 QUERY = "What is a quick brown fox?"
 DOCUMENTS = ["The fox jumps over the lazy dog.", "Red running shoes", "Blue [SEP] table", "", "shoes " * 60]
@@ -78,14 +79,19 @@ def refusal(client: httpx.Client, path: str, **body: Any) -> tuple[int, str | No
 
 
 @pytest.mark.parametrize("pair", ["[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", "[CLS] $A [SEP] [SEP] $B [SEP]"], ids=["bert", "roberta"])
-@pytest.mark.parametrize("query", [QUERY, "fox " * 20], ids=["short", "long"])
-def test_pairs_have_the_tokens_of_transformers(start: Start, pair: str, query: str) -> None:
-    """Cut as a cross-encoder cuts them: the longer text first."""
-    engine = encoder("classify", classes=("score",), tokenizer=bert(pair))
+@pytest.mark.parametrize(
+    ("query", "truncation"),
+    [(QUERY, "longest_first"), ("fox " * 20, "longest_first"), ("fox " * 20, "only_second")],
+    ids=["short", "long", "second"],
+)
+def test_pairs_have_the_tokens_of_transformers(start: Start, pair: str, query: str, truncation: str) -> None:
+    """Cut as a cross-encoder cuts them: the longer text first, or as its files say."""
+    files = {"sentence_bert_config.json": {"processing_kwargs": {"text": {"truncation": truncation}}}}
+    engine = encoder("classify", classes=("score",), tokenizer=bert(pair), files=files)
     client = start(engine)
     answer = post(client, "/v1/rerank", query=query, documents=DOCUMENTS).json()
     wanted = reference(pair)(
-        [query] * len(DOCUMENTS), DOCUMENTS, truncation="longest_first", max_length=CONTEXT, return_token_type_ids=True
+        [query] * len(DOCUMENTS), DOCUMENTS, truncation=truncation, max_length=CONTEXT, return_token_type_ids=True
     )
     found = {tuple(prefix + branch): len(prefix) for prefix, branch in asked(engine)}
     assert found.keys() == {tuple(ids) for ids in wanted["input_ids"]}
@@ -99,13 +105,16 @@ def test_pairs_have_the_tokens_of_transformers(start: Start, pair: str, query: s
         assert alone["score"] == pytest.approx(scores[index]), "a row has the number of its document"
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 30))
-def test_longest_first_is_that_of_the_library(first: int, second: int, most: int) -> None:
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 30), st.sampled_from(["longest_first", "only_first", "only_second"]))
+def test_pairs_are_cut_as_by_the_library(first: int, second: int, most: int, truncation: str) -> None:
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
-    library.enable_truncation(most, strategy="longest_first")
-    kept = library.encode("a " * first, "a " * second)
-    assert longest_first(first, second, most) == tuple(kept.sequence_ids.count(number) for number in (0, 1))
+    library.enable_truncation(most, strategy=truncation)
+    wanted = (most, 0) if truncation == "only_second" else (0, most)
+    with suppress(Exception):  # the library refuses where the other text alone is too long, and raises no other class
+        kept = library.encode("a " * first, "a " * second)
+        wanted = kept.sequence_ids.count(0), kept.sequence_ids.count(1)
+    assert pair_lengths(first, second, most, truncation) == wanted
 
 
 @pytest.fixture(scope="module")

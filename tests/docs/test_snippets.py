@@ -70,6 +70,7 @@ PAGES_NOT_RUN = {
     "docs/load.md": LONG_WORK,
     "docs/operations.md": CLUSTER,
     "docs/quickstart.md": "test_quickstart.py runs its blocks in their order",
+    "docs/recipes.md": "tests/examples/recipes runs these programs",
     "docs/benchmarks": LONG_WORK,
 }
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 
 Ranker = Callable[[str, list[str]], Sequence[float]]
+NOT_CACHED = {"cache-control": "no-store, no-cache"}
 
 
 def own_template(url: str, model: str, query: str, item: str, labels: list[str]) -> Ranker:
     """Scores are the probability of the first of ``labels`` after the item, among the labels. Nothing is taken from the cache."""
-    client = httpx.Client(base_url=url, timeout=600, headers={"cache-control": "no-store, no-cache"})
 
     def rank(text: str, documents: list[str]) -> Sequence[float]:
         body = {
@@ -33,7 +33,9 @@ def own_template(url: str, model: str, query: str, item: str, labels: list[str])
             "labels": labels,
             "apply_softmax": True,
         }
-        scores: list[list[float]] = client.post("/v1/score", json=body).raise_for_status().json()["scores"]
+        scores: list[list[float]] = (
+            httpx.post(f"{url}/v1/score", json=body, headers=NOT_CACHED, timeout=600).raise_for_status().json()["scores"]
+        )
         return [probabilities[0] for probabilities in scores]
 
     return rank
@@ -41,11 +43,10 @@ def own_template(url: str, model: str, query: str, item: str, labels: list[str])
 
 def cohere(url: str, model: str) -> Ranker:
     """Scores of ``/v2/rerank``, as Cohere and many servers have it."""
-    client = httpx.Client(base_url=url, timeout=600, headers={"cache-control": "no-store, no-cache"})
 
     def rank(text: str, documents: list[str]) -> Sequence[float]:
         body = {"model": model, "query": text, "documents": documents}
-        results = client.post("/v2/rerank", json=body).raise_for_status().json()["results"]
+        results = httpx.post(f"{url}/v2/rerank", json=body, headers=NOT_CACHED, timeout=600).raise_for_status().json()["results"]
         scores = {result["index"]: result["relevance_score"] for result in results}
         return [scores[index] for index in range(len(documents))]
 

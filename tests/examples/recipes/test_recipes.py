@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 
 from examples.recipes import compare_rerankers, guard, judge, shop
 from tests import weights
+from tests.clients.environments import python_environment, run
 from tests.processes import Pod, Program
 from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,14 @@ def test_a_judge_prefers_a_place(server: Program) -> None:
 def test_the_guard(server: Program, message: str, refused: bool) -> None:
     answer = guard.guarded(server.client, "SmolLM2-135M-Instruct", "all-MiniLM-L6-v2", message, guard.TOPICS, 0.4)
     assert (answer == guard.REFUSAL, "Paris" in answer) == (refused, not refused)
+
+
+def test_rag_answers_from_the_passage(server: Program, tmp_path: Path) -> None:
+    texts = ["Refunds arrive on your card three to five days after the warehouse has received and checked your parcel. " * 2]
+    texts.append("Our shops are closed on public holidays, and open from nine to six on every other day but Sunday. " * 2)
+    (tmp_path / "help.md").write_text("\n\n".join(texts))
+    script = ROOT / "examples" / "recipes" / "rag.py"
+    command = [str(python_environment("langchain") / "bin" / "python"), "-W", "ignore", str(script)]
+    printed = run([*command, str(tmp_path), "When do I get my money back?", "--url", server.url], tmp_path, script, 300, {})
+    assert re.search(r"2 kept:\n  0\.\d+ help\.md: Refunds", printed)
+    assert printed.splitlines()[-1].strip()

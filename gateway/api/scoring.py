@@ -39,7 +39,8 @@ from yardstick_llm.gateway.requests.score import (
     ScoreResponse,
 )
 from yardstick_llm.gateway.schemas.common import NAMES_OF_VLLM, ItemError, ItemUsage, ModelRequest, Usage, usage_of_prompts
-from yardstick_llm.gateway.scoring.scorer import Arrived, Row, Scorer, Scores, max_similarity, similarity, vectors_of
+from yardstick_llm.gateway.scoring.scorer import Arrived, Row, Scorer, Scores
+from yardstick_llm.gateway.scoring.similarity import max_similarity, similarity, vectors_of
 from yardstick_llm.gateway.text.prepared import Prepared
 
 RESULTS_PER_EVENT = 200

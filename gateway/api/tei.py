@@ -46,7 +46,8 @@ from yardstick_llm.gateway.requests.tei import (
     request_of_task,
 )
 from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
-from yardstick_llm.gateway.scoring.scorer import Row, Scores, vectors_of
+from yardstick_llm.gateway.scoring.scorer import Row, Scores
+from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.tracing.version import project_version
 

@@ -44,7 +44,8 @@ from yardstick_llm.gateway.requests.texts import (
     EmbedUnits,
 )
 from yardstick_llm.gateway.schemas.common import new_id
-from yardstick_llm.gateway.scoring.scorer import Row, vectors_of
+from yardstick_llm.gateway.scoring.scorer import Row
+from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.text.prepared import Prepared
 
 

@@ -24,7 +24,7 @@ from tests.fakes import CORPUS, FakeEngine
 from tests.gateway.conftest import Start, gateways
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.scoring.scorer import similarity
+from yardstick_llm.gateway.scoring.similarity import similarity
 from yardstick_llm.gateway.text.preset_template import pair_lengths
 
 QUERY = "What is a quick brown fox?"

@@ -357,7 +357,10 @@ def test_a_schema_is_one_where_a_grammar_has_it_as_such(engine: FakeEngine, clie
 def test_numbers_that_would_be_rounded_are_refused(client: httpx.Client, schema: Any) -> None:
     for name, value in {"guided_json": schema, "guided_grammar": f"start: %json {json.dumps(schema)}"}.items():
         param, message = refusal(post(client, **{name: value}))
-        assert (param, "too many digits to be enforced exactly" in message) == (name, True), message
+        reasons = ["too many digits to be enforced exactly"]
+        if "anyOf" in schema:  # a million bytes when it is spelled out, which takes half of the time limit
+            reasons.append("takes longer than 1 s")
+        assert (param, any(reason in message for reason in reasons)) == (name, True), message
 
 
 def test_other_models_refuse(client: httpx.Client) -> None:

@@ -41,6 +41,7 @@ NOT_RUN = {
     ("README.md", "apply -k loadgen/deploy"): CLUSTER,
     ("README.md", "--reset-then-reuse-values"): CLUSTER,
     ("README.md", "make images VARIANT=cuda"): CLUSTER,
+    ("README.md", "make release"): CLUSTER,
     ("README.md", "yardstick load run"): LONG_WORK,
     ("docs/caching.md", "redis://cache:6379"): OTHER_SERVERS,
     ("docs/catalogue.md", "split --lines"): "names a file of the reader",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yardstick_llm.engine.runner.attention import flashinfer
+
+T = TypeVar("T")
 
 
 class Device(TorchDispatchMode):
@@ -33,8 +35,8 @@ class Device(TorchDispatchMode):
 
         return call
 
-    def kernel(self, operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def launch(*arguments: Any) -> torch.Tensor:
+    def kernel(self, operation: Callable[..., T]) -> Callable[..., T]:
+        def launch(*arguments: Any) -> T:
             self.in_kernel = True
             try:
                 return operation(*arguments)

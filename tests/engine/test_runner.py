@@ -16,6 +16,7 @@ from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import TokenHead
 from yardstick_llm.engine.runner import sampling
+from yardstick_llm.engine.runner.attention import reference
 from yardstick_llm.engine.runner.lenvm import draws as guided_draws
 from yardstick_llm.engine.runner.readouts.draws import next_token_logprobs
 from yardstick_llm.engine.runner.readouts.scores import label_logits, token_likelihoods
@@ -36,6 +37,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
             for name in ("candidates", "length_tilt"):
                 patch.setattr(guided_draws, name, watch.kernel(getattr(guided_draws, name)))
+            patch.setattr(reference, "is_spoilt", watch.kernel(reference.is_spoilt))  # of a backend for CPUs
             prepare = watch.kernel(sampling.prepare)  # on the host's own numbers
             for module in (sampling, guided_draws):
                 patch.setattr(module, "prepare", prepare)

@@ -134,7 +134,7 @@ class ReferenceAttention(AttentionBackend):
         asked, answered = rows.view(apart), result.view(apart)
         piece_bytes = 2 * len(group.slots) // group.pieces * kv_heads * head_dim * q.element_size()
         gathered = GATHERED_BYTES * torch.get_num_threads()
-        spoilt = len(rows) > group.pieces and not bool(rows.sum().isfinite())
+        spoilt = len(rows) > group.pieces and is_spoilt(rows)
         for some in spans(group.pieces, max(1, gathered // piece_bytes)):
             self._attend_pieces(layer, asked[some], group, some, answered[some], own, spoilt=spoilt)
         if (value_scales := self.kv.value_scales(layer)) is not None:
@@ -233,6 +233,11 @@ class ReferenceAttention(AttentionBackend):
         """hidden: [pieces or 1, longest, width] bool. -> as :class:`Group` has it."""
         mask = torch.zeros(hidden.shape, dtype=self.kv.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat_interleave(self._fold, 2)
+
+
+def is_spoilt(x: Tensor) -> bool:
+    """Whether an element is no finite number, which is read at once: this backend computes on the CPU."""
+    return not bool(x.sum().isfinite())
 
 
 def spans(count: int, size: int) -> Iterator[slice]:

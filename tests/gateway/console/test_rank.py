@@ -211,9 +211,15 @@ def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
     label = "From the left list to the right one, 0 documents rise, 1 fall, 2 keep their place"
     expect(drawing).to_have_attribute("aria-label", label)
     for kind, at in (("same", 0), ("down", 3)):  # a line ends beside the middles of its rows
-        line = drawing.locator(f"polyline.{kind}").first.bounding_box()
-        left = page.locator("#rank-list li").nth(min(at, 1)).bounding_box()
-        right = page.locator("#rank-other-list li").nth(at).bounding_box()
+        # at once, because the page may still scroll to the results
+        line, left, right = page.evaluate(
+            """([kind, left, right]) => [
+                document.querySelector(`#rank-moves polyline.${kind}`),
+                document.querySelectorAll("#rank-list li")[left],
+                document.querySelectorAll("#rank-other-list li")[right],
+            ].map((element) => element.getBoundingClientRect().toJSON())""",
+            [kind, min(at, 1), at],
+        )
         assert line["y"] == pytest.approx(left["y"] + left["height"] / 2, abs=3)
         assert line["y"] + line["height"] == pytest.approx(right["y"] + right["height"] / 2, abs=3)
     with page.expect_download() as saved:

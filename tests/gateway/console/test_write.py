@@ -205,7 +205,7 @@ def test_calls_of_tools(visit: Open, tmp_path: Path) -> None:
         expect(page.locator(".run .error").first).to_be_hidden()
         expect(page.locator(".calls h4").first).to_have_text("Calls get_weather")
         assert json.loads(page.locator(".calls pre").first.inner_text())["city"] in ("Zürich", "Köln")
-        assert figure(page, "Ended by") == "call of a tool"
+        assert figure(page, "Ended by") in ("call of a tool", "token limit")  # after the first call it may begin others
         expect(page.locator("#write-history .bar-text")).to_contain_text("get_weather({")
     finally:
         gateway.close()

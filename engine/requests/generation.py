@@ -264,7 +264,10 @@ def expected_tokens(message: wire.Generate, z: float, gamma: float, calibration:
     """Return the expected output tokens of a sequence, its end included, within what ``message`` asks for.
 
     z: raw value at the end of the prompt. gamma, calibration: the length model's. With a calibration, this is the median length.
+    0, as without a forecast, if the length model's numbers overflow for the prompt.
     """
+    if math.isnan(z):
+        return 0.0
     small = math.exp(-abs(z))
     value = 1 / (1 + small) if z >= 0 else small / (1 + small)
     tokens = (max(z, 0.0) + math.log1p(small)) / -math.log(gamma)  # -ln(1 - value) / -ln(gamma), also where value rounds to 1

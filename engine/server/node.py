@@ -54,7 +54,8 @@ class ProcessEnded(Exception):
 
 
 class Node:
-    """What :class:`~engine.server.loop_client.LoopClient` is to node 0: the part behind the server. :meth:`start` it first."""
+    """The engine behind the HTTP server of a node. It has the attributes of :class:`~engine.server.loop_client.LoopClient` that the
+    server reads. Call :meth:`start` first."""
 
     stats: wire.Stats | None = None
     pulse: Pulse | None = None

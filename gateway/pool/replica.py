@@ -204,7 +204,8 @@ class Replica:
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
 
     def judge(self, *, spoilt: bool) -> InternalError | None:
-        """Count an answer of the pod, which is ``spoilt`` if it has no number. Returns the error if so many were in succession."""
+        """Count one answer of the pod. ``spoilt``: it has no number. Returns an error after :data:`MAX_SPOILT` spoilt answers in
+        succession, otherwise None."""
         self.spoilt_answers = self.spoilt_answers + 1 if spoilt else 0
         if self.spoilt_answers < MAX_SPOILT:
             return None

@@ -124,7 +124,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Longer prompts are cut to this many tokens, unless the request forbids it. None: the context, to which prompts of encoders
     are cut, and no others."""
     pair_truncation: PairTruncation = "longest_first"
-    """Of an encoder's pairs that are too long: the text that is cut, in the words of transformers."""
+    """Which text of a pair an encoder cuts if the pair is too long. The values are those of transformers."""
     similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
     """Only with the task ``embed``: the score of a query and a document from their embeddings. Of distances, the negative."""
     late_interaction: LateInteraction | None = None
@@ -500,7 +500,7 @@ class _TextProcessing(msgspec.Struct, frozen=True):
 
 
 class _Processing(msgspec.Struct, frozen=True):
-    """What is read of ``processing_kwargs``."""
+    """The part of ``processing_kwargs`` that is read."""
 
     text: _TextProcessing = _TextProcessing()
 

@@ -91,7 +91,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def queued(request: Request) -> Request:
-    """What waits or runs for a request: its forecast first, which holds its place in the queue."""
+    """The queued part of a request: its forecast, as long as that is not computed, or the request itself."""
     return request.forecast if isinstance(request, GenerateRequest) and request.forecast else request
 
 

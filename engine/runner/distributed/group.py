@@ -7,7 +7,7 @@ alone. A connection begins with a handshake: node 0 sends a nonce, the node its 
 sent. Everything is msgpack with its length before it, and each length is bounded.
 
 Then node 0 sends the orders of :mod:`engine.runner.distributed.shard`, and the node a :class:`Loaded`, :class:`Failed` or
-:class:`Leaving`. When a node is lost after all have loaded, node 0 ends, and so all others start anew: a group is one engine.
+:class:`Leaving`. If a node is lost after all nodes have loaded, node 0 exits and the other nodes join again: a group is one engine.
 
 What the processes exchange in a step goes over connections of gloo or NCCL, which are neither authenticated nor encrypted.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 LENGTH_BYTES = 8
 """Before each message: its length, little-endian."""
 MAX_MESSAGE_BYTES = 64 << 10
-"""Of all messages but orders."""
+"""Largest message, orders excepted."""
 HANDSHAKE_SECONDS = 10.0
 MAX_HANDSHAKES = 64
 """Connections that have not proved anything yet. Node 0 closes more at once."""
@@ -80,7 +80,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a node says of itself."""
+    """First message of a node: its rank, its options and the version of its code."""
 
     nonce: bytes
     code: str
@@ -96,7 +96,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The node is part of the group."""
 
     settings: EngineSettings
-    """Of node 0, with the device that it computes on."""
+    """Settings of node 0. ``device`` is the kind of device that it computes on."""
     fingerprint: str
     """See :func:`~engine.models.loader.fingerprint`."""
 

@@ -181,7 +181,7 @@ def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = N
 
 
 def group_fingerprint(directory: Path, dtype: torch.dtype, settings: EngineSettings, config: ModelConfig) -> str:
-    """What all nodes must have in common; empty where there is one node."""
+    """Return the fingerprint of the model, which must be equal on all nodes; empty for a single node."""
     if settings.nnodes == 1:
         return ""
     return fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, config)

@@ -1,4 +1,4 @@
-"""What happens to a release in a year, one after another under load; requests that fail are counted, and none may.
+"""Drills: upgrades, kills, evictions and mistakes, one after another under load. They count failed requests; none may fail.
 
 ``python -m tests.cluster.chart.drills [NAME ...]`` (``make drills``) installs a release on the cluster that KUBECONFIG names, runs
 the drills and deletes it. Each prints a line of JSON; the exit status is 1 if a request failed or a drill did not end as it should.

@@ -22,7 +22,7 @@ from yardstick_llm.engine.requests.generation import expected_tokens
 from yardstick_llm.engine.settings import EngineSettings
 
 BEGINNINGS = ("A review in eleven parts. Part one:", "A note in one line. First,")
-"""Of answers: the demo model decides by them how long a text becomes."""
+"""Plans that begin answers of the demo model. The plan decides how long the text becomes."""
 
 
 @cache
@@ -100,7 +100,7 @@ def test_a_forecast_keeps_to_what_is_asked_for() -> None:
     assert forecast(0.0) == pytest.approx(math.log(0.5) / math.log(0.99))
     assert forecast(-1.0, calibration) == pytest.approx(2 * forecast(-1.0))
     assert forecast(0.0, calibration) == pytest.approx(3 * forecast(0.0))
-    assert (forecast(100.0), forecast(-100.0)) == (500, 1)
+    assert (forecast(100.0), forecast(-100.0), forecast(math.nan)) == (500, 1, 0)
     for constraint, expected in (("eq", 21), ("le", 21), ("ge", forecast(0.0)), ("within", 21), ("eq_soft", 21)):
         assert forecast(0.0, None, wire.LengthGuidance(constraint=constraint, target_length=20)) == pytest.approx(expected)
     sentences = wire.LengthGuidance(constraint="eq", target_length=2, unit="sentences")

@@ -76,6 +76,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _MESSAGE_BYTES, _MESSAGE_FILES, _PID_BYTES = 1 << 17, 16, 8
 _HIGH = 100
 """Descriptors from here on are not among those that a command names."""
+_REPOSITORY = Path(__file__).parents[1]
 _libc = ctypes.CDLL(None)
 _fork_exec: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -177,7 +178,8 @@ def _new_process() -> WarmProcess:
     variables = with_defaults(os.environ)
     with theirs, as_in_production():
         command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-        process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        fd = theirs.fileno()
+        process = subprocess.Popen(command, env=variables, pass_fds=[fd], stdin=subprocess.DEVNULL, cwd=_REPOSITORY)
     atexit.register(lambda: (ours.close(), process.wait()))
     _process = WarmProcess(ours, variables)
     return _process

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
@@ -210,9 +209,13 @@ def jpeg_of_scans(scans: int, side: int = 5792) -> bytes:
     return whole[:-2] + last * scans + whole[-2:]
 
 
+def command(niceness: int = 19) -> list[str]:
+    """Start this program. Hostile clients have their own processors, so by default it takes none from the servers."""
+    return ["nice", "-n", str(niceness), sys.executable, "-m", "tests.attacks.hostile"]
+
+
 def main() -> None:
     """Attack, then print the summary."""
-    os.nice(19)  # hostile clients bring their own processors, so this one must take none from the servers
     url, key, seconds, pause, seed, kind, *_ = [*sys.argv[1:], "0", ""] if len(sys.argv) < 6 else [*sys.argv[1:], ""]
     hostile = Hostile(url, key, float(pause), int(seed))
     asyncio.run(hostile.run(float(seconds), kind))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.attacks.hostile import HELLO, SLOW_MULTIPLE, chat_with_image, jpeg_of_scans
+from tests.attacks.hostile import HELLO, SLOW_MULTIPLE, chat_with_image, command, jpeg_of_scans
 from tests.attacks.watch import metric_of
 from tests.fakes import LIMITS, served, with_vision
 from tests.gateway.keys import entry, write
@@ -156,8 +155,8 @@ def test_a_flood_of_expensive_requests_delays_no_text(tmp_path: Path, key: str, 
     with gateway_process(tmp_path, entry("limited", requests_per_minute=20)) as gateway:
         latencies(gateway, 1)
         for _ in range(3):
-            command = [sys.executable, "-m", "tests.attacks.hostile", gateway.url, key, "8", "0.01", "1", kind]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hostile:
+            attack = [*command(), gateway.url, key, "8", "0.01", "1", kind]
+            with subprocess.Popen(attack, stdout=subprocess.PIPE, text=True) as hostile:
                 time.sleep(2)
                 longest = max(map(max, latencies(gateway, 5).values()))
                 output, _ = hostile.communicate(timeout=120)

@@ -13,7 +13,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.attacks.hostile import command
 from tests.attacks.watch import Watch, tree_mib
 from tests.checkpoints import make_checkpoint
 from tests.gateway.keys import entry, write
@@ -37,6 +37,8 @@ PAUSE_SECONDS = 0.0 if SECONDS >= LATENCY_SECONDS else 0.05
 """Time between two requests of a well-behaved client: a soak that checks no latency leaves processors to other tests."""
 FLOOD_PAUSE = 0.02 if SECONDS >= LATENCY_SECONDS else 0.06
 """Time between two requests on each connection of a hostile flood."""
+NICENESS = 19 if SECONDS >= LATENCY_SECONDS else 5
+"""Of the hostile clients. Other tests may run beside a short soak, which would leave the nicest process nothing for minutes."""
 INCIDENT_SECONDS = min(60.0, SECONDS / 5)
 """Time between two engines that are stopped or killed. There is one of each at least."""
 LAST_SECONDS = min(30.0, SECONDS / 4)
@@ -234,9 +236,9 @@ def test_soak(deployment: Deployment) -> None:
     asyncio.run(quiet.run(QUIET_SECONDS))
     idle = tree_mib(gateway.process.pid)
     loud = Clients(gateway.url, expected=quiet.expected)
-    command = [sys.executable, "-m", "tests.attacks.hostile", gateway.url]
+    start = [*command(NICENESS), gateway.url]
     attacks = [["hostile", str(SECONDS), str(FLOOD_PAUSE)], ["limited", str(SECONDS), "0.1", "0", "schemas"]]
-    attackers = [subprocess.Popen([*command, *attack], stdout=subprocess.PIPE, text=True) for attack in attacks]
+    attackers = [subprocess.Popen([*start, *attack], stdout=subprocess.PIPE, text=True) for attack in attacks]
     incidents = Incidents(deployment, time.monotonic() + SECONDS)
     with Watch(gateway) as watch:
         asyncio.run(loud.run(SECONDS))

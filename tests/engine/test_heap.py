@@ -39,7 +39,7 @@ def test_scans_of_other_shapes_do_not_make_an_engine_grow(pod: Pod) -> None:
     """The first scans fill caches of libraries; later ones leave as much memory as they found, within one growth."""
     dice, after = random.Random(3), list[int]()
     for _ in range(8):
-        left = 20_000
+        left = 8_000
         while left > 0:
             count, query = dice.randrange(200, 2000), dice.choices(range(3, 200), k=dice.randrange(1, 6))
             items = b"".join(wire.pack_ids(dice.choices(range(3, 200), k=4)) for _ in range(count))

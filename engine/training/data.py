@@ -63,6 +63,11 @@ def learned(text: Text, gamma: float, margin: float) -> npt.NDArray[np.bool_]:
     return np.ones(text.length + 1, np.bool_) if text.ended else gamma**text.remaining <= margin
 
 
+def read_tokens(text: Text, mask: npt.NDArray[np.bool_]) -> int:
+    """Return how many of the text's tokens the states of ``mask`` need: up to the last such state, because attention is causal."""
+    return text.start + int(np.flatnonzero(mask)[-1]) if mask.any() else 0
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A folder of ``yardstick lenvm sample``."""
@@ -214,12 +219,12 @@ class Batch(NamedTuple):
 
 
 def pack(texts: Sequence[Text], masks: Sequence[npt.NDArray[np.bool_]], device: torch.device) -> Batch:
-    """Pack texts, with the states of ``masks``, [length + 1] each."""
-    lengths = [len(text.tokens) for text in texts]
+    """Pack texts up to the last state of ``masks``, [length + 1] each with one state at least."""
+    lengths = [read_tokens(text, mask) for text, mask in zip(texts, masks, strict=True)]
     begins = np.cumsum([0, *lengths])
     rows = [begin + text.start - 1 + np.flatnonzero(mask) for begin, text, mask in zip(begins, texts, masks, strict=False)]
-    tokens, positions = np.concatenate([text.tokens for text in texts]), np.concatenate([np.arange(length) for length in lengths])
-    arrays = (tokens.astype(np.int64), positions, np.concatenate(rows))
+    tokens = np.concatenate([text.tokens[:length] for text, length in zip(texts, lengths, strict=True)])
+    arrays = (tokens.astype(np.int64), np.concatenate([np.arange(length) for length in lengths]), np.concatenate(rows))
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     return Batch(on_device[0], on_device[1], on_device[2], lengths)
 
@@ -257,14 +262,19 @@ def passes(order: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[li
 
 @torch.inference_mode()
 def predict(
-    model: LenVM, texts: Sequence[Text], most: int, device: torch.device, progress: Callable[[int], None] = lambda _: None
+    model: LenVM,
+    texts: Sequence[Text],
+    most: int,
+    device: torch.device,
+    progress: Callable[[int], None] = lambda _: None,
+    masks: Sequence[npt.NDArray[np.bool_]] = (),
 ) -> list[Floats]:
-    """Return the value of every state of each text, [length + 1] each. most: tokens of a pass."""
+    """Return the value of every state of each text, [length + 1] each, or of those of ``masks``. most: tokens of a pass."""
+    masks = masks or [np.ones(text.length + 1, np.bool_) for text in texts]
     found: list[Floats] = []
-    for run in passes(range(len(texts)), [len(text.tokens) for text in texts], most):
-        some = [texts[index] for index in run]
-        states = [text.length + 1 for text in some]
-        z = raw_values(model, pack(some, [np.ones(count, np.bool_) for count in states], device))
-        found += [part.numpy() for part in torch.split(z.double().sigmoid().cpu(), states)]
+    for run in passes(range(len(texts)), [*map(read_tokens, texts, masks)], most):
+        some = [masks[index] for index in run]
+        z = raw_values(model, pack([texts[index] for index in run], some, device))
+        found += [part.numpy() for part in torch.split(z.double().sigmoid().cpu(), [int(mask.sum()) for mask in some])]
         progress(len(found))
     return found

@@ -59,6 +59,7 @@ from yardstick_llm.engine.training.data import (
     predict,
     raw_values,
     read_dataset,
+    read_tokens,
 )
 from yardstick_llm.engine.training.evaluate import judge, spellings_in, write_json
 from yardstick_llm.kernels.linear import linear
@@ -209,7 +210,9 @@ class Trainer:
         self.checked = dataset.texts("validation")
         self.most = settings.tokens_per_pass or PASS_TOKENS[device.type]
         self.masks = [learned(text, gamma, settings.margin) for text in self.texts]
-        if not any(mask.any() for mask in self.masks):
+        self.sizes = [*map(read_tokens, self.texts, self.masks)]
+        """Tokens that are read of each text; 0 if none of its states has a target."""
+        if not any(self.sizes):
             raise ModelError("No state has a target: all answers were cut too early. Sample with a larger --max-tokens.")
         self.parameters = trainable(model, settings.method, settings.lora_rank, settings.seed)
         wide = all(parameter.dtype == torch.float32 for parameter in self.parameters.values())
@@ -223,11 +226,10 @@ class Trainer:
 
     def _plan(self) -> list[list[int]]:
         """The texts of each step, in a new order in each epoch."""
-        sizes = [len(text.tokens) for text in self.texts]
         steps: list[list[int]] = []
         for epoch in range(self.settings.epochs):
-            order = np.random.default_rng([self.settings.seed, epoch]).permutation(len(sizes)).tolist()
-            steps += passes(order, sizes, self.settings.tokens_per_step)
+            order = np.random.default_rng([self.settings.seed, epoch]).permutation(np.flatnonzero(self.sizes)).tolist()
+            steps += passes(order, self.sizes, self.settings.tokens_per_step)
         return steps
 
     def learning_rate(self, step: int) -> float:
@@ -242,10 +244,7 @@ class Trainer:
         """Add the gradients of the mean loss over all states of some texts to the masters, and return this loss."""
         states = sum(int(self.masks[index].sum()) for index in texts)
         total = 0.0
-        for run in passes(texts, [len(text.tokens) for text in self.texts], self.most):
-            run = [index for index in run if self.masks[index].any()]
-            if not run:
-                continue
+        for run in passes(texts, self.sizes, self.most):
             z = raw_values(
                 self.model, pack([self.texts[index] for index in run], [self.masks[index] for index in run], self.device)
             )
@@ -289,9 +288,11 @@ class Trainer:
     def check(self) -> float:
         """Measure the validation loss, and keep the state if it is the best."""
         losses, states = 0.0, 0
-        for text, values in zip(self.checked, predict(self.model, self.checked, self.most, self.device), strict=True):
-            mask = learned(text, self.gamma, self.settings.margin)
-            z = torch.from_numpy(values[mask]).logit(1e-9)
+        masks = [learned(text, self.gamma, self.settings.margin) for text in self.checked]
+        kept = [(text, mask) for text, mask in zip(self.checked, masks, strict=True) if mask.any()]
+        texts, masks = [text for text, _ in kept], [mask for _, mask in kept]
+        for text, mask, values in zip(texts, masks, predict(self.model, texts, self.most, self.device, masks=masks), strict=True):
+            z = torch.from_numpy(values).logit(1e-9)
             losses += state_loss(z, torch.from_numpy(1 - self.gamma ** text.remaining[mask]), self.settings.loss).sum().item()
             states += int(mask.sum())
         loss = losses / max(1, states)
@@ -307,7 +308,7 @@ class Trainer:
         saved = started = time.monotonic()
         tokens, losses = 0, list[float]()
         while self.progress.step < len(self.steps):
-            tokens += sum(len(self.texts[index].tokens) for index in self.steps[self.progress.step])
+            tokens += sum(self.sizes[index] for index in self.steps[self.progress.step])
             losses.append(self.update())
             step, seconds = self.progress.step, time.monotonic() - started
             checks = step % every == 0 or step == len(self.steps)
@@ -324,7 +325,7 @@ class Trainer:
                 saved = time.monotonic()
 
     def _tokens_left(self) -> int:
-        return sum(len(self.texts[index].tokens) for step in self.steps[self.progress.step :] for index in step)
+        return sum(self.sizes[index] for step in self.steps[self.progress.step :] for index in step)
 
     def save(self, path: Path, identity: str) -> None:
         """Replace ``path`` with the state so far, atomically."""

@@ -127,8 +127,8 @@ def stop(children: Sequence[Child], seconds: float) -> None:
             child.process.wait()
 
 
-class Stop(Exception):
-    """A signal asked this process to end."""
+class Stop(KeyboardInterrupt):
+    """A signal asked this process to end. An event loop lets no other exception out of its callbacks."""
 
     def __init__(self, number: int) -> None:
         """``number``: the signal."""

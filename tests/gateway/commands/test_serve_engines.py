@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from tests.warm import as_in_production
 from yardstick_llm.engine.server.options import parse
 from yardstick_llm.gateway.commands import CommandError, WrongUsage
 from yardstick_llm.gateway.commands import serve as command
+from yardstick_llm.gateway.commands.processes import Stop, signals_raise_stop
 from yardstick_llm.gateway.commands.serve import (
     VISIBLE,
     ServeOptions,
@@ -200,3 +202,16 @@ def test_gpus_that_cannot_be_counted_are_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "_COUNT_SECONDS", 0.1)
     with pytest.raises(CommandError, match="check the driver, or add --device cpu"):
         gpus_of_engines(2, [], os.environ)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_within_an_event_loop_is_not_lost(number: int) -> None:
+    """A command that has just started to serve sends an example."""
+
+    async def send() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+        await asyncio.sleep(5)
+
+    with signals_raise_stop(), pytest.raises(Stop) as stop:
+        asyncio.run(send())
+    assert stop.value.number == number

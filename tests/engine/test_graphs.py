@@ -206,7 +206,7 @@ def test_padding_changes_nothing_for_the_reference(decoder: Decoder, whole: bool
 
 
 def whole_steps() -> Iterator[list[ExtendSegment]]:
-    """Pairs, a text alone, texts with tokens that none attends to, and a step without padding."""
+    """Pairs, a text alone, texts with tokens that none attends to, and steps with and without padding."""
     for lengths, first, unseen in (((3, 5, 9), 2, 0), ((7,), 0, 0), ((4, 4, 20), 0, 2), ((2, 3, 70), 1, 0), ((6, 10), 3, 0)):
         readout = wire.TokenVectors(expansion_tokens=unseen)
         request = ScoringRequest(id="r", prefix=EMPTY, readout=readout, rows=[], first_tokens=first)
@@ -229,8 +229,9 @@ def test_captured_steps_of_whole_sequences(family: str, whole: bool, tmp_path: P
         found = graphs.forward(tokens, positions, segments, rows)
         assert found is not None
         expected = model(tokens, positions, eager.plan(segments))
-        torch.testing.assert_close(found, expected[rows], atol=2e-5, rtol=2e-5)
-        if count in (16, 28) and len(rows) in (0, count):
+        tolerance = 1e-4 if device.type == "cuda" else 2e-5
+        torch.testing.assert_close(found, expected[rows], atol=tolerance, rtol=tolerance)
+        if device.type == "cpu" and count in (16, 28) and len(rows) in (0, count):
             same = FixedWholeAttention(eager, count)
             assert same.fill(segments, count) == 0
             assert torch.equal(found, model(tokens, positions, same.attend(count))[rows])

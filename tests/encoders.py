@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from tests.checkpoints import VOCAB_SIZE, randomize, write_pooling, write_tokenizer
+from tests.checkpoints import HEADLESS, VOCAB_SIZE, make_checkpoint, randomize, write_pooling, write_tokenizer
 
 Kind = Literal["embed", "classes", "masked"]
 SUFFIXES: dict[Kind, str] = {"embed": "Model", "classes": "ForSequenceClassification", "masked": "ForMaskedLM"}
@@ -74,6 +74,17 @@ def make_encoder(directory: Path, family: str, kind: Kind = "embed", *, pooling:
     model.save_pretrained(directory)
     write_tokenizer(directory)
     return write_pooling(directory, pooling) if kind == "embed" else directory
+
+
+def make_whole(directory: Path, family: str) -> Path:
+    """Write a model that embeds and whose tokens all attend to each other: an encoder, or the decoder ``qwen3``. Returns
+    ``directory``."""
+    if family != "qwen3":
+        return make_encoder(directory, family, num_hidden_layers=2)
+    write_pooling(make_checkpoint(directory, family, model_class=HEADLESS[family], num_hidden_layers=2), "mean_tokens")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_causal": False}))
+    return directory
 
 
 def load_reference(directory: Path, family: str, kind: Kind) -> torch.nn.Module:

@@ -42,6 +42,7 @@ ENGINE_NAMES = (
     "windows and soft caps",
 )
 ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
+ENCODER_TEST = "test_encoders_answer_as_on_a_cpu_and_compile_nothing_late"
 MARK = "pytest.mark.gpu"
 """Other files are not even collected: a GPU host lacks packages that they import."""
 NOTHING_TO_RUN = 5
@@ -72,6 +73,7 @@ def shards() -> dict[str, list[str]]:
     """Arguments of pytest by name, the longest first."""
     quick = ["-m", "gpu or not slow"]
     found = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}
+    found["engine, encoders"] = ["-m", "gpu", f"{ENGINES}::{ENCODER_TEST}"]
     found |= {f"attention, {name}": [*quick, "-k", only, str(BACKENDS)] for name, only in BACKEND_PARTS.items()}
     found["others marked gpu"] = ["-m", "gpu", *map(str, others())]
     return found | {path.stem: [*quick, str(path)] for path in WHOLE}

@@ -21,6 +21,7 @@ from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder import Encoder, Model
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats import stored
@@ -41,6 +42,7 @@ from yardstick_llm.engine.runner.attention.base import AttentionBackend, FixedBr
 from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from yardstick_llm.engine.runner.attention.select import make_attention, problem_of
 from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention
+from yardstick_llm.engine.runner.attention.whole import FixedWholeAttention, WholeAttention
 from yardstick_llm.engine.runner.distributed.shard import LeadingDecoder
 from yardstick_llm.engine.runner.graphs import (
     BUCKETS,
@@ -225,7 +227,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     if settings.kv_dtype != "auto":
         check_kv_dtype(device, dtype)
     if is_whole:
-        return build_whole_loop(settings, model, device, dtype)
+        return build_whole_loop(settings, model, device, dtype, make_graphs)
     shared = settings.tensor_parallel > 1
     quantize = stored.NAME if keeps_codes(directory, settings, dtype, device) else settings.quantize
     if shared:
@@ -397,21 +399,21 @@ def _compiles(device: torch.device) -> bool:
 
 
 def make_graphs(
-    decoder: Decoder, attention: AttentionBackend, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
+    decoder: Model, attention: AttentionBackend | WholeAttention, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
 ) -> list[StepGraphs]:
     """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible, and large ones where
     the memory that is left allows it.
 
     Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
     """
-    small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention.kv, budget, adapters))
+    small = _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, attention, budget, adapters))
     if small is None:
         return []
     sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
     if not sizes:
         return [small]
-    device = attention.kv.keys.device
-    # Each size has two layouts, and with adapters twice as many graphs.
+    device = decoder.embed.weight.device
+    # Each size has at most two layouts, and with adapters twice as many graphs.
     needed = (2 + 2 * (adapters is not None)) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, sizes[-1])
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
     if free < needed:
@@ -426,7 +428,7 @@ def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> 
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
 
 
-def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]) -> T | None:
+def _captured(what: str, decoder: Model, wanted: str, capture: Callable[[], T]) -> T | None:
     if wanted == "off":
         return None
     problem = _graphs_problem(decoder)
@@ -443,35 +445,46 @@ def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]
     return None
 
 
-def _graphs_problem(decoder: Decoder) -> str | None:
+def _graphs_problem(decoder: Model) -> str | None:
     """Return the reason why steps cannot be captured, as a clause; None if they can."""
     weight = decoder.embed.weight
     if not weight.is_cuda:
         return "they need an NVIDIA GPU"
     if isinstance(decoder, LeadingDecoder):
         return "a model shared by several processes is launched by each of them"
-    return problem_of("triton", weight.device, decoder.config, weight.dtype)
+    if isinstance(decoder, Encoder):
+        biased = decoder.is_biased or decoder.slopes is not None
+        return "plain PyTorch computes the model's biases of attention" if biased else None
+    return None if decoder.config.bidirectional else problem_of("triton", weight.device, decoder.config, weight.dtype)
 
 
-def _capture(decoder: Decoder, kv: KVCache, budget: Budget, adapters: AdapterMemory | None) -> StepGraphs:
+def _capture(
+    decoder: Model, attention: AttentionBackend | WholeAttention, budget: Budget, adapters: AdapterMemory | None
+) -> StepGraphs:
     """Capture steps of up to ``max_batched_tokens``."""
     buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
-    attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets), decoder.config.attention_specs)
+    fixed = _fixed_triton(decoder, attention, max(buckets))
     rows = None if adapters is None else adapters.captured(buckets)
-    return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets, rows)
+    return StepGraphs(decoder, fixed, CudaCapture(decoder.embed.weight.device), buckets, rows)
 
 
 def _capture_large(
-    decoder: Decoder, attention: AttentionBackend, sizes: Sequence[int], adapters: AdapterMemory | None
+    decoder: Model, attention: AttentionBackend | WholeAttention, sizes: Sequence[int], adapters: AdapterMemory | None
 ) -> StepGraphs:
     """Capture steps of ``sizes`` with the engine's attention, up to that of the last layer."""
     fixed: FixedAttention
     if isinstance(attention, FlashInferAttention):
         fixed = FixedFlashInfer(attention, max(sizes))
     else:
-        fixed = FixedTritonAttention(attention.kv, decoder.config.num_heads, max(sizes), decoder.config.attention_specs)
+        fixed = _fixed_triton(decoder, attention, max(sizes))
     rows = None if adapters is None else adapters.captured(sizes)
-    return StepGraphs(decoder, fixed, CudaCapture(attention.kv.keys.device), sizes, rows, above=BUCKETS[-1], whole=False)
+    return StepGraphs(decoder, fixed, CudaCapture(decoder.embed.weight.device), sizes, rows, above=BUCKETS[-1], whole=False)
+
+
+def _fixed_triton(decoder: Model, attention: AttentionBackend | WholeAttention, most_tokens: int) -> FixedAttention:
+    if isinstance(attention, WholeAttention):
+        return FixedWholeAttention(attention, most_tokens)
+    return FixedTritonAttention(attention.kv, decoder.config.num_heads, most_tokens, decoder.config.attention_specs)
 
 
 def _counted_parts(budget: Budget, most: int) -> list[int]:

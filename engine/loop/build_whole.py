@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import arithmetic_of, format_of
 from yardstick_llm.engine.models.loader import fingerprint, load_encoder, load_model
 from yardstick_llm.engine.runner.attention.whole import WholeAttention
-from yardstick_llm.engine.runner.graphs import Compilations
+from yardstick_llm.engine.runner.graphs import Compilations, StepGraphs
 from yardstick_llm.engine.runner.machine import StepThreads, step_threads
 from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
@@ -40,7 +41,6 @@ def check_whole_settings(settings: EngineSettings, config: ModelConfig | Encoder
         "--forecast": settings.forecast != "none",
         "--kv-dtype fp8": settings.kv_dtype != "auto",
         "--quantize fp8": settings.quantize == "fp8" and isinstance(config, EncoderConfig),
-        "--cuda-graphs on": settings.cuda_graphs == "on",
         "--attention flashinfer": settings.attention == "flashinfer",
     }
     found = next((name for name, is_set in refused.items() if is_set), None)
@@ -51,18 +51,28 @@ def check_whole_settings(settings: EngineSettings, config: ModelConfig | Encoder
         )
 
 
+MakeGraphs = Callable[[Model, WholeAttention, str, Budget], Sequence[StepGraphs]]
+
+
 def build_whole_loop(
-    settings: EngineSettings, config: ModelConfig | EncoderConfig, device: torch.device, dtype: torch.dtype
+    settings: EngineSettings,
+    config: ModelConfig | EncoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    make_graphs: MakeGraphs,
 ) -> Loop:
-    """Load the model and build the loop around it. Raises :class:`ModelError`. ``settings``: checked, with a directory."""
+    """Load the model and build the loop around it. Raises :class:`ModelError`. ``settings``: checked, with a directory.
+    ``make_graphs``: :func:`engine.loop.build.make_graphs`."""
     directory = Path(settings.model)
     load = load_encoder if isinstance(config, EncoderConfig) else load_model
     model: Model = load(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
     digest = fingerprint(directory, dtype, settings.quantize)
-    return assemble_whole(model, settings, digest, step_threads(model.config, device))
+    return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device))
 
 
-def assemble_whole(model: Model, settings: EngineSettings, digest: str, threads: StepThreads | None = None) -> Loop:
+def assemble_whole(
+    model: Model, settings: EngineSettings, digest: str, make_graphs: MakeGraphs, threads: StepThreads | None = None
+) -> Loop:
     """Build the loop around a loaded model. ``threads``: see :class:`Runner`."""
     weight, config = model.embed.weight, model.config
     tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if weight.is_cuda else CPU_BATCHED_TOKENS)
@@ -73,7 +83,7 @@ def assemble_whole(model: Model, settings: EngineSettings, digest: str, threads:
     slopes = model.slopes if isinstance(model, Encoder) else None
     narrow = settings.quantize == "int8" and multiplies_bfloat16()  # bfloat16 adds little to the error of the products
     attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes, narrow=narrow)
-    runner = Runner(model, attention, (), threads=threads)
+    runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)
     info = msgspec.structs.replace(info, encoder=True, arithmetic=arithmetic, attention=attention.description)

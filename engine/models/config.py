@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
@@ -137,17 +137,39 @@ MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape, flags and limits of a decoder."""
+class BaseConfig:
+    """What decoders and encoders have in common."""
 
     architecture: str
-    """A key of :data:`engine.models.registry.FAMILIES`."""
+    """A key of the table of families, ``FAMILIES``."""
     vocab_size: int
     """Rows of embedding and head."""
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
+    _: KW_ONLY
+    local_rope: Rope | None = None
+    """Rotation in layers with a window; None: that of the others."""
+    windows: tuple[int | None, ...] = ()
+    """Window of each layer, in tokens; None for attention to all tokens. Empty if no layer has one."""
+    pooling: Pooling | None = None
+    """None where the model does not embed."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
+    multi_label: bool = False
+    """Whether classes do not exclude each other."""
+    regression: bool = False
+    """Whether the head's outputs are numbers and no classes."""
+    head_mean: bool = False
+    """Whether the classification head reads the mean of all hidden states, and not that of one token: the last one in decoders,
+    the first one in encoders."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(BaseConfig):
+    """Shape, flags and limits of a decoder."""
+
     num_kv_heads: int
     """Divides ``num_heads``."""
     head_dim: int
@@ -165,28 +187,16 @@ class ModelConfig:
     """Tokens that end a generation."""
     lm_head: bool = True
     """Whether the model predicts tokens."""
-    classes: tuple[str, ...] = ()
-    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
-    multi_label: bool = False
-    """Whether classes do not exclude each other."""
-    regression: bool = False
-    """Whether the head's outputs are numbers and no classes."""
     pad_token_id: int | None = None
     """A classification head reads the last token that is not this one."""
-    pooling: Pooling | None = None
-    """None where the model does not embed."""
     qk_norm_over_heads: bool = False
     norms: Norms = "before"
     norm_offset: float = 0.0
     """Added to the weights of norms."""
     gelu: bool = False
     fused_projections: bool = False
-    windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer, in tokens; None for attention to all tokens. Empty if no layer has one."""
     rotary_dim: int | None = None
     """Elements of a head that are rotated, the first ones; None: all."""
-    local_rope: Rope | None = None
-    """Rotation in layers with a window; None: :attr:`rope`."""
     unrotated: tuple[int, ...] = ()
     """Layers without a rotation."""
     attention_scale: float | None = None
@@ -205,22 +215,17 @@ class ModelConfig:
     """None where the model reads no images."""
     bidirectional: bool = False
     """Whether all tokens attend to each other, those of a layer with a window to tokens up to half of it away."""
-    head_mean: bool = False
-    """Whether the classification head reads the mean of all hidden states, and not that of the last token."""
     class_divisor: float = 1.0
     """The logits of classes are divided by it."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
+    sparse: ClassVar[str] = "none"
+    """See :class:`~engine.models.encoder_config.EncoderConfig`."""
 
     @property
     def token_vectors(self) -> int:
         """Length of the vector of each token; 0 where the model makes none."""
         return self.pooling.size(self.hidden_size) if self.pooling is not None and self.pooling.mode is None else 0
-
-    @property
-    def sparse(self) -> str:
-        """See :class:`~engine.models.encoder_config.EncoderConfig`."""
-        return "none"
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:

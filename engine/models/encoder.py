@@ -115,10 +115,18 @@ class EncoderLayer(nn.Module):
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend, rows: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden]; rows: the only rows to compute after attention; None for all. -> [tokens or rows, hidden]"""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.after_attention(self.attended(x, rotation, attend), x)
+
+    def attended(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
+        """Attention without its output projection: [tokens, hidden] -> [tokens, hidden]"""
         normed = x if not self.before or self.attention_norm is None else self.attention_norm(x)
-        attended = self.attention(normed, rotation, attend)
+        return self.attention(normed, rotation, attend)  # type: ignore[no-any-return]
+
+    def after_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The rest of the layer. x: [tokens, hidden], the layer's input; rows: the only rows to compute; None for all. ->
+        [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
         x = self.attention.o_proj(attended).add_(x)
@@ -160,7 +168,7 @@ class Packed:
 
     attend: PlainAttend
     types: Tensor | None
-    """[tokens] int64, the type of each token; None: all are 0."""
+    """[tokens] int32, the type of each token; None: all are 0."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See :data:`~engine.models.decoder.PlainAttend`."""
@@ -209,6 +217,10 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
         at least one; None for all. -> hidden rows, [tokens or rows, hidden]."""
+        return self.from_last_attention(*self.to_last_attention(tokens, positions, attend), rows)
+
+    def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
+        """Compute :meth:`forward` up to the last layer's attention. -> its output, and the layer's input, [tokens, hidden] each."""
         x = self.embed(tokens)
         if self.positions is not None:
             x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
@@ -216,10 +228,21 @@ class Encoder(nn.Module):
             x.add_(self.types.weight[0] if attend.types is None else self.types(attend.types))
         x = self.embedding_norm(x)
         rotations = self._rotations(positions)
-        for layer, at in zip(self.layers, self._rope_of, strict=True):
-            wanted = rows if layer is self.layers[-1] else None
-            x = layer(x, None if at is None else rotations[at], attend, wanted)
-        return x if self.final_norm is None else self.final_norm(x)  # type: ignore[no-any-return]
+        rotation_of = [None if at is None else rotations[at] for at in self._rope_of]
+        for layer, rotation in zip(self.layers, rotation_of[:-1], strict=False):
+            x = layer(x, rotation, attend)
+        return self._last_layer.attended(x, rotation_of[-1], attend), x
+
+    def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
+        x = self._last_layer.after_attention(attended, x, rows)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    @property
+    def _last_layer(self) -> EncoderLayer:
+        layer = self.layers[-1]
+        assert isinstance(layer, EncoderLayer)
+        return layer
 
     @property
     def is_biased(self) -> bool:

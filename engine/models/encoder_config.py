@@ -12,19 +12,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, class_names
+from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
-from yardstick_llm.engine.models.pooling import (
-    MODULES_FILE,
-    SPARSE_MODULES,
-    Pooling,
-    load_pooling,
-    max_seq_length,
-    read_modules,
-)
+from yardstick_llm.engine.models.pooling import MODULES_FILE, SPARSE_MODULES, load_pooling, max_seq_length, read_modules
 from yardstick_llm.engine.models.rope import NtkRope, Rope
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 
@@ -345,16 +338,14 @@ UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classif
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
-    """Shape, flags and limits of an encoder."""
+class EncoderConfig(BaseConfig):
+    """Shape, flags and limits of an encoder. Half of a window is on each side of a token."""
 
-    architecture: str
-    """A key of :data:`FAMILIES`."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
+    eos_token_ids: ClassVar[tuple[int, ...]] = ()
+    vision: ClassVar[None] = None
+    experts: ClassVar[None] = None
+    lm_head: ClassVar[bool] = False
+    """Whether the model predicts the next token."""
     max_context: int
     """Tokens of a sequence, of both texts where it is a pair."""
     norm_eps: float
@@ -375,20 +366,8 @@ class EncoderConfig:
     distance_norm: bool = False
     """Whether the rows of that table are normalised."""
     rope: Rope | None = None
-    local_rope: Rope | None = None
-    """Rotation in layers with a window; None: :attr:`rope`."""
-    windows: tuple[int | None, ...] = ()
-    """[layer] window, in tokens, half of it on each side; None for attention to all tokens. Empty if no layer has one."""
     biases: frozenset[str] = frozenset()
     """See :attr:`EncoderFamily.biases`; and ``norms``."""
-    pooling: Pooling | None = None
-    """None where the model does not embed."""
-    classes: tuple[str, ...] = ()
-    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
-    multi_label: bool = False
-    regression: bool = False
-    head_mean: bool = False
-    """Whether the classification head reads the mean of all hidden states, and not that of the first token."""
     head_activation: str = "tanh"
     head_bias: bool = True
     sparse: Literal["vocabulary", "tokens", "none"] = "none"
@@ -420,23 +399,6 @@ class EncoderConfig:
     def typed(self) -> bool:
         """Whether the second text of a pair has a token type of its own. Tokenisers of the RoBERTa family give none."""
         return self.type_count > 1 and not self.family.offset_positions
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def vision(self) -> None:
-        return None
-
-    @property
-    def experts(self) -> None:
-        return None
-
-    @property
-    def lm_head(self) -> bool:
-        """Whether the model predicts the next token."""
-        return False
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:

@@ -27,7 +27,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.decoder import Attend, Decoder
+from yardstick_llm.engine.models.decoder import Attend
+from yardstick_llm.engine.models.encoder import Model
 from yardstick_llm.engine.models.lora.linear import CapturedRows
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.kernels.runtime import AVAILABLE, INTERPRETED, triton
@@ -215,12 +216,12 @@ class Bucket(NamedTuple):
 
 
 class StepGraphs:
-    """The decoder's part of a step, from tokens to hidden rows, captured for every one of ``buckets``."""
+    """The model's part of a step, from tokens to hidden rows, captured for every one of ``buckets``."""
 
     @torch.inference_mode()
     def __init__(
         self,
-        decoder: Decoder,
+        model: Model,
         attention: FixedAttention,
         capture: Capture,
         buckets: Sequence[int] = BUCKETS,
@@ -232,7 +233,7 @@ class StepGraphs:
         """``adapters``: None in an engine without adapters. ``above``: steps of no more tokens are left to others. ``whole``:
         capture all of the last layer; otherwise launch what follows its attention, for the rows that are read.
         """
-        self._decoder = decoder
+        self._model = model
         self._attention = attention
         self._adapters = adapters
         self._sizes = sorted(buckets)
@@ -241,7 +242,7 @@ class StepGraphs:
         self.replayed = 0
         """Steps so far."""
         start = time.monotonic()
-        weight = decoder.embed.weight
+        weight = model.embed.weight
         tokens, positions = torch.zeros(2, max(buckets), dtype=torch.int64, device=weight.device)
         self._residual = None if whole else torch.empty(max(buckets), weight.shape[1], dtype=weight.dtype, device=weight.device)
         for size, layout in itertools.product(reversed(self._sizes), range(attention.layouts)):
@@ -278,13 +279,13 @@ class StepGraphs:
             return self._residual[:0]
         residual = self._residual[:count]
         if len(rows) < count:
-            return self._decoder.from_last_attention(found, residual, rows)
-        return self._decoder.from_last_attention(found, residual).index_select(0, rows)
+            return self._model.from_last_attention(found, residual, rows)
+        return self._model.from_last_attention(found, residual).index_select(0, rows)
 
-    def _compute(self, attend: Attend, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _compute(self, attend: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden rows, [tokens, hidden], or the output of the last layer's attention, [tokens, heads · head_dim]."""
         if self._residual is None:
-            return self._decoder(tokens, positions, attend)  # type: ignore[no-any-return]
-        attended, residual = self._decoder.to_last_attention(tokens, positions, attend)
+            return self._model(tokens, positions, attend)  # type: ignore[no-any-return]
+        attended, residual = self._model.to_last_attention(tokens, positions, attend)
         self._residual[: len(tokens)].copy_(residual)
         return attended

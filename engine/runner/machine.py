@@ -19,6 +19,7 @@ import torch
 
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.encoder import Model
 from yardstick_llm.engine.models.encoder_config import EncoderConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.runner.graphs import BUCKETS
@@ -236,7 +237,7 @@ def slot_bytes(decoder: Decoder, kept: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kept.itemsize
 
 
-def step_bytes(decoder: Decoder, tokens: int) -> int:
+def step_bytes(decoder: Model, tokens: int) -> int:
     """Return the bytes of a step's tensors where most of them are alive: in attention or behind the gate of a layer's feed-forward
     part. The memory of CUDA graphs is apart and has those of their largest step."""
     config = decoder.config

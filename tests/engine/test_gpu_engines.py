@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
+from tests.encoders import make_whole
 from tests.engine.adapters import some_tokens, write_adapter
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -35,6 +36,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 MOST_TOKENS = 2100
 """Tokens of a step; the largest CUDA graph has 2,048."""
+
+
+GPU_ENCODERS = ("float32", "off"), ("float32", "on"), ("bfloat16", "on")
+"""Dtypes and CUDA graphs."""
 
 
 def messages(digests: list[str]) -> list[wire.Request]:
@@ -90,3 +95,25 @@ def test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late(name: str, tmp_path: P
     assert stats.late_compilations == 0
     assert 0 < stats.replayed_steps < stats.steps
     assert stats.adapter_swaps >= len(adapters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_encoders_answer_as_on_a_cpu_and_compile_nothing_late(family: str, tmp_path: Path, device: torch.device) -> None:
+    """In steps of a small and of a large CUDA graph, and in one that is larger than all; in float32 as launched steps answer."""
+    model, rng, found = make_whole(tmp_path, family), random.Random(3), dict[tuple[str, str, str], np.ndarray]()
+    sent = {"small": (3, 1, 40), "large": (100,) * 15, "short": (12,) * 170, "larger": (100,) * 21}
+    texts = {name: [some_tokens(rng, length, length) for length in lengths] for name, lengths in sent.items()}
+    for kind, dtype, graphs in (("cpu", "float32", "off"), *((device.type, *given) for given in GPU_ENCODERS)):
+        loop = build_loop(
+            EngineSettings(model=str(model), name="t", device=kind, dtype=dtype, cuda_graphs=graphs, max_batched_tokens=MOST_TOKENS)
+        )
+        for name, branches in texts.items():
+            (rows,) = scores_of(run(loop, wire.Score(name, [], branches, wire.Embedding()))).values()
+            found[kind, dtype, graphs] = np.concatenate([found.get((kind, dtype, graphs), rows[:0]), rows])
+        assert loop.stats.late_compilations == 0
+        assert loop.stats.replayed_steps == (len(texts) - 1 if graphs == "on" else 0)
+    expected, launched, captured, rounded = found.values()
+    np.testing.assert_allclose(launched, expected, atol=1e-3)
+    np.testing.assert_allclose(captured, launched, atol=1e-4)
+    assert (rounded * expected).sum(1).min() > 0.995

@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.encoders import make_encoder, make_whole
 from tests.engine.device import no_waiting, skip_without_flashinfer
 from tests.engine.late import LateGpu, LateTensor, computing
+from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.recording import Recorder
+from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
 from yardstick_llm.engine.loop import build
@@ -31,15 +35,16 @@ from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.decoder import Decoder, FusedAttend
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import format_of
-from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.loader import load_encoder, load_model
 from yardstick_llm.engine.models.modules import Experts
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
-from yardstick_llm.engine.requests.core import Request
+from yardstick_llm.engine.requests.core import Request, ScoringRequest
 from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
 from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 from yardstick_llm.engine.runner.attention.select import make_attention
 from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention, TritonAttention
+from yardstick_llm.engine.runner.attention.whole import FixedWholeAttention, WholeAttention
 from yardstick_llm.engine.runner.distributed.shard import part_of
 from yardstick_llm.engine.runner.graphs import LARGE_BUCKETS, STREAMS, Captured, CudaCapture, StepGraphs
 from yardstick_llm.engine.runner.runner import PendingStep, Runner
@@ -47,6 +52,7 @@ from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.server.metrics import render
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import attention_layout
+from yardstick_llm.kernels.attention_spec import PLAIN
 
 SLOTS = 400
 BUCKETS = (1, 4, 13)
@@ -199,6 +205,48 @@ def test_padding_changes_nothing_for_the_reference(decoder: Decoder, whole: bool
     compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-6)
 
 
+def whole_steps() -> Iterator[list[ExtendSegment]]:
+    """Pairs, a text alone, texts with tokens that none attends to, and steps with and without padding."""
+    for lengths, first, unseen in (((3, 5, 9), 2, 0), ((7,), 0, 0), ((4, 4, 20), 0, 2), ((2, 3, 70), 1, 0), ((6, 10), 3, 0)):
+        readout = wire.TokenVectors(expansion_tokens=unseen)
+        request = ScoringRequest(id="r", prefix=EMPTY, readout=readout, rows=[], first_tokens=first)
+        yield [ExtendSegment(request, None, np.zeros(count, np.int32), np.zeros(count, np.int32)) for count in lengths]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("family", ["bert", pytest.param("modernbert", marks=pytest.mark.slow), "qwen3"])
+@torch.inference_mode()
+def test_captured_steps_of_whole_sequences(family: str, whole: bool, tmp_path: Path, capture, device: torch.device) -> None:
+    """As launched ones, with token types, windows and rotations; bit for bit where the same kernels compute as many rows."""
+    directory = make_whole(tmp_path, family)
+    model = (load_model if family == "qwen3" else load_encoder)(directory).to(device)
+    eager = WholeAttention(model.config.attention_specs, device, typed=family == "bert")
+    graphs = StepGraphs(model, FixedWholeAttention(eager, 80), capture, (16, 28, 80), whole=whole)
+    for seed, segments in enumerate(whole_steps()):
+        tokens, positions = inputs(segments, seed, device)
+        count = len(tokens)
+        rows = torch.tensor([[*range(count)], [0], [], [count - 1, 0], [*range(count)]][seed], dtype=torch.int64, device=device)
+        found = graphs.forward(tokens, positions, segments, rows)
+        assert found is not None
+        expected = model(tokens, positions, eager.plan(segments))
+        tolerance = 1e-4 if device.type == "cuda" else 2e-5
+        torch.testing.assert_close(found, expected[rows], atol=tolerance, rtol=tolerance)
+        if device.type == "cpu" and count in (16, 28) and len(rows) in (0, count):
+            same = FixedWholeAttention(eager, count)
+            assert same.fill(segments, count) == 0
+            assert torch.equal(found, model(tokens, positions, same.attend(count))[rows])
+    assert graphs.replayed == 5
+
+
+def test_steps_of_very_many_sequences_are_launched() -> None:
+    """A captured step has room for all blocks of sequences of eight tokens on average."""
+    fixed = FixedWholeAttention(WholeAttention([PLAIN], torch.device("cpu")), 1024)
+    request = Request(id="r", prefix=EMPTY)
+    for length, layout in ((8, 0), (6, None)):
+        segments = [ExtendSegment(request, None, np.zeros(length, np.int32), EMPTY)] * (1024 // length)
+        assert fixed.fill(segments, 1024) == layout
+
+
 EVERYTHING: list[wire.Request] = [
     wire.Score("s", list(range(3, 20)), [[7, 8], [9], [10, 11, 12]], wire.Labels([1, 2])),
     wire.Generate("greedy", [5, 6], wire.Sampling(max_tokens=5, temperature=0, ignore_eos=True), logprobs=3),
@@ -264,6 +312,29 @@ def test_the_whole_engine_answers_the_same(
     assert large.replayed > 0
     assert caplog.messages[0].startswith("CUDA graphs: captured for 1, ")
     assert caplog.messages[1].startswith("CUDA graphs: captured for 30 tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_the_whole_engine_embeds_the_same(family: str, tmp_path: Path, captured_anywhere) -> None:
+    """Steps of a small and of a large bucket, and one that is larger than all."""
+    checkpoint, rng = make_whole(tmp_path, family), random.Random(4)
+    given = {"overlap": True, "dtype": "float32"}
+    sent = [some_tokens(rng, length, length) for length in (1, 2, 12, 12, 25, 33)]
+    rows = {}
+    for graphs in ("off", "on"):
+        loop = build_loop(settings(checkpoint, cuda_graphs=graphs, **given))
+        messages = [wire.Score(str(place), sent[0], [each], wire.Embedding()) for place, each in enumerate(sent)]
+        rows[graphs] = [scored.rows[0] for message in messages for scored in run(loop, message)]
+        assert loop.stats.replayed_steps == (5 if graphs == "on" else 0)
+    assert_equal_rows(rows["on"], rows["off"], 1e-4)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "deberta"])
+def test_biases_of_attention_are_not_captured(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_encoder(make_encoder(tmp_path, family, num_hidden_layers=1))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert build._graphs_problem(model) == "plain PyTorch computes the model's biases of attention"
 
 
 def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

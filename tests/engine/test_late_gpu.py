@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
+from tests.encoders import make_encoder
 from tests.engine.adapters import write_adapter
 from tests.engine.integrity import check
 from tests.engine.late import GPU, LateGpu, computing
@@ -27,11 +28,12 @@ from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
 from tests.engine.test_loop import make_score
 from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop import build
+from yardstick_llm.engine.loop import build, build_whole
 from yardstick_llm.engine.loop.build import PairedLenVM, assemble, load_grammar_vocabulary
+from yardstick_llm.engine.loop.build_whole import assemble_whole
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.lenvm import load_lenvm
-from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.loader import load_encoder, load_model
 from yardstick_llm.engine.runner.attention import flashinfer
 from yardstick_llm.engine.runner.lenvm.graphs import Needs
 from yardstick_llm.engine.runner.readouts.scores import LabelReadout
@@ -102,6 +104,7 @@ class Late:
         patch.setattr(flashinfer, "origin", lambda *given: "prebuilt")
         patch.setattr(build, "CudaCapture", lambda device: self.gpu)
         patch.setattr(build, "_compiles", lambda device: False)
+        patch.setattr(build_whole, "warm_up", lambda *given: None)
         patch.setattr("yardstick_llm.engine.runner.graphs.BUCKETS", (4, 16))
         patch.setattr(build, "BUCKETS", (4, 16))
         patch.setattr(build, "PARTS", (2, 4))
@@ -115,6 +118,14 @@ class Late:
         assert loop._overlap
         modules = "prebuilt" if given.attention == "flashinfer" else ""
         assert loop.info.attention == wire.AttentionChoice(given.attention, "asked for", modules=modules)
+        self._watch(loop)
+        return loop
+
+    def assemble_whole(self, encoder: Path, **settings: Any) -> Loop:
+        given = EngineSettings(model="m", name="m", max_batched_tokens=16, max_wait_seconds=3600, **settings)
+        loop = assemble_whole(self.gpu.move(load_encoder(encoder)), given, "digest", build.make_graphs)
+        assert loop._overlap
+        assert loop.info.attention.backend == "triton"
         self._watch(loop)
         return loop
 
@@ -314,6 +325,27 @@ def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, t
 
     replies = compare(pace, f"adapters {graphs}", use)
     assert not any(isinstance(reply, wire.Failed) for reply in replies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pace", "graphs"), [(never, "on"), (sometimes(1), "off")], ids=["never-on", "sometimes-off"])
+def test_encoders(pace: Pace, graphs: str, tmp_path: Path) -> None:
+    """Pairs and texts alone by turns, so that the types of tokens and the blocks of steps in flight differ."""
+    rng = random.Random(7)
+    directory = make_encoder(tmp_path, "bert", "classes", num_hidden_layers=2)
+    messages = [
+        wire.Score(f"s{place}", some_tokens(rng, 4, 4) if place % 2 else [], [some_tokens(rng, 2, 10)], wire.Classes())
+        for place in range(12)
+    ]
+
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble_whole(directory, cuda_graphs=graphs)
+        replies = run(loop, messages)
+        assert (loop.stats.replayed_steps > 3) == (graphs == "on")
+        return replies
+
+    replies = compare(pace, f"encoders {graphs}", use)
+    assert [len(reply.rows) for reply in replies] == [1] * len(messages)
 
 
 @pytest.fixture(scope="module")

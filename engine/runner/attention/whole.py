@@ -1,4 +1,8 @@
-"""Attention of whole sequences, whose tokens all attend to each other; without slots."""
+"""Attention of whole sequences, whose tokens all attend to each other; without slots.
+
+On a GPU it is the project's Triton kernel, which a CUDA graph can capture: all that steps differ in is in its table of blocks.
+What plain PyTorch computes, biases by distance and ALiBi, is cut into calls by the lengths of a step, so it cannot be captured.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,12 @@ from yardstick_llm.engine.models.encoder import Encoder, Packed
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.whole_attention import lay_out, whole_attention
+from yardstick_llm.kernels.whole_attention import ROWS, Layout, cut, lay_out, runs_of, whole_attention, whole_attention_triton
+
+SHORT = 8
+"""A captured step has room for the blocks of sequences of this many tokens on average."""
+FEW_BLOCKS = 64
+"""Least number of blocks that a captured step has room for, unless it has fewer tokens."""
 
 
 class WholeAttention:
@@ -35,16 +44,16 @@ class WholeAttention:
         :func:`~kernels.whole_attention.whole_attention`."""
         self._slopes, self._narrow = slopes, narrow
         self._biased = biased
-        self._specs = list(specs)
-        self._device = device
-        self._typed = typed
+        self.specs = list(specs)
+        self.device = device
+        self.typed = typed
         backend = "triton" if device.type == "cuda" and biased is None and slopes is None else "reference"
         self.description = wire.AttentionChoice(backend, "all tokens of a sequence attend to each other")
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
         """Prepare a step once for all layers. Each segment is a whole sequence."""
-        unseen = [segment.request.unseen_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
-        layout, specs = lay_out([segment.tokens.size for segment in segments], self._device, unseen), self._specs
+        lengths, unseen = _lengths(segments)
+        layout, specs = lay_out(lengths, self.device, unseen), self.specs
         model = self._biased
         distances = {} if model is None else {run.length: model.distances_of(run.length) for run in layout.runs}
 
@@ -52,15 +61,70 @@ class WholeAttention:
             bias = None if model is None else partial(model.score_bias, layer, distances)
             return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
 
-        return Packed(attend, self._types(segments))
+        types = self.types(segments)
+        if types is not None and self.device.type != "cpu":
+            types = types.pin_memory().to(self.device, non_blocking=True)
+        return Packed(attend, types)
 
-    def _types(self, segments: Sequence[ExtendSegment]) -> Tensor | None:
-        """[tokens] int64: 1 for the second text of a pair; None if there is none."""
+    def types(self, segments: Sequence[ExtendSegment]) -> Tensor | None:
+        """[tokens] int32 on the host: 1 for the second text of a pair; None if there is none."""
         firsts = [segment.request.first_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
-        if not (self._typed and any(firsts)):
+        if not (self.typed and any(firsts)):
             return None
         lengths = [segment.tokens.size for segment in segments]
         parts = np.array([(first, length - first) for first, length in zip(firsts, lengths, strict=True)]).ravel()
         kinds = np.array([(0, int(first > 0)) for first in firsts]).ravel()
-        types = torch.from_numpy(np.repeat(kinds, parts).astype(np.int64))
-        return types if self._device.type == "cpu" else types.pin_memory().to(self._device, non_blocking=True)
+        return torch.from_numpy(np.repeat(kinds, parts).astype(np.int32))
+
+
+def _lengths(segments: Sequence[ExtendSegment]) -> tuple[list[int], list[int]]:
+    """Tokens of each sequence, and those at its end to which no token attends."""
+    unseen = [segment.request.unseen_tokens if isinstance(segment.request, ScoringRequest) else 0 for segment in segments]
+    return [segment.tokens.size for segment in segments], unseen
+
+
+class FixedWholeAttention:
+    """The kernel's attention from tables of fixed address and size, so that a CUDA graph can capture it.
+
+    A block of padding has no queries and does nothing. Rows of padding hold any numbers, which no other row reads.
+    """
+
+    layouts = 1
+
+    def __init__(self, whole: WholeAttention, most_tokens: int) -> None:
+        self._whole = whole
+        numbers = 4 * _most_blocks(most_tokens) + most_tokens
+        self._tables = torch.zeros(numbers, dtype=torch.int32, device=whole.device)
+
+    def attend(self, tokens: int, layout: int = 0) -> Packed:  # noqa: ARG002
+        """Attention of a step of ``tokens``, as :meth:`fill` last described it; until then all of them are padding."""
+        blocks, types = self._parts(self._tables, tokens)
+        laid_out, specs = Layout([], blocks), self._whole.specs
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return whole_attention_triton(q, k, v, laid_out, specs[layer])
+
+        return Packed(attend, types if self._whole.typed else None)
+
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> int | None:
+        """Queue the copy of the tables of ``segments``, padded to ``tokens``. None, and no copy, where they do not fit."""
+        found, given = cut(runs_of(*_lengths(segments))), self._whole.types(segments)
+        if len(found) > _most_blocks(tokens):
+            return None
+        packed = torch.zeros(4 * _most_blocks(tokens) + tokens, dtype=torch.int32, pin_memory=self._tables.is_cuda)
+        blocks, types = self._parts(packed, tokens)
+        blocks[: len(found)] = found
+        if given is not None:
+            types[: len(given)] = given
+        self._tables[: len(packed)].copy_(packed, non_blocking=True)
+        return 0
+
+    def _parts(self, tables: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """The blocks and the types of tokens, of a step of ``tokens``."""
+        numbers = 4 * _most_blocks(tokens)
+        return tables[:numbers].view(-1, 4), tables[numbers : numbers + tokens]
+
+
+def _most_blocks(tokens: int) -> int:
+    """Blocks of a captured step. One for each token would start a program for each head and token, most of them without work."""
+    return min(tokens, max(FEW_BLOCKS, tokens // ROWS + tokens // SHORT))

@@ -34,9 +34,9 @@ Drill = Callable[[Release], None]
 
 
 @contextmanager
-def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False) -> Iterator[Load]:
+def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False, model: str = "yardstick-demo") -> Iterator[Load]:
     """Load during the block, and for a moment before and after it; no request of it may fail."""
-    with Load(ingress.url, release.key, host=ingress.host, repeat=repeat) as load:
+    with Load(ingress.url, release.key, host=ingress.host, repeat=repeat, model=model) as load:
         wait_for(lambda: load.answered > 5, 30, "requests are answered before anything happens")
         yield load
         after = load.answered
@@ -46,7 +46,6 @@ def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False
 
 def eviction(release: Release) -> None:
     """An engine is evicted, as when its node is drained; the budget refuses a second one meanwhile."""
-
     assert release.evict("yardstick-engine-1")
     time.sleep(3)
     assert not release.evict("yardstick-engine-0"), "the budget lets only one go at a time"

@@ -8,6 +8,7 @@ from typing import Literal
 import httpx
 import pytest
 
+from tests.cluster.chart.drills import undisturbed
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import READY_SECONDS, Release, wait_for
 from tests.cluster.chart.load import LABELS
@@ -69,20 +70,28 @@ def test_two_pods_are_one_engine_with_the_scores_of_one_pod(release: Release, sc
 
 
 @pytest.mark.parametrize(("rank", "how"), [(1, "evicted"), (1, "killed"), (0, "killed")])
-def test_a_group_that_loses_a_pod_restarts_as_a_whole(
-    release: Release, scores: Scores, rank: int, how: Literal["evicted", "killed"]
+def test_a_group_that_loses_a_pod_restarts_as_a_whole_and_the_other_answers(
+    ingress: IngressProxy, release: Release, scores: Scores, rank: int, how: Literal["evicted", "killed"]
 ) -> None:
     other, group = GROUPS
     lost, left = group[rank], group[1 - rank]
-    if how == "evicted":
-        assert release.evict(lost)
-        assert not any(release.evict(pod) for pod in other), "the budget allows one group at a time"
-    else:
-        release.delete_pod(lost, grace_seconds=0)
-    wait_for(lambda: not release.ready(left), 60, f"{left} is not ready without {lost}")
-    wait_for(lambda: counted_by_gateways(release, 1), 20, "gateways count the other group only")
+    with undisturbed(ingress, release, model="grouped"):
+        if how == "evicted":
+            assert release.evict(lost)
+            assert not any(release.evict(pod) for pod in other), "the budget allows one group at a time"
+        else:
+            release.delete_pod(lost, grace_seconds=0)
+        wait_for(lambda: not release.ready(left), 60, f"{left} is not ready without {lost}")
+        wait_for(lambda: counted_by_gateways(release, 1), 20, "gateways count the other group only")
+        assert all(release.ready(pod) for pod in other)
+        wait_for(lambda: all(release.ready(pod) for pod in group), READY_SECONDS, "the group is ready again")
+        wait_for(lambda: counted_by_gateways(release, 2), 20, "gateways count both groups again")
     assert scores("grouped") == pytest.approx(scores("yardstick-demo"), abs=1e-5)
-    assert all(release.ready(pod) for pod in other)
-    wait_for(lambda: all(release.ready(pod) for pod in group), READY_SECONDS, "the group is ready again")
-    wait_for(lambda: counted_by_gateways(release, 2), 20, "gateways count both groups again")
+
+
+def test_an_upgrade_takes_one_group_after_the_other(ingress: IngressProxy, release: Release, scores: Scores) -> None:
+    with undisturbed(ingress, release, model="grouped"):
+        release.upgrade({"pools": {"pair": POOL | {"maxContext": 1024}}}, wait=False)
+        for rank in RANKS:
+            release.rolled_out(rank)
     assert scores("grouped") == pytest.approx(scores("yardstick-demo"), abs=1e-5)

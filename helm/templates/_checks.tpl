@@ -60,6 +60,9 @@
 {{- if and (eq $group "LeaderWorkerSet") (or (eq .engine.updateStrategy.type "OnDelete") (and .engine.modelCache.persistent (not .engine.modelCache.existingClaim))) -}}
 {{- fail (printf "the pool %s: a LeaderWorkerSet has neither claims of its pods nor OnDelete; set `modelCache.existingClaim`, or `groupKind` to StatefulSet" $pool) -}}
 {{- end -}}
+{{- if and $group .engine.podDisruptionBudget.enabled (kindIs "string" .engine.podDisruptionBudget.maxUnavailable) -}}
+{{- fail (printf "the pool %s: `podDisruptionBudget.maxUnavailable` is a share of pods, and each pod of a group takes the whole group away; set the number of groups that may be missing" $pool) -}}
+{{- end -}}
 {{- $lora := .engine.lora -}}
 {{- if or $lora.adapters $lora.existingClaim $lora.directory $lora.root -}}
 {{- if gt (int .engine.tensorParallel) 1 -}}

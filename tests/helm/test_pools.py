@@ -256,7 +256,8 @@ def test_a_group_is_one_engine_to_gateways_and_updates(tmp_path: Path) -> None:
     sets = [one(found, "StatefulSet", f"yardstick-engine-rank-{rank}")["spec"] for rank in range(2)]
     ranks = one(found, "Service", "yardstick-engine-ranks")["spec"]
     served = one(found, "Service", "yardstick-engine")["spec"]["selector"]
-    budget = one(found, "PodDisruptionBudget", "yardstick-engine")["spec"]["selector"]["matchLabels"]
+    disruption = one(found, "PodDisruptionBudget", "yardstick-engine")["spec"]
+    budget = disruption["selector"]["matchLabels"]
     policy = one(found, "NetworkPolicy", "yardstick-engine-ranks")["spec"]
     assert ranks["publishNotReadyAddresses"] is True, "rank 0 is not ready before the others have found it"
     for rank, each in enumerate(sets):
@@ -271,6 +272,8 @@ def test_a_group_is_one_engine_to_gateways_and_updates(tmp_path: Path) -> None:
         address = "--dist-init-addr=yardstick-engine-rank-0-13.yardstick-engine-ranks:8102"
         assert given == ["-m", "yardstick_llm.engine", *container["args"], address]
         assert {"--tensor-parallel=16", "--nnodes=2", f"--node-rank={rank}"} <= set(given)
+    assert disruption["maxUnavailable"] == 1, "of the pods of all ranks together, so that all evicted pods are of one group"
+    assert disruption["unhealthyPodEvictionPolicy"] == "AlwaysAllow", "of this group, the other pods may go too"
     among = [{"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}]
     assert (policy["ingress"], policy["egress"]) == ([{"from": among}], [{"to": among}])
     group = one(found, "LeaderWorkerSet", "yardstick-engine-lws-group")["spec"]["leaderWorkerTemplate"]
@@ -313,6 +316,7 @@ def refused(values: Values, words: str, name: str = "yardstick") -> None:
         ),
         ({"tensorParallel": 2, "groupSize": 2, "device": "cpu", "autoscaling": {"enabled": True}}, "install LeaderWorkerSet"),
         (LWS | {"modelCache": {"persistent": True}}, "neither claims of its pods nor OnDelete; set"),
+        (LWS | {"podDisruptionBudget": {"maxUnavailable": "50%"}}, "share of pods.* set the number of groups"),
         (LWS | {"updateStrategy": {"type": "OnDelete"}}, "neither claims of its pods nor OnDelete; set"),
         ({"kvDtype": "fp8", "lora": {"root": "/adapters"}}, "`kvDtype: fp8`; set it to auto"),
     ],

@@ -151,6 +151,17 @@ class Release:
         """Delete a pod without waiting; with 0 seconds of grace it is killed."""
         self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=grace_seconds)
 
+    def evict(self, pod: str) -> bool:
+        """Evict a pod, as when its node is drained; whether its PodDisruptionBudget allows it."""
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod, "namespace": self.namespace}}
+        try:
+            self.core.create_namespaced_pod_eviction(pod, self.namespace, body)
+        except ApiException as error:
+            if error.status != 429:
+                raise
+            return False
+        return True
+
     def scale(self, name: str, replicas: int) -> None:
         """Set the number of pods of a StatefulSet."""
         self.apps.patch_namespaced_stateful_set_scale(name, self.namespace, {"spec": {"replicas": replicas}})

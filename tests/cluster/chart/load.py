@@ -18,9 +18,19 @@ LABELS = [" Yes", " No"]
 class Load:
     """Between entering and leaving, ``callers`` score new items all the time; each answer is checked for being whole."""
 
-    def __init__(self, url: str, key: str, *, host: str, callers: int = 4, items: int = 6, repeat: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        host: str,
+        callers: int = 4,
+        items: int = 6,
+        repeat: bool = False,
+        model: str = "yardstick-demo",
+    ) -> None:
         """``repeat``: always the same request, which the cache can answer."""
-        self._url, self._callers, self.items, self._repeat = f"{url}/v1/score", callers, items, repeat
+        self._url, self._callers, self.items, self._repeat, self._model = f"{url}/v1/score", callers, items, repeat, model
         self._headers = {"authorization": f"Bearer {key}", "host": host}
         self._numbers = itertools.count()
         self._name = uuid.uuid4().hex[:8]  # nothing that another load has asked is in the cache
@@ -48,6 +58,7 @@ class Load:
         while not self._stop.is_set():
             number = 0 if self._repeat else next(self._numbers)
             body = {
+                "model": self._model,
                 "query": f"Query: shoes {self._name} {number}\nItem: ",
                 "items": [f"shoe {i}\nRelevant:" for i in range(self.items)],
             }

@@ -60,7 +60,7 @@ NOT_RUN = {
         "docs/offline.md",
         "--items items.txt",
     ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
-    ("docs/offline.md", "examples/ray_data.py"): "needs a cluster; tests/gateway/commands/test_file_tasks.py calls its function",
+    ("docs/offline.md", "recipes/ray_data.py"): "names a bucket of the reader; tests/examples/recipes runs the command",
     ("docs/generation.md", "examples.thinking_model"): LONG_WORK,
     ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/api/test_tools_api.py calls them",
     ("docs/models.md", "data:image/png"): "needs a model of 7 GB; tests/test_vision_end_to_end.py has such calls",

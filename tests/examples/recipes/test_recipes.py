@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from examples.recipes import compare_rerankers, guard, judge, shop
@@ -18,6 +20,14 @@ from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
+ONE_CPU = """
+import ray, runpy, sys
+sys.argv.pop(0)
+folder = sys.argv.pop(0)
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=folder, log_to_driver=False)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program on a Ray cluster of one CPU in this machine. Arguments: a folder with a short path, the program and its own."""
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +100,23 @@ def test_rag_answers_from_the_passage(server: Program, tmp_path: Path) -> None:
     printed = run([*command, str(tmp_path), "When do I get my money back?", "--url", server.url], tmp_path, script, 300, {})
     assert re.search(r"2 kept:\n  0\.\d+ help\.md: Refunds", printed)
     assert printed.splitlines()[-1].strip()
+
+
+def test_ray_data_adds_the_scores_on_one_cpu(server: Program, folder: Path, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    pairs = arrow.read_table(folder / "pairs.parquet").slice(0, 60)
+    arrow.write_table(pairs, tmp_path / "pairs.parquet")
+    script = ROOT / "examples" / "recipes" / "ray_data.py"
+    python = python_environment("ray") / "bin" / "python"
+    with tempfile.TemporaryDirectory(prefix="ray") as short:
+        command = [str(python), "-I", "-W", "ignore", "-c", ONE_CPU, short, str(script), str(tmp_path / "pairs.parquet")]
+        own = {"HOME": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        run([*command, str(tmp_path / "out"), server.url, "yardstick-demo", "2"], tmp_path, script, 300, own)
+    scored = arrow.read_table(tmp_path / "out").to_pydict()
+    body = {"model": "yardstick-demo", "queries": pairs["query"].to_pylist(), "documents": pairs["document"].to_pylist()}
+    results = httpx.post(f"{server.url}/v1/score", json=body).raise_for_status().json()["data"]
+    scores = [result["score"] for result in results]
+    found = sorted(zip(scored["query"], scored["document"], scored["score"], strict=True))
+    expected = sorted(zip(body["queries"], body["documents"], scores, strict=True))
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=1e-4)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples import ray_data
+from examples.recipes import ray_data
 from tests.gateway.commands.conftest import Served, Yardstick, lines, write, write_texts
 
 PAIRS = [("red shoes", "running shoes"), ("red shoes", "a blue table"), ("fox", "the lazy dog"), ("fox", "a quick fox")]

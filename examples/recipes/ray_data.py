@@ -1,9 +1,9 @@
 """Rerank the rows of a data set on a Ray cluster: Ray Data reads and writes Parquet files, and each batch is one request.
 
-    python examples/ray_data.py INPUT OUTPUT URL MODEL
+    python examples/recipes/ray_data.py INPUT OUTPUT URL MODEL [REQUESTS]
 
-INPUT has the columns ``query`` and ``document``; OUTPUT has them and ``score``. YARDSTICK_API_KEY is the key of the gateway. Needs
-``pip install 'ray[data]' httpx`` on the cluster.
+INPUT has the columns ``query`` and ``document``; OUTPUT has them and ``score``. At most REQUESTS (16) requests are in progress.
+YARDSTICK_API_KEY is the key of the gateway. Needs ``pip install 'ray[data]' httpx`` on the cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-ROWS_A_REQUEST, REQUESTS = 32, 16
+ROWS_A_REQUEST = 32
 RETRY_SECONDS = 600.0
 
 
@@ -41,13 +41,15 @@ class Rerank:
         return {**batch, "score": [result["score"] for result in results]}
 
 
-def main(source: str, output: str, url: str, model: str) -> None:
+def main(source: str, output: str, url: str, model: str, requests: str = "16") -> None:
     """Rerank all rows of ``source``."""
     import ray
 
     rows = ray.data.read_parquet(source, columns=["query", "document"])
     given = (url, model, os.environ.get("YARDSTICK_API_KEY"))
-    scored = rows.map_batches(Rerank, fn_constructor_args=given, batch_size=ROWS_A_REQUEST, concurrency=REQUESTS)
+    actors = ray.data.ActorPoolStrategy(min_size=1, max_size=int(requests))
+    # Actors wait for the gateway and reserve no CPU: with one CPU each, they would leave none for reading on a small machine.
+    scored = rows.map_batches(Rerank, fn_constructor_args=given, batch_size=ROWS_A_REQUEST, compute=actors, num_cpus=0)
     scored.write_parquet(output)
 
 

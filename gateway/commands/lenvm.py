@@ -353,7 +353,8 @@ class Sample(LineTask):
         # an answer that ended before is left in its middle
         output = output[: int(share * len(output))] if answered.choices[0].finish_reason == "stop" else output[:-1]
         drawn = {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
-        ahead = {"max_tokens": 1, "logprobs": BRANCHES + 1, "return_tokens_as_token_ids": True}
+        # an end token that is drawn would be told without log-probabilities
+        ahead = {"max_tokens": 1, "logprobs": BRANCHES + 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
         state = await sender.send(Call("/v1/completions", self.body(prompt=prompt + output, seed=0, **drawn, **ahead)))
         if state.problem is not None:
             return state

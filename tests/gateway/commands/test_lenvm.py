@@ -149,10 +149,18 @@ def test_a_data_set_is_complete_and_can_be_repeated(yardstick: Yardstick, tmp_pa
     assert manifest["cut"] == sum(row["finish_reason"] == "length" for row in rows) / 60
 
 
+async def end_if_allowed(_: Writer, asked: dict[str, Any]) -> Reply | None:
+    """One token is an end token, of which no log-probabilities are told, unless the end is to be ignored."""
+    if asked["max_tokens"] > 1 or asked.get("ignore_eos") or "logprobs" not in asked:
+        return None
+    choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": [END], "prompt_token_ids": asked["prompt"]}
+    return 200, {}, {"choices": [choice | {"logprobs": {"top_logprobs": []}}], "system_fingerprint": "fp_1"}
+
+
 @pytest.mark.slow
 def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_path: Path) -> None:
     given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 40), "--samples", 1, "--max-tokens", 30, "--branch", 3)
-    with served(Writer(longest=25)) as url:
+    with served(Writer(end_if_allowed, longest=25)) as url:
         for out, more in (("one", ()), ("two", ()), ("one", ("--branch", 4))):
             done = yardstick("lenvm", "sample", "--base-url", url, "--out", tmp_path / out, *given, *more)
             assert done.status == 0, done.err

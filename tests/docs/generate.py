@@ -1,4 +1,4 @@
-"""``python -m tests.docs.generate``: writes the parts of docs/api.md and docs/settings.md that are made from the code.
+"""``python -m tests.docs.generate``: writes the parts of docs/api.md, settings.md and operations.md that are made from the code.
 
 A part stands between ``<!-- NAME: made by python -m tests.docs.generate -->`` and ``<!-- end -->``.
 """
@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from tests.docs.conformance import table
+from yardstick_llm.engine.models.config import parse_config
+from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.runner.graphs import BUCKETS
+from yardstick_llm.engine.runner.machine import GPU_FIXED_BYTES, GPU_MEMORY_SHARE, slot_bytes, step_bytes
 from yardstick_llm.engine.server.options import Option, options_of
-from yardstick_llm.engine.settings import EngineSettings, ServerSettings
+from yardstick_llm.engine.settings import GPU_BATCHED_TOKENS, EngineSettings, ServerSettings
 from yardstick_llm.gateway.api.openapi import attribute_docstrings
 from yardstick_llm.gateway.ops.access_log import AccessLine
 from yardstick_llm.gateway.schemas.parameters import ALL, IGNORED, REFUSED, EndpointName, Refused
 from yardstick_llm.gateway.settings import FLAGS, PREFIX, Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-PAGES = [PAGE, PAGE.with_name("settings.md")]
+PAGES = [PAGE, PAGE.with_name("settings.md"), PAGE.with_name("operations.md")]
 _PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.generate -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
 
 
@@ -79,7 +84,48 @@ def conformance() -> str:
     return _table(("parameter", *ALL), rows)
 
 
+CARDS = {"L4": 23_034, "L40S": 46_068, "H100": 81_559, "H200": 143_771}
+"""MiB that nvidia-smi shows."""
+CONTEXT_MIB = 512
+"""Taken by CUDA itself."""
+MODELS = {
+    "Qwen3-0.6B": (1024, 28, 16, 3072, True),
+    "Qwen3-4B": (2560, 36, 32, 9728, True),
+    "Qwen3-8B": (4096, 36, 32, 12288, False),
+    "Qwen3-14B": (5120, 40, 40, 17408, False),
+    "Qwen3-32B": (5120, 64, 64, 25600, False),
+}
+"""Hidden size, layers, heads, intermediate size, and whether head and embedding are one; of the models' config.json."""
+WEIGHT_BYTES = {"bfloat16": 2.0, "FP8": 1.0, "4 bits": 0.5 + 2 * 2 / 128}
+"""Of a weight of the layers; those of 4 bits have a scale and a shift for each group of 128."""
+
+
+def cards() -> str:
+    """Tokens of keys and values that fit beside a model."""
+    rows = []
+    for name, (hidden, layers, heads, inner, tied) in MODELS.items():
+        raw = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": hidden}
+        raw |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+        raw |= {"intermediate_size": inner, "tie_word_embeddings": tied, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
+        with torch.device("meta"):
+            decoder = Decoder(parse_config(raw), torch.bfloat16)
+        ours = sum(weight.numel() for weight in decoder.parameters())
+        inside = sum(weight.numel() for weight in decoder.layers.parameters())
+        slot, step = slot_bytes(decoder, torch.bfloat16), step_bytes(decoder, GPU_BATCHED_TOKENS + BUCKETS[-1])
+        for kind, size in WEIGHT_BYTES.items():
+            weights = inside * size + (ours - inside) * 2
+            free = {card: (total - CONTEXT_MIB) * 2**20 - weights for card, total in CARDS.items()}
+            room = {card: min(left * GPU_MEMORY_SHARE, left - GPU_FIXED_BYTES - step) / slot for card, left in free.items()}
+            cells = [f"{tokens / 1000:,.0f}" if tokens > SHORTEST else "–" for tokens in room.values()]
+            rows.append((name, kind, f"{weights / 1e9:.1f}", *cells))
+    return _table(("model", "weights", "GB", *(f"{card}, {total / 1024:.1f} GiB" for card, total in CARDS.items())), rows)
+
+
+SHORTEST = 8192
+"""Tokens below which a model counts as too large for a card."""
+
 PARTS: dict[str, Callable[[], str]] = {
+    "cards": cards,
     "conformance": conformance,
     "settings": settings,
     "engine settings": engine_settings,

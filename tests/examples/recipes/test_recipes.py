@@ -120,3 +120,22 @@ def test_ray_data_adds_the_scores_on_one_cpu(server: Program, folder: Path, tmp_
     expected = sorted(zip(body["queries"], body["documents"], scores, strict=True))
     assert [row[:2] for row in found] == [row[:2] for row in expected]
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=1e-4)
+
+
+def test_a_student_learns_the_order_of_its_teacher(server: Program, folder: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:600]))
+    script = ROOT / "examples" / "recipes" / "distil.py"
+    command = [str(python_environment("sentence") / "bin" / "python"), "-W", "ignore", str(script), str(pairs), "--url", server.url]
+    student = tmp_path / "student"
+    run([*command, "--train", str(student), "--student", str(weights.minilm())], tmp_path, script, 300, {"OMP_NUM_THREADS": "1"})
+    pod = Pod(student, "--name", "student")
+    try:
+        gateway = Program("gateway", "--engine", pod.wait_ready().url)
+        compared = ["--compare", server.url, "all-MiniLM-L6-v2", "--compare", gateway.wait_ready().url, "student"]
+        printed = run([*command, *compared], tmp_path, script, 300, {})
+        gateway.close()
+    finally:
+        pod.close()
+    before, after = (float(line.split()[1]) for line in printed.splitlines()[-2:])
+    assert after > before + 0.03

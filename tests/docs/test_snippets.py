@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -92,6 +93,7 @@ class Snippet(NamedTuple):
         if self.language == "python":
             with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(self.text, f"{self.page}:{self.line}", "exec"), {"__name__": "__main__"})
+                gc.collect()  # clients that it leaves open
             return
         script = re.sub(r"^\$ ", "", self.text, flags=re.M) if self.language == "console" else self.text
         command = ["bash", "-c", FAILING + script]

@@ -98,7 +98,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     and every step is launched. With ``on`` the engine then does not start.
     """
     max_total_tokens: Annotated[Count | None, unset("a quarter of free memory, at most 131,072; on a GPU up to four fifths")] = None
-    """Slots: tokens whose keys and values are kept at once, for each model."""
+    """KV-cache size in tokens, for each model."""
     reserved_share: Share = RESERVED_SHARE
     """Part of the slots that items of ``item_first`` never take from generations and queries, in use or cached."""
     max_batched_tokens: Annotated[Count | None, unset(f"{CPU_BATCHED_TOKENS:,} on a CPU, {GPU_BATCHED_TOKENS:,} on a GPU")] = None

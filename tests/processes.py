@@ -17,7 +17,7 @@ import msgspec
 
 from yardstick_llm.engine import wire
 
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import pytest
 from examples.recipes import compare_rerankers, guard, judge, shop
 from tests import weights
 from tests.clients.environments import python_environment, run
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, wait_until
 from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,7 +37,9 @@ def server() -> Iterator[Program]:
     pods = [Pod(path, "--name", name) for name, path in names.items()]
     try:
         gateway = Program("gateway", *[argument for pod in pods for argument in ("--engine", pod.wait_ready().url)])
-        yield gateway.wait_ready()
+        gateway.wait_ready()
+        wait_until(lambda: len(gateway.client.get("/v1/models").json()["data"]) == len(names), 60)
+        yield gateway
         gateway.close()
     finally:
         for pod in pods:

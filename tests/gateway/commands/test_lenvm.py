@@ -203,7 +203,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
         while True:
             with start("sample", "--base-url", url, "--out", tmp_path / "out", *given) as process:
                 try:
-                    status = process.wait(random.uniform(0.3, 2) if kills < 6 else 100)
+                    status = process.wait(random.uniform(0.3, 2 if kills > 1 else 0.8) if kills < 6 else 100)
                     break
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)

@@ -138,7 +138,7 @@ MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """What decoders and encoders have in common."""
+    """Fields that the configurations of decoders and of encoders share."""
 
     architecture: str
     """A key of the table of families, ``FAMILIES``."""

@@ -38,7 +38,7 @@ PAUSE_SECONDS = 0.0 if SECONDS >= LATENCY_SECONDS else 0.05
 FLOOD_PAUSE = 0.02 if SECONDS >= LATENCY_SECONDS else 0.06
 """Time between two requests on each connection of a hostile flood."""
 NICENESS = 19 if SECONDS >= LATENCY_SECONDS else 5
-"""Of the hostile clients. Other tests may run beside a short soak, which would leave the nicest process nothing for minutes."""
+"""Nice value of the hostile clients. Other tests may run beside a short soak; with 19 the clients would get no CPU."""
 INCIDENT_SECONDS = min(60.0, SECONDS / 5)
 """Time between two engines that are stopped or killed. There is one of each at least."""
 LAST_SECONDS = min(30.0, SECONDS / 4)

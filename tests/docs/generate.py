@@ -85,9 +85,9 @@ def conformance() -> str:
 
 
 CARDS = {"L4": 23_034, "L40S": 46_068, "H100": 81_559, "H200": 143_771}
-"""MiB that nvidia-smi shows."""
+"""Memory of one card in MiB, as nvidia-smi shows it."""
 CONTEXT_MIB = 512
-"""Taken by CUDA itself."""
+"""Memory that CUDA itself takes: an estimate."""
 MODELS = {
     "Qwen3-0.6B": (1024, 28, 16, 3072, True),
     "Qwen3-4B": (2560, 36, 32, 9728, True),
@@ -97,7 +97,7 @@ MODELS = {
 }
 """Hidden size, layers, heads, intermediate size, and whether head and embedding are one; of the models' config.json."""
 WEIGHT_BYTES = {"bfloat16": 2.0, "FP8": 1.0, "4 bits": 0.5 + 2 * 2 / 128}
-"""Of a weight of the layers; those of 4 bits have a scale and a shift for each group of 128."""
+"""Bytes of one weight of a layer. With 4 bits, each group of 128 weights also has a scale and a shift of two bytes each."""
 
 
 def cards() -> str:

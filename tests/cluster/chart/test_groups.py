@@ -57,7 +57,7 @@ def scores(ingress: IngressProxy, release: Release, groups: None) -> Iterator[Sc
 
 
 def counted_by_gateways(release: Release, engines: int) -> bool:
-    """Whether every gateway counts so many engines of the group's model."""
+    """Whether the metrics of every gateway show this number of ready engines for the model of the groups."""
     metric = 'yardstick_model_engines_ready{model="grouped"}'
     return {release.gateway_metric(gateway, metric) for gateway in release.pods("gateway")} == {engines}
 

@@ -362,7 +362,9 @@ def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x"])
-def test_what_is_no_hub_id_is_looked_for_here_only(name: str) -> None:
+def test_what_is_no_hub_id_is_looked_for_here_only(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ModelError, match="is not a directory"):
         locate(name)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.kernels.quantize import MIN_PEAK
-from yardstick_llm.kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.row_chunks import in_threads
 
 MAX_CODE = 127.0
 ZERO = 128
@@ -73,8 +73,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [rows, size] float32 or bfloat16 -> codes, [rows, size] uint8, and scales, [rows, 1] of x's dtype."""
     rows, size = x.shape
     codes, scales = _empty_codes(rows, size, x.dtype)
-    for span in cached_spans(x, 2 * size):
-        _fill_codes(x[span].float(), codes[span], scales[span])
+    in_threads(lambda span: _fill_codes(x[span].float(), codes[span], scales[span]), rows, 2 * size)
     return codes, scales
 
 
@@ -95,28 +94,32 @@ def int8_gated(x: Tensor, gate_up: Projection, down: Projection, *, gelu: bool =
     product = _product(codes, gate_up.weight, x.dtype)  # [rows, 2 · size], in units of the scales
     size = product.shape[1] // 2
     inner, inner_scales = _empty_codes(len(x), size, x.dtype)
-    for span in cached_spans(product, 3 * size):
+
+    def gate(span: slice) -> None:
         gated = _gated(product[span], scales[span], gate_up.bias, gelu=gelu)
         _fill_codes(gated, inner[span], inner_scales[span], scales[span])
+
+    in_threads(gate, len(x), 3 * size)
     return _scaled_product(inner, inner_scales, down.weight, down.bias)
 
 
-def int8_activated(x: Tensor, into: Projection, down: Projection, function: Callable[[Tensor], Tensor]) -> Tensor:
+def int8_activated(x: Tensor, into: Projection, down: Projection, function: Callable[[Tensor], Tensor], size: int) -> Tensor:
     """``down(function(into(x)))``. ``function`` gets a few rows at a time, in float32, and what it returns is quantised.
 
-    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: [rows, width] -> [rows, inner].
+    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: [rows, width] -> [rows, size].
     """
     codes, scales = quantize_rows(x)
     product = _product(codes, into.weight, x.dtype)  # in units of the scales
     bias = None if into.bias is None else into.bias.float()
-    inner_codes: tuple[Tensor, Tensor] | None = None
-    for span in cached_spans(product, 3 * product.shape[1]):
+    inner, inner_scales = _empty_codes(len(x), size, x.dtype)
+
+    def activate(span: slice) -> None:
         part, own = product[span].float(), scales[span].float()
-        inner = function(part.mul_(own) if bias is None else torch.addcmul(bias, part, own, out=part))
-        inner_codes = inner_codes or _empty_codes(len(x), inner.shape[1], x.dtype)
-        _fill_codes(inner, inner_codes[0][span], inner_codes[1][span])
-    assert inner_codes is not None
-    return _scaled_product(*inner_codes, down.weight, down.bias)
+        rows = function(part.mul_(own) if bias is None else torch.addcmul(bias, part, own, out=part))
+        _fill_codes(rows, inner[span], inner_scales[span])
+
+    in_threads(activate, len(x), 3 * product.shape[1])
+    return _scaled_product(inner, inner_scales, down.weight, down.bias)
 
 
 def _empty_codes(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

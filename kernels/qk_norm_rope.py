@@ -12,7 +12,7 @@ from yardstick_llm.kernels import kv_codes
 from yardstick_llm.kernels.quantize import FP8, MAX_CODE
 from yardstick_llm.kernels.rms_norm import rms_norm_reference
 from yardstick_llm.kernels.rope import rope
-from yardstick_llm.kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.row_chunks import in_threads
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
@@ -86,9 +86,12 @@ def _ready(qk: Tensor, weights: Tensor | None, eps: float, cos: Tensor, sin: Ten
     if qk.dtype == torch.float32 or qk.is_cuda:
         return rope(qk if weights is None else rms_norm_reference(qk, weights, eps), cos, sin)
     out = torch.empty_like(qk, memory_format=torch.contiguous_format)
-    for span in cached_spans(qk, 3 * qk.shape[1:].numel()):
+
+    def rotate(span: slice) -> None:
         wide = qk[span].float()
         out[span] = rope(wide if weights is None else rms_norm_reference(wide, weights, eps), cos[span], sin[span])
+
+    in_threads(rotate, len(qk), 3 * qk.shape[1:].numel())
     return out
 
 

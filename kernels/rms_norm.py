@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference, row_codes
-from yardstick_llm.kernels.row_chunks import cached_spans
+from yardstick_llm.kernels.row_chunks import in_threads
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
 
 TILE = 2048
@@ -71,9 +71,12 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
         total = x + residual
         return rms_norm_reference(total, weight, eps), total
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    for span in cached_spans(x, 4 * x.shape[-1]):
+
+    def add(span: slice) -> None:
         torch.add(x[span], residual[span], out=total[span])
         normed[span] = rms_norm_reference(total[span], weight, eps)
+
+    in_threads(add, len(x), 4 * x.shape[-1])
     return normed, total
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ CPU_CHUNK_ELEMENTS = 1 << 18
 """Elements computed at a time on a CPU. This many fit its caches: a third of the time for noise of 2^22 (one core)."""
 THREAD_ELEMENTS = 1 << 18
 """Elements of a chain of operations on rows that a thread computes at a time on a CPU: 1 MiB of float32, so that each operation
-finds in the caches of the core what the one before left there."""
+finds in the caches of the core what the one before left there. Fewer are not worth a second thread."""
 
 
 def row_chunks(rows: Tensor, width: int = 0) -> tuple[Tensor, ...]:
@@ -22,7 +24,37 @@ def row_chunks(rows: Tensor, width: int = 0) -> tuple[Tensor, ...]:
     return torch.split(rows, max(1, limit // (width or rows.shape[-1])))
 
 
-def cached_spans(rows: Tensor, width: int) -> Iterator[slice]:
-    """Slices of the first axis, with :data:`THREAD_ELEMENTS` for each thread, where a chain of operations has ``width`` a row."""
-    size = max(1, THREAD_ELEMENTS // width) * torch.get_num_threads()
-    return (slice(start, start + size) for start in range(0, len(rows), size))
+def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
+    """Call ``work`` with slices of ``rows``, whose chain of operations has ``width`` elements a row, on all of torch's threads.
+
+    Each thread computes its operations alone. Shared, each of them would wait until the other threads wake: for GELU and
+    quantisation of [8192, 1536], two threads took 31 ms in that way, 0.94 cores busy, and 12 in this (AMD EPYC, Zen 5).
+    """
+    size, threads = max(1, THREAD_ELEMENTS // width), torch.get_num_threads()
+    if rows > size:
+        size = min(size, -(-rows // threads))
+    starts, inference = iter(range(0, rows, size)), torch.is_inference_mode_enabled()
+
+    def compute() -> None:
+        with torch.inference_mode(inference):
+            for start in starts:
+                work(slice(start, start + size))
+
+    if threads == 1:
+        return compute()
+    helpers = _helpers(threads - 1)
+    torch.set_num_threads(1)
+    try:
+        others = [helpers.submit(compute) for _ in range(min(threads, -(-rows // size)) - 1)]
+        try:
+            compute()
+        finally:
+            for other in others:
+                other.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _helpers(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "rows", torch.set_num_threads, (1,))

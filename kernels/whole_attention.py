@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.paged_attention import LOG2E, attend_block, block_keys, precision
+from yardstick_llm.kernels.row_chunks import in_threads
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 from yardstick_llm.kernels.soft_cap import NO_CAP, soft_cap
 
@@ -29,6 +30,11 @@ ROWS = 64
 NARROW_LENGTH = 128
 """Shortest sequences that are worth a conversion to bfloat16 and back. With AMX, on one core, those of 512 tokens with heads of 64
 took half the CPU time, those of 256 with heads of 32 three quarters, and those of 32 one and a half times as much."""
+
+
+MOST_TOKENS = {torch.float32: 128, torch.bfloat16: 1024}
+"""Longest sequences whose scores are computed whole on a CPU. Heads of 32 took 0.6 (32 tokens, float32), 0.8 (128, float32) and 0.5
+times (256, bfloat16) as long as with torch's attention, and heads of 64 0.45 times (512, bfloat16; AMD EPYC, Zen 5)."""
 
 
 class Run(NamedTuple):
@@ -125,14 +131,15 @@ def whole_attention_reference(
         rows = slice(run.start, run.start + run.sequences * run.length)
         queries, keys, values, found = (_by_sequence(each[rows], run.sequences) for each in (q, k, v, out))
         keys, values = keys[:, :, : run.keys], values[:, :, : run.keys]
-        if narrow and bias is None and slopes is None and run.length >= NARROW_LENGTH:
-            queries, keys, values = queries.bfloat16(), keys.bfloat16(), values.bfloat16()
+        dtype = torch.bfloat16 if narrow and run.length >= NARROW_LENGTH else q.dtype
         if slopes is not None:
             _attend_sloped(queries, keys, values, slopes, spec, found)
-        elif bias is None:
-            found.copy_(_attend_run(queries, keys, values, spec))
-        else:
+        elif bias is not None:
             found.copy_(attend(queries, keys, values, bias(queries, keys), spec))
+        elif not q.is_cuda and run.length <= MOST_TOKENS.get(dtype, 0) and spec.soft_cap == NO_CAP and not _cuts(spec, run.length):
+            _attend_in_threads(queries, keys, values, spec.scale_of(q.shape[2]), dtype, found)
+        else:
+            found.copy_(_attend_run(queries.to(dtype), keys.to(dtype), values.to(dtype), spec))
     return out
 
 
@@ -141,11 +148,17 @@ def _by_sequence(x: Tensor, count: int) -> Tensor:
     return x.view(count, -1, x.shape[1], x.shape[2]).transpose(1, 2)
 
 
+def _cuts(spec: AttentionSpec, length: int) -> bool:
+    """Whether a token of a sequence does not see all others."""
+    return spec.window is not None and length > spec.window // 2 + 1
+
+
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """q: [sequences, heads, length, head_dim]; k, v: [sequences, kv_heads, keys, head_dim]. -> like q."""
-    reach, length = None if spec.window is None else spec.window // 2, q.shape[2]
-    if reach is None or length <= reach + 1:
+    length = q.shape[2]
+    if spec.window is None or not _cuts(spec, length):
         return _attend_folded(q, k, v, None, spec)
+    reach = spec.window // 2
     out = torch.empty_like(q)
     for begin in range(0, length, TILE):
         end = min(begin + TILE, length)
@@ -190,6 +203,27 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: A
     scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap)
     scores = scores if mask is None else scores + mask
     return scores.softmax(-1).to(values.dtype) @ values
+
+
+def _attend_in_threads(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype, out: Tensor) -> None:
+    """Compute all scores of some sequences, or of some heads if there are more of them, at a time, in ``dtype``.
+
+    q, out: [sequences, heads, length, head_dim]; k, v: [sequences, kv_heads, keys, head_dim].
+    """
+    grouped = len(q), k.shape[1], -1, *q.shape[2:]  # query heads of a key head beside each other
+    q, out = q.view(grouped), out.view(grouped)
+    if len(q) < q.shape[1]:
+        q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
+
+    def compute(span: slice) -> None:
+        queries, keys, values = (
+            x.to(dtype, memory_format=torch.contiguous_format).contiguous() for x in (q[span] * scale, k[span], v[span])
+        )
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        scores = torch.bmm(queries.view(len(keys), -1, keys.shape[2]), keys.transpose(1, 2)).softmax(-1)
+        out[span] = torch.bmm(scores, values).view(queries.shape)
+
+    in_threads(compute, len(q), q.shape[1:4].numel() * k.shape[2])
 
 
 def whole_attention_triton(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:

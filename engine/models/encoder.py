@@ -84,6 +84,7 @@ class FeedForward(nn.Module):
         """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
         self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
         size, inner = config.hidden_size, config.intermediate_size
+        self.inner = inner
         self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
         """Gate ‖ up, or up ‖ gate, or up alone."""
         self.down_proj = Linear(inner, size, bias="down" in config.biases, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 
 from yardstick_llm import kernels
 from yardstick_llm.kernels.label_logprobs import label_logprobs
-from yardstick_llm.kernels.linear import MKL, ONEDNN, linear, pack, packed_linear
+from yardstick_llm.kernels.linear import MKL, ONEDNN, linear, pack, packed_gelu, packed_linear
 from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
 from yardstick_llm.kernels.rope import rope
 from yardstick_llm.kernels.silu_mul import silu_mul
@@ -82,6 +82,9 @@ def test_packed_linear(shape: tuple[int, int], biased: bool, name: str) -> None:
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         torch.testing.assert_close(packed_linear(x, packed, bias).double(), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(linear(x, packed, bias).double(), expected, atol=1e-5, rtol=1e-5)
+        for tanh in (False, True):
+            gelu = torch.nn.functional.gelu(expected, approximate="tanh" if tanh else "none")
+            torch.testing.assert_close(packed_gelu(x, packed, bias, tanh=tanh).double(), gelu, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 33, 500])

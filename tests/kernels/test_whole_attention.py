@@ -8,6 +8,7 @@ from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 from yardstick_llm.kernels.whole_attention import (
+    MOST_TOKENS,
     NARROW_LENGTH,
     ROWS,
     Layout,
@@ -95,3 +96,17 @@ def test_long_sequences_attend_in_bfloat16_if_asked(length: int) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, exact) == (length < NARROW_LENGTH)
     torch.testing.assert_close(found, exact, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 40])
+@pytest.mark.parametrize("unseen", [0, 5])
+def test_short_sequences_share_threads_by_sequence_or_by_head(sequences: int, unseen: int) -> None:
+    lengths = [MOST_TOKENS[torch.float32]] * sequences
+    q, k, v = heads(lengths, 6, 3, 16)
+    runs = runs_of(lengths, [unseen] * sequences)
+    found = whole_attention(q, k, v, Layout(runs, torch.empty(0, 4, dtype=torch.int32)), PLAIN)
+    for start in range(0, len(q), lengths[0]):
+        rows, keys = slice(start, start + lengths[0]), slice(start, start + lengths[0] - unseen)
+        scores = torch.einsum("qhd,khd->hqk", q[rows].double(), k[keys].double().repeat_interleave(2, 1)) / 4
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys].double().repeat_interleave(2, 1))
+        torch.testing.assert_close(found[rows].double(), expected, atol=1e-5, rtol=1e-5)

@@ -63,7 +63,7 @@ def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     assert isinstance(gate_up, Int8Linear)
     assert isinstance(down, Int8Linear)
-    return int8_activated(x, gate_up, down, mlp.activated)
+    return int8_activated(x, gate_up, down, mlp.activated, mlp.inner)
 
 
 def compute_mlp(mlp: MLP, x: Rows) -> Tensor:

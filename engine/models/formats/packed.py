@@ -10,9 +10,11 @@ import platform
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.encoder import Layer, Model
+from yardstick_llm.engine.models.encoder import FUNCTIONS, FeedForward, Layer, Model
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
-from yardstick_llm.kernels.linear import PackedWeight, pack, packed_linear
+from yardstick_llm.kernels.linear import PackedWeight, pack, packed_gelu, packed_linear
+
+GELUS = FUNCTIONS["gelu"], FUNCTIONS["gelu_tanh"]
 
 
 class PackedLinear(ConvertedLinear):
@@ -49,6 +51,15 @@ def convert(layer: Layer) -> None:
     """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
     names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
     convert_parts(layer, dict.fromkeys(names, PackedLinear))
+    if isinstance(layer.mlp, FeedForward) and not layer.mlp.gated and layer.mlp.activation in GELUS:
+        layer.mlp.compute = _compute_feed_forward
+
+
+def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
+    """[tokens, hidden] -> [tokens, hidden]"""
+    up, down = mlp.gate_up_proj, mlp.down_proj
+    assert isinstance(up, PackedLinear)
+    return down(packed_gelu(x, up.weight, up.bias, tanh=mlp.activation is FUNCTIONS["gelu_tanh"]))
 
 
 fill = fill_parts

@@ -81,6 +81,16 @@ def test_pods_run_as_nobody_on_a_root_that_cannot_be_written(release: Release):
     assert "No module named 'torch'" in release.run_in(gateway, "python", "-c", "import torch")
 
 
+def test_the_demo_engine_has_a_memory_limit_and_a_quarter_of_it_left(release: Release, client: openai.OpenAI):
+    """Without the engine's limit by default, or with a limit that it nearly fills, the node's memory would be promised twice."""
+    assert len(client.post("/score", cast_to=dict, body=SCORE)["scores"]) == len(SCORE["items"])
+    versions = "memory.max memory.current", "memory/memory.limit_in_bytes memory/memory.usage_in_bytes"
+    read = " || ".join(f"cat {files} 2>/dev/null" for files in versions)
+    limit, used = map(int, release.run_in("yardstick-engine-0", "sh", "-c", f"cd /sys/fs/cgroup; {read}").split())
+    assert limit == 2 << 30
+    assert used < 0.75 * limit
+
+
 def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):
     account = f"system:serviceaccount:{release.namespace}:yardstick"
     reviews = AuthorizationV1Api(api())

@@ -1,7 +1,7 @@
 """Latency of a gateway that has one core, by its use of the core: ``python -m benchmarks gateway-bend``.
 
-The gateway and its readers share the first core; the load (:mod:`loadgen`) and an engine that answers at once have the second. A rate
-is a share of what the core can do, by the CPU time of a request at the rate before. The last line is JSON.
+The gateway and its readers share the first core; the load (:mod:`loadgen`) and an engine that answers at once have the second.
+Rates are shares of what the core can do, by the CPU time of a request at the rate before. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.processes import Program
 from yardstick_llm.engine import wire
 
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-WORKLOADS = {"token ids": 'vocab_size = 300', "text": 'input = "text"\nquery_length = 24\nitem_length = 36'}
+WORKLOADS = {"token ids": "vocab_size = 300", "text": 'input = "text"\nquery_length = 24\nitem_length = 36'}
 """The fake engine's tokeniser makes five tokens of a word."""
 SCENARIO = '[target]\ncache = false\n[arrivals]\nkind = "poisson"\nrate = 1\n[[workloads]]\nkind = "score"\n'
 FIRST_RATE = 40
@@ -38,7 +38,8 @@ class Constant(FakeEngine):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
         if scope["type"] != "http" or scope["path"] != "/score":
-            return await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
+            return
         asked = _score.decode(await read_body(receive))
         body = wire.encode(wire.Scored(asked.id, [[-0.5, -1.0]] * len(asked.branches), 0, 0, 0.0, 0))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
@@ -48,8 +49,8 @@ class Constant(FakeEngine):
 def pin(pids: Iterable[int], core: int) -> None:
     """Keep all threads of processes on one core."""
     for pid in pids:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(thread), {core})
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     found: dict[str, list[dict[str, float]]] = {}
     os.sched_setaffinity(0, {1})  # inherited by the engine and the load
     for workload, keys in WORKLOADS.items():
-        with serving(Constant) as url, drained(Program("gateway", "--engine", url)) as gateway, tempfile.TemporaryDirectory() as folder:
+        with (
+            serving(Constant) as url,
+            drained(Program("gateway", "--engine", url)) as gateway,
+            tempfile.TemporaryDirectory() as folder,
+        ):
             scenario = Path(folder) / "scenario.toml"
             scenario.write_text(SCENARIO + keys)
             pin(process_tree(gateway.process.pid), 0)

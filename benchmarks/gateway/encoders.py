@@ -327,7 +327,6 @@ def start(
             stack.enter_context(drained(pod))
     gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
     stack.enter_context(drained(gateway))
-    libraries: dict[str, Library] = {}
     python = python_environment(ENVIRONMENT) / "bin" / "python"
     for form in pods:
         subjects[f"{OURS}, {form}"] = Served(gateway, pods[form], form)
@@ -345,16 +344,15 @@ def start(
                 }
                 for key, model in measured.items()
             }
-            libraries[name] = Library(python, library, form, given)
-            stack.callback(libraries[name].close)
-    for name, started in libraries.items():
-        try:
-            started.wait_ready()
-        except PeerError as error:
-            left_out[name] = str(error)
-            print(f"left out: {name}: {error}", file=sys.stderr)
-            continue
-        subjects[name] = started
+            started = Library(python, library, form, given)
+            stack.callback(started.close)
+            try:
+                started.wait_ready()  # before the next one starts: making the files of a model takes several times its memory
+            except PeerError as error:
+                left_out[name] = str(error)
+                print(f"left out: {name}: {error}", file=sys.stderr)
+                continue
+            subjects[name] = started
     return subjects
 
 

@@ -57,4 +57,9 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
 
 @cache
 def _helpers(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "rows", torch.set_num_threads, (1,))
+    return ThreadPoolExecutor(count, "rows", _compute_alone)
+
+
+def _compute_alone() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # or the first operation of the thread would take the number that another thread has set last

@@ -14,6 +14,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import PairedLenVM, assemble
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.runner.machine import StepThreads
 from yardstick_llm.engine.settings import EngineSettings
 
 Scores = list[list[float]]
@@ -30,10 +31,14 @@ class Scorer(Protocol):
 class Engine:
     """The loop, driven in this process."""
 
-    def __init__(self, decoder: Decoder, dtype: str, length: PairedLenVM | None = None, **options: Any) -> None:
+    def __init__(
+        self, decoder: Decoder, dtype: str, length: PairedLenVM | None = None, threads: StepThreads | None = None, **options: Any
+    ) -> None:
         """``length``: for guided texts. ``options``: of the settings. No request is refused, however slow the machine."""
         given = {"max_total_tokens": 131_072, "max_waiting": 1 << 16, "max_wait_seconds": 3600} | options
-        self.loop: Loop = assemble(decoder, EngineSettings(model="bench", name="bench", dtype=dtype, **given), "bench", length)
+        self.loop: Loop = assemble(
+            decoder, EngineSettings(model="bench", name="bench", dtype=dtype, **given), "bench", length, threads=threads
+        )
 
     @property
     def description(self) -> dict[str, Any]:

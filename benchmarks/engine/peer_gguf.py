@@ -27,7 +27,9 @@ from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.source import locate
+from yardstick_llm.engine.runner.machine import step_threads
 
+CPU = torch.device("cpu")
 PROMPT, OUTPUT = 64, 64
 """Tokens of a text's prompt, and of the text."""
 STREAMS = (1, 8)
@@ -44,11 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
     path, records = locate(options.model), Records(Store(options.out))
-    works: dict[str, dict[str, Callable[[int], float]]] = {}
-    for form in options.formats.split(","):
-        works[f"Yardstick, {form}"] = of_engine(path, form)
+    threads = torch.get_num_threads()
     peer = None if options.llamacpp is None else Peer("llamacpp", options.llamacpp, path, "gguf")
+    works: dict[str, dict[str, Callable[[int], float]]] = {}
     try:
+        for form in options.formats.split(","):
+            works[f"Yardstick, {form}"] = of_engine(path, form, threads)
         if peer is not None:
             works["llama.cpp"] = of_peer(peer, load_config(path).vocab_size)
         rates: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in work} for name, work in works.items()}
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             peer.close()
     medians = {name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in rates.items()}
     columns = list(next(iter(works.values())))
-    table = Table("", *columns, title=f"{path.name}, {torch.get_num_threads()} threads")
+    table = Table("", *columns, title=f"{path.name}, {threads} threads")
     for name, of_kinds in medians.items():
         table.add_row(name, *(f"{of_kinds[kind]:.1f}" for kind in columns))
     records.console.print(table)
@@ -73,12 +76,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def of_engine(path: Path, form: str) -> dict[str, Callable[[int], float]]:
+def of_engine(path: Path, form: str, threads: int) -> dict[str, Callable[[int], float]]:
     """Measurements of the engine by name. Each takes the number of the round and returns units a second."""
     name, quantize = NUMBER_FORMATS[form]
     dtype = getattr(torch, name)
-    decoder = load_model(path, dtype, format_of(quantize, torch.device("cpu"), dtype))
-    engine, records = Engine(decoder, name, max_total_tokens=SLOTS), Records()
+    decoder = load_model(path, dtype, format_of(quantize, CPU, dtype))
+    torch.set_num_threads(threads)  # another engine leaves one to this thread, which computes small steps
+    engine = Engine(decoder, name, threads=step_threads(decoder.config, CPU, quantize=quantize), max_total_tokens=SLOTS)
+    records = Records()
     vocab_size = decoder.config.vocab_size
 
     def write(streams: int) -> Callable[[int], float]:

@@ -243,7 +243,8 @@ def build_loop(settings: EngineSettings) -> Loop:
         paired = load_pair(lenvm_directory, directory, settings, dtype, device)
         both = f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}"
         digest = hashlib.sha256(both.encode()).hexdigest()[: len(digest)]
-    threads = None if shared else step_threads(decoder.config, device, None if paired is None else paired.model.config)
+    lenvm = None if paired is None else paired.model.config
+    threads = None if shared else step_threads(decoder.config, device, lenvm, settings.quantize)
     return assemble(decoder, settings, digest, paired, vocabulary, threads)
 
 

@@ -67,7 +67,7 @@ def build_whole_loop(
     load = load_encoder if isinstance(config, EncoderConfig) else load_model
     model: Model = load(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
     digest = fingerprint(directory, dtype, settings.quantize)
-    return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device))
+    return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device, quantize=settings.quantize))
 
 
 def assemble_whole(

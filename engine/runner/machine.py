@@ -145,6 +145,10 @@ def set_threads(settings: EngineSettings) -> None:
 MOST_PRODUCTS = 64_000_000
 """Multiplications of a layer, or of the head, up to which one thread computes a step: 137 tokens of the demo model. One thread took
 0.84 times as long as two with 127 of its tokens, and 0.59 times with 224. The margin is for cores that wake sooner."""
+MOST_INT8_PRODUCTS = 512_000_000
+"""The same in int8, whose products take a quarter of the time: 289 tokens of all-MiniLM, 18 rows of SmolLM2-135M. One thread took
+0.88 times as long as two with 256 tokens of the first in texts of 32 (0.71 of the CPU time), and 0.77 times with 16 rows of the second
+(AMD EPYC, Zen 5)."""
 
 
 class StepThreads:
@@ -158,10 +162,9 @@ class StepThreads:
     (docs/benchmarks, "Fewer waits").
     """
 
-    def __init__(self, weights: int) -> None:
-        """Leave the calling thread alone with its operations. ``weights``: elements of the largest layer or head; each is
-        multiplied once for a token."""
-        self._most_tokens = MOST_PRODUCTS // weights
+    def __init__(self, most_tokens: int) -> None:
+        """Leave the calling thread alone with its operations. ``most_tokens``: of a small step."""
+        self._most_tokens = most_tokens
         self._large = ThreadPoolExecutor(1, "large-steps", torch.set_num_threads, (torch.get_num_threads(),))
         # Wait until it has set its number, because torch gives the last number that was set to threads that start later.
         self._large.submit(torch.get_num_threads).result()
@@ -172,15 +175,17 @@ class StepThreads:
         return compute() if tokens <= self._most_tokens else self._large.submit(compute).result()
 
 
-def step_threads(config: ModelConfig | EncoderConfig, device: torch.device, lenvm: ModelConfig | None = None) -> StepThreads | None:
+def step_threads(
+    config: ModelConfig | EncoderConfig, device: torch.device, lenvm: ModelConfig | None = None, quantize: str | None = None
+) -> StepThreads | None:
     """Return the threads for a model; None on a GPU, with one thread, and where even a step of one token is large.
 
-    ``lenvm``: of the length model, which may be the larger one. A step's tokens count as if the larger one computed all.
+    ``lenvm``: of the length model, which may be the larger one. A step's tokens count as if the larger one computed all. A token
+    multiplies each weight of the largest layer or head once.
     """
     weights = max(_layer(config), config.hidden_size * config.vocab_size * config.lm_head, _layer(lenvm) if lenvm else 0)
-    if device.type != "cpu" or torch.get_num_threads() == 1 or weights > MOST_PRODUCTS:
-        return None
-    return StepThreads(weights)
+    most_tokens = (MOST_INT8_PRODUCTS if quantize == "int8" else MOST_PRODUCTS) // weights
+    return None if device.type != "cpu" or torch.get_num_threads() == 1 or most_tokens == 0 else StepThreads(most_tokens)
 
 
 def _layer(config: ModelConfig | EncoderConfig) -> int:

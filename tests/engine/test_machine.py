@@ -380,6 +380,12 @@ def test_models_of_which_all_steps_are_shared(qwen3: Path) -> None:
     assert step_threads(config, CPU) is None
 
 
+def test_small_steps_are_larger_in_int8(qwen3: Path) -> None:
+    config = replace(load_config(qwen3), vocab_size=MOST_PRODUCTS // load_config(qwen3).hidden_size + 1)
+    assert step_threads(config, CPU) is None
+    assert isinstance(step_threads(config, CPU, quantize="int8"), StepThreads)
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_products_of_a_layer_of_an_encoder(family: str, tmp_path: Path) -> None:
     config = load_encoder_config(make_encoder(tmp_path, family))

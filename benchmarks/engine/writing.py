@@ -45,7 +45,7 @@ class Pair:
 
     def engine(self, slots: int | None, rows: int, **options: Any) -> Engine:
         """Return an engine for ``rows`` texts at a time. ``slots``: None for as many as memory allows."""
-        most = {"max_total_tokens": slots, "max_running_requests": rows}
+        most: dict[str, Any] = {"max_total_tokens": slots, "max_running_requests": rows}
         return Engine(self.decoder, self.dtype, self.length, **most, **options)
 
 

@@ -36,6 +36,7 @@ from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import PROJECTIONS, GroupedLinear, Linear
 from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_part
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.quantize import quantize_rows
 from yardstick_llm.kernels.weight_only import has_operator
 
 
@@ -212,6 +213,30 @@ def test_codes_execute_as_they_are(
     for count in (60, 3):
         found, exact = logits(decoder, count), logits(plain, count)
         assert (found - exact).norm() < tolerance * exact.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8 channel", "fp8 tensor", "fp8 block"])
+def test_each_product_in_fp8_is_near_that_of_dense_weights(
+    wide: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The errors of rounded inputs add up from layer to layer; each product has its own."""
+    monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
+    quantised, dense = write_quantised(wide, tmp_path, name)
+    decoder, plain = load_model(quantised, torch.bfloat16, "stored", device=GPU), load_model(dense)
+    compared = 0
+    for layer, exact in zip(decoder.layers, plain.layers, strict=True):
+        for part in PROJECTIONS:
+            product, whole = layer.get_submodule(part), exact.get_submodule(part)
+            if not isinstance(product, QuantizedLinear | BlockScaledLinear):
+                continue
+            x = torch.randn(60, whole.weight.shape[1]).bfloat16()
+            given = x if isinstance(product, QuantizingLinear | BlockScaledLinear) else quantize_rows(x)
+            with torch.inference_mode():
+                found, expected = product(given).float(), whole(x.float())
+            assert (found - expected).norm() < 3e-2 * expected.norm()
+            compared += 1
+    assert compared == 4 + 2
 
 
 @pytest.mark.slow

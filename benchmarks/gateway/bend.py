@@ -1,6 +1,6 @@
 """Latency of a gateway that has one core, by its use of the core: ``python -m benchmarks gateway-bend``.
 
-The gateway and its readers share the first core; the load (:mod:`loadgen`) and an engine that answers at once have the second.
+The gateway and its readers share the first core; the load (:mod:`loadgen`) and an engine that answers at once have the others.
 Rates are shares of what the core can do, by the CPU time of a request at the rate before. The last line is JSON.
 """
 
@@ -57,29 +57,35 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print a line for each rate, and one line of JSON; returns the exit code."""
     options = argparse.ArgumentParser("python -m benchmarks gateway-bend", description="Latency of a gateway on one core.")
     options.add_argument("--seconds", type=float, default=15.0, help="of each rate (%(default)s)")
-    seconds = options.parse_args(arguments).seconds
-    found: dict[str, list[dict[str, float]]] = {}
-    os.sched_setaffinity(0, {1})  # inherited by the engine and the load
-    for workload, keys in WORKLOADS.items():
-        with (
-            serving(Constant) as url,
-            drained(Program("gateway", "--engine", url)) as gateway,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            scenario = Path(folder) / "scenario.toml"
-            scenario.write_text(SCENARIO + keys)
-            pin(process_tree(gateway.process.pid), 0)
-            found[workload] = [measure(gateway, scenario, FIRST_RATE, seconds)]
-            for share in SHARES:
-                each = measure(gateway, scenario, share / found[workload][-1]["cpu_s"], seconds)
-                found[workload].append(each)
-                print(f"{workload}: " + ", ".join(f"{name} {value:.4g}" for name, value in each.items()), flush=True)
+    options.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the core (0.3 to 1)")
+    given = options.parse_args(arguments)
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        raise SystemExit("this benchmark needs two cores")
+    os.sched_setaffinity(0, cores - {min(cores)})  # inherited by the engine and the load
+    try:
+        found = {workload: bend(workload, min(cores), given.shares, given.seconds) for workload in WORKLOADS}
+    finally:
+        os.sched_setaffinity(0, cores)
     print(json.dumps({"bench": "gateway-bend", "cores": os.cpu_count(), "found": found}))
     return 0
 
 
+def bend(workload: str, core: int, shares: Sequence[float], seconds: float) -> list[dict[str, float]]:
+    """Measure a gateway on ``core`` at a low rate, and at each of ``shares``."""
+    with serving(Constant) as url, drained(Program("gateway", "--engine", url)) as gateway, tempfile.TemporaryDirectory() as folder:
+        scenario = Path(folder) / "scenario.toml"
+        scenario.write_text(SCENARIO + WORKLOADS[workload])
+        pin(process_tree(gateway.process.pid), core)
+        found = [measure(gateway, scenario, FIRST_RATE, seconds)]
+        for share in shares:
+            found.append(measure(gateway, scenario, share / found[-1]["cpu_s"], seconds))
+            print(f"{workload}: " + ", ".join(f"{name} {value:.4g}" for name, value in found[-1].items()), flush=True)
+    return found
+
+
 def measure(gateway: Program, scenario: Path, rate: float, seconds: float) -> dict[str, float]:
-    """Requests a second, cores in use, seconds of CPU and of waiting of a request."""
+    """Requests a second, cores in use, CPU seconds of a request, milliseconds of latency and of the load's lag, failures."""
     command = [sys.executable, "-m", "yardstick_llm.loadgen", "run", str(scenario), "--url", gateway.url, "--rate", f"{rate:.3f}"]
     before = tree_seconds(gateway.process.pid)
     done = subprocess.run([*command, "--duration", str(seconds)], capture_output=True, text=True, check=False)  # noqa: S603

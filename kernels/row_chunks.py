@@ -33,19 +33,22 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
     size, threads = max(1, THREAD_ELEMENTS // width), torch.get_num_threads()
     if rows > size:
         size = min(size, -(-rows // threads))
-    starts, inference = iter(range(0, rows, size)), torch.is_inference_mode_enabled()
+    starts, inference, grad = iter(range(0, rows, size)), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def compute() -> None:
-        with torch.inference_mode(inference):
-            for start in starts:
-                work(slice(start, start + size))
+        for start in starts:
+            work(slice(start, start + size))
+
+    def assist() -> None:
+        with torch.inference_mode() if inference else torch.set_grad_enabled(grad):
+            compute()
 
     if threads == 1:
         return compute()
     helpers = _helpers(threads - 1)
     torch.set_num_threads(1)
     try:
-        others = [helpers.submit(compute) for _ in range(min(threads, -(-rows // size)) - 1)]
+        others = [helpers.submit(assist) for _ in range(min(threads, -(-rows // size)) - 1)]
         try:
             compute()
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -21,21 +22,22 @@ def three_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 100])
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_each_row_is_computed_once_by_threads_that_share_no_operation(
-    rows: int, inference: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, mode: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_chunks, "THREAD_ELEMENTS", 10)
-    seen: list[tuple[slice, int, bool]] = []
+    seen: list[tuple[slice, int, bool, bool]] = []
 
     def work(span: slice) -> None:
-        seen.append((span, torch.get_num_threads(), torch.is_inference_mode_enabled()))
+        seen.append((span, torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
 
-    with torch.inference_mode(inference):
+    with mode():
+        expected = 1, torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         in_threads(work, rows, 4)
-    assert sorted(row for span, _, _ in seen for row in range(rows)[span]) == [*range(rows)]
-    assert all(len(range(rows)[span]) * 4 <= 10 for span, _, _ in seen)
-    assert {each[1:] for each in seen} <= {(1, inference)}
+    assert sorted(row for span, *_ in seen for row in range(rows)[span]) == [*range(rows)]
+    assert all(len(range(rows)[span]) * 4 <= 10 for span, *_ in seen)
+    assert {each[1:] for each in seen} <= {expected}
     assert torch.get_num_threads() == 3
 
 

@@ -1,4 +1,4 @@
-"""Work on a bounded number of rows at a time, where temporaries are several times as large as their input."""
+"""Work on a bounded number of rows at a time, where temporaries are several times as large as their input; on a CPU in threads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def row_chunks(rows: Tensor, width: int = 0) -> tuple[Tensor, ...]:
 def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
     """Call ``work`` with slices of ``rows``, whose chain of operations has ``width`` elements a row, on all of torch's threads.
 
-    Each thread computes its operations alone. Shared, each of them would wait until the other threads wake: for GELU and
-    quantisation of [8192, 1536], two threads took 31 ms in that way, 0.94 cores busy, and 12 in this (AMD EPYC, Zen 5).
+    Each thread computes its operations alone. If threads shared each operation, each would wait until the others wake: for GELU and
+    quantisation of [8192, 1536], two threads took 31 ms in that way, 0.94 cores busy, and 12 in this (AMD EPYC, Zen 5). More
+    threads were not measured; Python's lock lets only one of them start an operation at a time.
     """
     size, threads = max(1, THREAD_ELEMENTS // width), torch.get_num_threads()
     if rows > size:

@@ -146,9 +146,9 @@ MOST_PRODUCTS = 64_000_000
 """Multiplications of a layer, or of the head, up to which one thread computes a step: 137 tokens of the demo model. One thread took
 0.84 times as long as two with 127 of its tokens, and 0.59 times with 224. The margin is for cores that wake sooner."""
 MOST_INT8_PRODUCTS = 512_000_000
-"""The same in int8, whose products take a quarter of the time: 289 tokens of all-MiniLM, 18 rows of SmolLM2-135M. One thread took
-0.88 times as long as two with 256 tokens of the first, in texts of 32 (0.71 of the CPU time), and 0.77 times with 16 rows of the
-second (AMD EPYC, Zen 5)."""
+"""The same limit in int8, whose products take a quarter of the time: 289 tokens of all-MiniLM, or 18 rows of SmolLM2-135M. On two
+cores of an AMD EPYC (Zen 5), eight texts of 32 tokens took 0.88 times as long on one thread as on two, and 16 rows of SmolLM2 0.77
+times."""
 
 
 class StepThreads:

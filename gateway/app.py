@@ -205,7 +205,7 @@ def create_app(
         telemetry,
         lifecycle,
         log=access_log,
-        tracer=Tracer(sampler_of(settings.tracing_ratio, os.environ), exporter) if exporter else None,
+        tracer=Tracer(sampler_of(os.environ), exporter) if exporter else None,
         protocol=protocol_factory(settings, telemetry, access_log),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[

@@ -201,9 +201,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tracing_endpoint: str | None = None
     """Collector of traces: the URL of its OTLP/HTTP port, such as ``http://collector:4318``. None: the variables of OpenTelemetry
     (``OTEL_EXPORTER_OTLP_ENDPOINT``) name it, or requests are not traced."""
-    tracing_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Part of the requests without a trace context that is traced; the sender of a context decides itself. None:
-    ``OTEL_TRACES_SAMPLER``, or all."""
     console: bool = True
     """Whether to serve the web console at ``/``."""
 

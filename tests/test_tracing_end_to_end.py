@@ -39,7 +39,8 @@ def pods(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module")
 def gateway(pods: list[Pod], collector: Collector) -> Iterator[Program]:
     urls = [argument for pod in pods for argument in ("--engine", pod.url)]
-    gateway = Program("gateway", *urls, YARDSTICK_TRACING_ENDPOINT=collector.url, YARDSTICK_TRACING_RATIO="0").wait_ready()
+    tracing = {"YARDSTICK_TRACING_ENDPOINT": collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
+    gateway = Program("gateway", *urls, **tracing).wait_ready()
     wait_until(lambda: "yardstick_engines_ready 2" in gateway.client.get("/metrics").text, pause=0.05)
     yield gateway
     gateway.close()

@@ -30,10 +30,8 @@ class Sampler(NamedTuple):
         return trace_id & _BITS < round(self.ratio * (_BITS + 1))
 
 
-def sampler_of(ratio: float | None, environment: Mapping[str, str]) -> Sampler:
-    """Return the sampler for ``ratio``; None: for the variables of OpenTelemetry, by default of all traces."""
-    if ratio is not None:
-        return Sampler(ratio)
+def sampler_of(environment: Mapping[str, str]) -> Sampler:
+    """Return the sampler that the variables of OpenTelemetry ask for, by default of all traces."""
     name = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower() or "parentbased_always_on"
     kind = name.removeprefix("parentbased_")
     if kind not in _RATIOS:

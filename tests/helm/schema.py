@@ -29,7 +29,6 @@ OTHER_VALUES = (
     "redis_url",
     "redis_password_file",
     "tracing_endpoint",
-    "tracing_ratio",
 )
 """Settings that the chart sets from values of its own."""
 TIME = (

@@ -8,6 +8,7 @@ import pytest
 
 from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
 from yardstick_llm.gateway.settings import load_settings
+from yardstick_llm.tracing.sampling import Sampler, sampler_of
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
 MONITORED: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
@@ -151,7 +152,8 @@ def test_gateways_and_engines_send_traces():
     engine = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"][0]
     variables = {each["name"]: each.get("value") for each in gateway["env"]}
     settings = load_settings({name: value for name, value in variables.items() if "TRACING" in name}, {"engines": ["http://a"]})
-    assert (settings.tracing_endpoint, settings.tracing_ratio) == ("http://10.0.0.9:4318", 0.1)
+    assert settings.tracing_endpoint == "http://10.0.0.9:4318"
+    assert sampler_of(variables) == Sampler(0.1)
     assert "--tracing-endpoint=http://10.0.0.9:4318" in engine["args"]
     headers = {"secretKeyRef": {"name": "collector", "key": "headers"}}
     for container in (gateway, engine):

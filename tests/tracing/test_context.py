@@ -75,11 +75,11 @@ SAMPLED, NOT_SAMPLED = TraceContext(1, 1, sampled=True), TraceContext(1, 1, samp
 
 
 def test_a_ratio_samples_that_part_of_the_traces() -> None:
-    sampler = sampler_of(0.25, {"OTEL_TRACES_SAMPLER": "always_off"})
+    sampler = Sampler(0.25)
     chosen = sum(sampler.samples(new_trace_id(), None) for _ in range(20_000))
     assert 4700 < chosen < 5300  # 5000 ± 5 standard deviations
-    assert not any(sampler_of(0.0, {}).samples(new_trace_id(), None) for _ in range(1000))
-    assert all(sampler_of(1.0, {}).samples(new_trace_id(), None) for _ in range(1000))
+    assert not any(Sampler(0.0).samples(new_trace_id(), None) for _ in range(1000))
+    assert all(Sampler(1.0).samples(new_trace_id(), None) for _ in range(1000))
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)])
@@ -101,7 +101,7 @@ def test_the_sender_of_a_context_decides(sampler: Sampler) -> None:
     ],
 )
 def test_the_variables_of_opentelemetry(variables: dict[str, str], expected: Sampler) -> None:
-    assert sampler_of(None, variables) == expected
+    assert sampler_of(variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ def test_the_variables_of_opentelemetry(variables: dict[str, str], expected: Sam
 )
 def test_unknown_values_are_named_in_the_log(variables: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert sampler_of(None, variables) == Sampler(1.0)
+        assert sampler_of(variables) == Sampler(1.0)
     assert list(variables)[-1] in caplog.text

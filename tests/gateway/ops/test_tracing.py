@@ -163,8 +163,11 @@ def test_hostile_contexts_change_nothing(client: httpx.Client, collector: Collec
 
 
 @pytest.mark.slow
-def test_the_client_decides_whether_its_request_is_traced(client: httpx.Client, collector: Collector, start: Start) -> None:
-    never = start(FakeEngine(), tracing_endpoint=collector.url, tracing_ratio=0.0)
+def test_the_client_decides_whether_its_request_is_traced(
+    client: httpx.Client, collector: Collector, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    never = start(FakeEngine(), tracing_endpoint=collector.url)
     not_sampled, sampled = parent(sampled=False), parent()
     client.post("/v1/score", json=SCORE, headers=not_sampled[1]).raise_for_status()
     never.post("/v1/score", json=SCORE, headers={"x-request-id": "never"}).raise_for_status()

@@ -35,7 +35,6 @@ BENCHMARKS = {
     "gguf": Benchmark("benchmarks.engine.peer_gguf", "a GGUF file on a CPU, beside llama.cpp", True),
     "kernels": Benchmark("benchmarks.kernels.cli", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu", "CPU time of the gateway for each score request"),
-    "gateway-bend": Benchmark("benchmarks.gateway.bend", "latency of a gateway on one core, by its load"),
     "modules": Benchmark("benchmarks.gateway.modules", "modules and functions of the gateway that a request passes"),
     "stream": Benchmark("benchmarks.gateway.stream", "CPU time of the gateway for each streamed token"),
     "encoders": Benchmark("benchmarks.gateway.encoders", "encoders over HTTP, beside sentence-transformers and other libraries"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,6 @@ def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["memory, hit"] > 0
     assert min(summary["ratios"].values()) > 0
-
-
-@pytest.mark.slow
-def test_it_measures_a_gateway_on_one_core_at_each_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    cores = os.sched_getaffinity(0)
-    assert main(["gateway-bend", "--seconds", "0.5", "--shares", "0.2"]) == 0
-    assert os.sched_getaffinity(0) == cores
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["found"]
-    assert found.keys() == {"token ids", "text"}
-    for rates in found.values():
-        assert [each["failures"] for each in rates] == [0, 0]
-        assert all(each["cpu_s"] > 0 and 0 < each["p50_ms"] <= each["p99_ms"] for each in rates)
 
 
 @pytest.mark.slow

@@ -136,12 +136,12 @@ def test_a_server_that_restarts_is_waited_for(yardstick: Yardstick, tmp_path: Pa
         wait_until(lambda: first.requests > 20)
         ends.set()
         stop(servers[:1])
-        time.sleep(4)
+        time.sleep(2.5)
         servers.append(Running(second, port))
 
     restarting = threading.Thread(target=restart)
     restarting.start()
-    source, output = write_texts(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    source, output = write_texts(tmp_path / "in.jsonl", 250), tmp_path / "out.jsonl"
     given = ("--input", source, "--output", output, "--url", f"http://127.0.0.1:{port}", "--batch", 1, "--concurrency", 16)
     done = yardstick("embed", *given)
     restarting.join()
@@ -185,7 +185,7 @@ def test_a_row_that_alone_is_never_accepted_fails(yardstick: Yardstick, tmp_path
 
     with served(Embeddings(refuse)) as url:
         source, output = write_texts(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
-        given = ("--input", source, "--output", output, "--url", url, "--batch", 1, "--concurrency", 2, "--retry-seconds", 3)
+        given = ("--input", source, "--output", output, "--url", url, "--batch", 1, "--concurrency", 2, "--retry-seconds", 2)
         done = yardstick("embed", *given)
     assert done.status == 1
     (failed,) = [row for row in lines(output) if row["error"]]

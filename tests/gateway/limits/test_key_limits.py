@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -143,24 +140,3 @@ def test_an_expired_key_is_told_so(start: Start, tmp_path: Path) -> None:
     assert refused.json()["error"]["code"] == "api_key_expired"
     assert "expired on" in refused.json()["error"]["message"]
     assert ask(client, "b").status_code == 200
-
-
-@pytest.mark.slow
-def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    fields = {"requests_per_minute": 5, "tokens_per_minute": 6, "items_per_minute": 7, "concurrency": 8}
-    fields |= {"group": "search", "weight": 2.5, "priority_min": -7, "priority_max": 3}  # type: ignore[dict-item]
-    options = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "yardstick_llm.gateway.cli", "keys", "new"]
-    given = ["ci", "--file", str(file), "--model", "m", "--model", "n", "--expires", "2031-02-03", *options]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
-    (found,) = json.loads(file.read_text())["keys"]
-    expires = datetime.fromisoformat(found.pop("expires"))
-    assert expires == datetime(2031, 2, 3, tzinfo=UTC)
-    secret = entry(done.stdout.strip())["sha256"]
-    assert found == {"name": "ci", "sha256": secret, "models": ["m", "n"], **fields}
-    other = [*command, "x", "--file", str(file)]
-    assert subprocess.run([*other, "--concurrency", "0"], capture_output=True, check=False).returncode == 2
-    refused = subprocess.run([*other, "--priority-min", "101"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "`priority_min` 101 is greater than `priority_max` 100" in refused.stderr

@@ -278,7 +278,7 @@ def test_log_probabilities_are_those_drawn_from(client: httpx.Client, engine: Fa
     body = {"messages": [{"role": "user", "content": "x"}], "seed": 1, "max_tokens": 6, "logprobs": True, "top_logprobs": 9}
     body |= {"length_guidance": guide, "ignore_eos": True}
     if stream:
-        parts = [choice for event in events(client, "chat/completions", **body)[:-1] for choice in event["choices"]]
+        parts = [choice for event in events(client, "chat/completions", **body) for choice in event["choices"]]
         content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
     else:
         content = chat(client, **body)["choices"][0]["logprobs"]["content"]
@@ -306,7 +306,7 @@ def test_values_in_completions(client: httpx.Client, engine: FakeEngine) -> None
         assert tokens == {text: remaining_tokens(value, 0.9) for text, value in told_values.items()}
     first = guided(engine, wire.LengthGuidance(**guide), ids("Red shoes"))
     assert sorted(logprobs["top_values"][0].values()) == sorted(value for _, value in first.values())
-    pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
+    pieces = [piece["logprobs"] for event in events(client, "completions", **body) for piece in event["choices"]]
     for name, whole in logprobs.items():
         assert [value for piece in pieces for value in piece[name]] == whole
     echoed = complete(client, **body, echo=True)["choices"][0]["logprobs"]

@@ -36,7 +36,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.C
             return
         with RedisServer.start() as redis:
             client = start(engine, redis_url=redis.url, redis_seconds=5)
-            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
             yield engine, client
 
 
@@ -336,7 +335,6 @@ def test_without_redis_a_request_is_answered_503() -> None:
     engine = FakeEngine()
     with gateways() as start, RedisServer.start() as redis:
         client = start(engine, redis_url=redis.url, redis_seconds=1)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {"a": "one"})
         score(client, "shop", ["a"]).raise_for_status()
@@ -352,7 +350,6 @@ def test_a_redis_that_cannot_save_is_read() -> None:
     """It refuses all writes, and even PING, until its disk has room."""
     with gateways() as start, RedisServer.start("--save", "3600 1000") as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {f"i{place}": text for place, text in enumerate(TEXTS)})
         close = [pytest.approx(row, rel=1e-5) for row in score(client, "shop", ["i0", "i1"]).raise_for_status().json()["scores"]]
@@ -376,7 +373,6 @@ def test_a_redis_that_cannot_save_is_read() -> None:
             assert metric(client, "yardstick_redis_available") == 1
             assert metric(client, 'yardstick_redis_errors_total{kind="disk"}') >= 3
             late = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-            wait_until(lambda: metric(late, "yardstick_redis_available") == 1)
             assert score(late, "shop", ["i0", "i1"]).raise_for_status().json()["scores"] == close
             plain.config_set("save", "")
         client.put("/v1/catalogues/shop/items", **register_new).raise_for_status()
@@ -387,7 +383,6 @@ def test_a_redis_without_memory_is_read_and_emptied() -> None:
     """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""
     with gateways() as start, RedisServer.start() as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         for name in ("full", "other"):
             create(client, name).raise_for_status()
             register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
@@ -418,7 +413,6 @@ def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
     """As the chart's Redis does with ``redis.persistence``, but before it answers, not within a second."""
     with gateways() as start, RedisServer.start("--appendonly", "yes", "--appendfsync", "always") as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=1)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {"a": "one", "b": "two"})
         expected = score(client, "shop", ["b", "a"]).raise_for_status().json()["scores"]
@@ -462,7 +456,6 @@ def test_labels_that_are_only_compared_are_read_as_logits(
 def test_items_expire() -> None:
     with gateways() as start, RedisServer.start() as redis:
         memory, shared = start(FakeEngine()), start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(shared, "yardstick_redis_available") == 1)
         for client in (memory, shared):
             create(client, "shop", ttl_seconds=0.5).raise_for_status()
             register(client, "shop", {"a": "one", "b": "two"})

@@ -41,12 +41,7 @@ def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin
         if request.param == "redis":
             server = request.getfixturevalue("redis")
             settings |= {"redis_url": server.url, "redis_seconds": 2.0, "redis_prefix": f"r{random.getrandbits(60)}"}
-        client = start(
-            *engines, api_keys_file=write(tmp_path / "keys.json", *[entry(key, **LIMITED) for key in "abcd"]), **settings
-        )
-        if request.param == "redis":
-            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
-        return client
+        return start(*engines, api_keys_file=write(tmp_path / "keys.json", *[entry(key, **LIMITED) for key in "abcd"]), **settings)
 
     return begin_with
 

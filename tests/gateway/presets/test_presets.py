@@ -280,24 +280,27 @@ def test_a_model_is_named_after_a_link_and_after_the_working_directory(tmp_path:
     assert wire.served_name(".") == "Qwen3-0.6B"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["my-qwen-reranker", "zerank-3", "Granite-Guardian-3.3", "a-reward-model"])
-def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fallback_says_so_and_does_not_prompt_a_reranker(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Unless the operator chooses it."""
-    client = start(FakeEngine(model=model))
-    assert f"model {model}: no preset is for this name; 'judge' is used" in caplog.text
-    (served,) = client.get("/v1/models").json()["data"]
-    assert (served["preset"]["name"], served["preset"]["fallback"]) == ("judge", True)
+    models = ["my-qwen-reranker", "zerank-3", "Granite-Guardian-3.3", "a-reward-model"]
+    engines = [FakeEngine(model, model) for model in models]
+    client = start(*engines)
     body = {"query": "red", "documents": ["a"]}
     pairs = {"text_1": "red", "text_2": ["a"]}
-    for path, given in (("/v1/rerank", body), ("/rerank", {"query": "red", "texts": ["a"]}), ("/v1/score", pairs)):
-        refused = client.post(path, json=given)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"], f"`presets`; {model}=judge" in error["message"]) == (400, "model", True), error
-    chosen = start(FakeEngine(model=model), presets=(f"{model}=judge",))
-    answer = chosen.post("/v1/rerank", json=body)
-    assert (answer.status_code, "x-yardstick-preset-fallback" in answer.headers) == (200, False)
-    assert chosen.get("/v1/models").json()["data"][0]["preset"]["fallback"] is False
+    for model in models:
+        assert f"model {model}: no preset is for this name; 'judge' is used" in caplog.text
+        served = client.get(f"/v1/models/{model}").json()
+        assert (served["preset"]["name"], served["preset"]["fallback"]) == ("judge", True)
+        for path, given in (("/v1/rerank", body), ("/rerank", {"query": "red", "texts": ["a"]}), ("/v1/score", pairs)):
+            answer = client.post(path, json=given | {"model": model})
+            error = answer.json()["error"]
+            named = f"`presets`; {model}=judge" in error["message"]
+            assert (answer.status_code, error["param"], named) == (400, "model", True), error
+    chosen = start(*engines, presets=tuple(f"{model}=judge" for model in models))
+    for model in models:
+        answer = chosen.post("/v1/rerank", json=body | {"model": model})
+        assert (answer.status_code, "x-yardstick-preset-fallback" in answer.headers) == (200, False)
+        assert chosen.get(f"/v1/models/{model}").json()["preset"]["fallback"] is False
 
 
 def refused(client: httpx.Client, method: str, path: str, **body: Any) -> bool:

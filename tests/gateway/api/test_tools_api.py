@@ -83,15 +83,11 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with gateways() as start:
-        yield started(start)
-
-
-def started(start: Start, **settings: Any) -> Server:
     able = (*FakeEngine.capabilities, "grammar")
     engines = {name: FakeEngine(model=name, template=template, capabilities=able) for name, template in MODELS.items()}
-    client = start(*engines.values(), **settings)
-    return Server(engines, client, openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none"))
+    with gateways() as start:
+        client = start(*engines.values())
+        yield Server(engines, client, openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none"))
 
 
 TWO_TOOLS = [

@@ -149,10 +149,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("object_", "fields", "key", "words"), WRONG)
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_wrong_guidance(shared: httpx.Client, path: str, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
-    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
-    answer = shared.post(f"/v1/{path}", json={**body, object_: fields})
+def test_wrong_guidance(shared: httpx.Client, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
+    answer = shared.post("/v1/completions", json={"prompt": "a", object_: fields})
     assert answer.status_code == 400, answer.text
     error = told(answer)
     assert error["param"] == f"{object_}.{key}"

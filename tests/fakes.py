@@ -60,7 +60,6 @@ def library() -> tokenizers.Tokenizer:
 
 
 def ids(text: str) -> list[int]:
-    """The token ids of ``text``."""
     return library().encode(text, add_special_tokens=False).ids
 
 
@@ -237,7 +236,6 @@ class FakeEngine:
 
     @property
     def adapter_list(self) -> bytes:
-        """The answer that lists the adapters."""
         return wire.encode(wire.Adapters(list(self.adapters.values()), self.max_adapters, 64))
 
     @property
@@ -456,12 +454,10 @@ def vision_fields(**fields: Any) -> dict[str, Any]:
 
 
 def with_vision(**fields: Any) -> FakeEngine:
-    """An engine whose model reads images."""
     return FakeEngine(**vision_fields(**fields))
 
 
 def items_of(message: wire.ScoreItems) -> list[list[int]]:
-    """The items of a message."""
     ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
     return [ids[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
@@ -682,7 +678,6 @@ def stop(servers: list[Running]) -> None:
 
 @contextmanager
 def served(app: Callable[..., Any], port: int = 0) -> Iterator[str]:
-    """The base URL of ``app`` while it is served."""
     server = Running(app, port)
     try:
         yield server.url

@@ -46,7 +46,6 @@ def client(served: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
 
 @pytest.fixture
 def name(client: httpx.Client) -> str:
-    """A new catalogue."""
     name = next(names)
     create(client, name).raise_for_status()
     return name

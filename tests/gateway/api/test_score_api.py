@@ -19,7 +19,6 @@ QUERY = "Is it relevant? "
 
 
 def expected(engine: FakeEngine, prompts: list[list[int]], labels: list[int]) -> list[Any]:
-    """The fake model's probabilities."""
     rows = [logprobs_after(prompt, engine.vocab_size) for prompt in prompts]
     return [pytest.approx([math.exp(row[label]) for label in labels]) for row in rows]
 
@@ -41,11 +40,7 @@ def test_scores_are_probabilities_over_the_vocabulary(client: httpx.Client, engi
     assert answer["model"] == "fake"
     assert answer["id"].startswith("score-")
     tokens = sum(map(len, prompts))
-    assert answer["usage"] == {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 0}}
     (request,) = engine.scores
     assert request.prefix == ids(QUERY)[: len(request.prefix)] != []
 

@@ -53,7 +53,6 @@ def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def the_one_line(done: Done) -> str:
-    """The message of a command that fails."""
     (line,) = done.err.splitlines()
     assert line.startswith("yardstick: ")
     return line
@@ -162,13 +161,11 @@ def write_texts(path: Path, count: int) -> Path:
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    """Write a JSON Lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text, "the last line is whole"
     return [json.loads(line) for line in text.splitlines()]

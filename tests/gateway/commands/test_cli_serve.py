@@ -93,7 +93,6 @@ def run(*arguments: str, text: str = "", **environment: str) -> subprocess.Compl
 
 
 def the_one_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the message of a command that fails."""
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Loading ")]

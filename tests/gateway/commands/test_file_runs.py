@@ -222,8 +222,7 @@ def test_a_line_is_printed_now_and_then_where_there_is_no_terminal(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [(b'"no end\n', "in.csv, line 101: not CSV"), (b"caf\xe9\n", "in.csv, line 101: not UTF-8")],
+    ("content", "words"), [(b'"no end\n', "in.csv, line 101: not CSV"), (b"caf\xe9\n", "in.csv, line 101: not UTF-8")]
 )
 def test_rows_before_a_broken_line_of_csv_are_written(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, content: bytes, words: str

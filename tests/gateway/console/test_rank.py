@@ -14,7 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.gateway.console.conftest import Open, ready
+from tests.gateway.console.conftest import Open
 from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
 from tests.gateway.console.test_page import check_accessibility
 from tests.parts import need
@@ -236,10 +236,3 @@ def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
     page.click("#rank-start")
     expect(page.locator("#rank-other-error")).to_be_hidden()
     expect(page.locator(".ranking h3").first).to_be_hidden()
-
-
-def test_results_scroll_into_view_on_phones(visit: Open, server: str) -> None:
-    page = ready(visit(server, viewport={"width": 375, "height": 700}))
-    expect(page.locator("#rank-results h2")).not_to_be_in_viewport()
-    page.click("#rank-start")
-    expect(page.locator("#rank-list li").first).to_be_in_viewport()

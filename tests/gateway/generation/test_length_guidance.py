@@ -164,6 +164,10 @@ def test_more_that_is_wrong(shared: httpx.Client) -> None:
     assert (many.status_code, told(many)["param"]) == (400, "top_k")
     mere = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "length_guidance": {"return_values": True}}
     assert "top_logprobs" in told(shared.post("/v1/chat/completions", json=mere))["message"]
+    useless = {"length_guidance": {"scale": -5}, "temperature": 0}
+    for path, prompt in (("chat/completions", {"messages": mere["messages"]}), ("responses", {"input": "a"})):
+        answer = shared.post(f"/v1/{path}", json=prompt | useless)
+        assert (answer.status_code, told(answer)["param"]) == (400, "length_guidance.scale")
     for number, param in (("NaN", "scale"), ("-Infinity", "scale"), ("1e999", "length_guidance.scale")):
         content = f'{{"prompt": "a", "length_guidance": {{"scale": {number}}}}}'
         endless = shared.post("/v1/completions", content=content)
@@ -240,16 +244,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), WITHOUT_EFFECT)
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
-def test_guidance_without_effect_is_refused(
-    shared: httpx.Client, path: str, fields: dict[str, Any], param: str, words: str
-) -> None:
-    if path == "responses" and "min_p" in fields:
-        pytest.skip("no field of this endpoint")
-    prompt = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(
-        path, {"messages": [{"role": "user", "content": "a"}]}
-    )
-    answer = shared.post(f"/v1/{path}", json={**prompt, **fields})
+def test_guidance_without_effect_is_refused(shared: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = shared.post("/v1/completions", json={"prompt": "a", **fields})
     assert (answer.status_code, told(answer)["param"]) == (400, param)
     assert words in told(answer)["message"]
 

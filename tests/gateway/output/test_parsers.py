@@ -112,11 +112,7 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "[get_weather(location='San Francisco, CA', unit=\"celsius\"), "
         "g(n=[1, 2.5, (True, None),], m={'a': \"it's \\u00e9\\n\"}), get_time()]",
         "",
-        [
-            ("get_weather", WEATHER),
-            ("g", {"n": [1, 2.5, [True, None]], "m": {"a": "it's é\n"}}),
-            ("get_time", {}),
-        ],
+        [("get_weather", WEATHER), ("g", {"n": [1, 2.5, [True, None]], "m": {"a": "it's é\n"}}), ("get_time", {})],
     ),
     ("pythonic", '<|python_start|>[f(a="x")]<|python_end|>', "", [("f", {"a": "x"})]),
     # Mistral 7B v0.3 to Small 3.1, and Small 3.2 and later: https://docs.mistral.ai, mistral-common

@@ -82,8 +82,7 @@ def test_a_long_request_keeps_its_constraint(engine: FakeEngine, client: httpx.C
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None, "structured_outputs": None}],
+    "fields", [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None, "structured_outputs": None}]
 )
 def test_text_is_free(engine: FakeEngine, client: httpx.Client, fields: dict[str, Any]) -> None:
     assert post(client, **fields).status_code == 200

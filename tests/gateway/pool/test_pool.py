@@ -43,10 +43,7 @@ class Told:
 
 @asynccontextmanager
 async def pool_of(
-    *sources: Told,
-    probe_seconds: float = 0.02,
-    silence_seconds: float = 5,
-    startup_seconds: float = 60,
+    *sources: Told, probe_seconds: float = 0.02, silence_seconds: float = 5, startup_seconds: float = 60
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     telemetry = Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)

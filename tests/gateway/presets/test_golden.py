@@ -30,7 +30,6 @@ ENDS = {"qwen3-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
 
 
 def appending(token: str, id: int) -> dict[str, Any]:
-    """The post-processor."""
     end = {"SpecialToken": {"id": token, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     appends = {

@@ -171,5 +171,4 @@ def from_library(library: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
-    """The bytes that a token adds to a text."""
     return tokenizer.spellings(skip_special_tokens=False)[id]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeEngine, served
+from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from yardstick_llm.gateway import cli
 
@@ -144,13 +144,6 @@ def error(status: int, message: str, *, param: str | None = None, **headers: str
     """An error answer; underscores of header names stand for hyphens."""
     body = {"error": {"message": message, "type": "test", "param": param, "code": "told"}}
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
-
-
-@pytest.fixture
-def embeddings() -> Iterator[tuple[Embeddings, str]]:
-    server = Embeddings()
-    with served(server) as url:
-        yield server, url
 
 
 def write_texts(path: Path, count: int) -> Path:

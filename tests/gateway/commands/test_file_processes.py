@@ -215,11 +215,3 @@ def test_no_process_is_left(tmp_path: Path, victim: str) -> None:
     else:
         assert process.returncode == 130, err
     assert [row["row"] for row in lines(output)] == [*range(1, len(lines(output)) + 1)]
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    status, err = finished("embed", "--input", source, "--output", tmp_path / "o.jsonl", "--model", tmp_path / "none")
-    assert status == 1
-    assert "none is not a directory; give a model directory or a hub id" in err.splitlines()[-1]

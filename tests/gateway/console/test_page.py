@@ -13,6 +13,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from tests.gateway.console.conftest import KEY, Open, ready, write
+from tests.processes import wait_until
 
 PICTURES = Path(__file__).parents[3] / "docs" / "images"
 MAX_PICTURE_BYTES = 150_000
@@ -150,7 +151,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     assert KEY not in page.content()
     assert page.input_value("#key-input") == ""
     page.fill("#rank-query", "blue tent")
-    page.wait_for_function("'yardstick.console' in localStorage")
+    wait_until(lambda: page.evaluate("'yardstick.console' in localStorage"))  # the page's policy forbids Playwright's own waiting
     assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
     page.reload()
     ready(page)

@@ -152,8 +152,8 @@ async def test_the_last_engines_of_a_version_answer_requests_that_were_made_for_
 RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
 
 
-def with_adapters(*adapters: wire.Adapter, names_revisions: bool = True) -> FakeEngine:
-    return FakeEngine(adapters={each.name: each for each in adapters}, names_revisions=names_revisions)
+def with_adapters(*adapters: wire.Adapter) -> FakeEngine:
+    return FakeEngine(adapters={each.name: each for each in adapters})
 
 
 def known(pool: Pool) -> dict[str, str]:

@@ -231,6 +231,17 @@ async def test_a_job_that_is_left_is_killed_after_a_grace() -> None:
         assert not any(channel.pid == pid for channel in workers._open)
 
 
+async def test_a_killed_worker_is_replaced_beside_another() -> None:
+    async with running(2) as (workers, key):
+        await until(lambda: len(workers._idle) == 2)
+        job = asyncio.create_task(ask(workers, key, SLOW))
+        await asyncio.sleep(0.2)
+        (busy,) = [channel for channel in workers._open if channel.busy]
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        await until(lambda: busy not in workers._open and len(workers._idle) == 2)
+
+
 async def test_a_job_that_is_cancelled_as_a_worker_becomes_free_costs_no_worker() -> None:
     async with running(1) as (workers, key):
         async with workers.job(tenant="a", size=1, bulk=False):

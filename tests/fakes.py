@@ -60,7 +60,6 @@ def library() -> tokenizers.Tokenizer:
 
 
 def ids(text: str) -> list[int]:
-    """The token ids of ``text``."""
     return library().encode(text, add_special_tokens=False).ids
 
 
@@ -107,8 +106,6 @@ class Faults:
     """Seconds of work for each token that is not in the prefix cache, where the engine has one."""
     seconds_per_item: float = 0.0
     """Seconds of work for each branch of a score. The scores of an engine work one after the other, as on one device."""
-    probe_delay: float = 0.0
-    """Seconds before the answer to a probe."""
     tokenizer_hangs: bool = False
     """The tokeniser is never sent."""
     pause_after: int | None = None
@@ -195,10 +192,6 @@ class FakeEngine:
     asked_for_adapters: int = 0
     probes: list[float] = field(default_factory=list)
     """When probes came, on the monotonic clock."""
-    asked_for_stats: list[float] = field(default_factory=list)
-    """When requests for statistics came."""
-    names_revisions: bool = True
-    """False: it is older than :data:`wire.ADAPTERS_HEADER`."""
     process_name: str = field(default_factory=lambda: secrets.token_hex(8))
     """A part of the revisions; another one after a restart."""
     vision: wire.VisionInfo | None = None
@@ -237,14 +230,13 @@ class FakeEngine:
 
     @property
     def adapter_list(self) -> bytes:
-        """The answer that lists the adapters."""
         return wire.encode(wire.Adapters(list(self.adapters.values()), self.max_adapters, 64))
 
     @property
     def adapters_headers(self) -> list[tuple[bytes, bytes]]:
         """The revision of the adapters; tests change the adapters in place, so it is a digest."""
         digest = hashlib.blake2b(self.adapter_list, digest_size=8).hexdigest()
-        return [(wire.ADAPTERS_HEADER.encode(), f"{self.process_name}-{digest}".encode())] if self.names_revisions else []
+        return [(wire.ADAPTERS_HEADER.encode(), f"{self.process_name}-{digest}".encode())]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -266,13 +258,11 @@ class _Call:
             await self._reply(401, b"")
         elif path == "/readyz":
             self.engine.probes.append(time.monotonic())
-            await asyncio.sleep(self.engine.faults.probe_delay)
             name = (wire.MODEL_HEADER.encode(), self.engine.model.encode())
             await self._reply(200 if self.engine.ready else 503, b"", name, *self.engine.adapters_headers)
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/stats" and self.engine.stats is not None:
-            self.engine.asked_for_stats.append(time.monotonic())
             await self._reply(200, wire.encode(self.engine.stats))
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
@@ -456,12 +446,10 @@ def vision_fields(**fields: Any) -> dict[str, Any]:
 
 
 def with_vision(**fields: Any) -> FakeEngine:
-    """An engine whose model reads images."""
     return FakeEngine(**vision_fields(**fields))
 
 
 def items_of(message: wire.ScoreItems) -> list[list[int]]:
-    """The items of a message."""
     ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
     return [ids[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
@@ -682,7 +670,6 @@ def stop(servers: list[Running]) -> None:
 
 @contextmanager
 def served(app: Callable[..., Any], port: int = 0) -> Iterator[str]:
-    """The base URL of ``app`` while it is served."""
     server = Running(app, port)
     try:
         yield server.url

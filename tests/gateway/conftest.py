@@ -33,7 +33,8 @@ class Clock:
 
 @contextmanager
 def gateways() -> Iterator[Start]:
-    """A function that starts a gateway before the engines given, waits until it is ready, and returns a client of it."""
+    """A function that starts a gateway before the engines given, waits until it is ready and finds its Redis, and returns a client
+    of it."""
     servers: list[Running] = []
     with ExitStack() as stack:
         stack.callback(stop, servers)
@@ -42,7 +43,7 @@ def gateways() -> Iterator[Start]:
             servers.append(Running(app, http=http))
             return servers[-1].url
 
-        def start_gateway(*engines: FakeEngine, wait: bool = True, **settings: Any) -> httpx.Client:
+        def start_gateway(*engines: FakeEngine, wait: bool = True, finds_redis: bool = True, **settings: Any) -> httpx.Client:
             for engine in engines:
                 engine.url = serve(engine)
             quick = {"probe_seconds": 0.05, "wait_seconds": 0.1, "silence_seconds": 10}  # fakes compute on their event loops
@@ -55,6 +56,8 @@ def gateways() -> Iterator[Start]:
                 # /readyz answers in a fifth of the time that /metrics takes.
                 wait_until(lambda: client.get("/readyz").is_success, 60, pause=0.03)  # the first one also starts a fork server
                 wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines), 60, pause=0.03)
+            if wait and finds_redis and "redis_url" in settings:
+                wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
             return client
 
         yield start_gateway

@@ -26,7 +26,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("score", {**SCORE, "model": "other"}, 404, "model", "'other' does not exist"),
         ("score", {**SCORE, "label_token_ids": [-1]}, 400, "label_token_ids[0]", "-1 is not a token"),
         ("score", {**SCORE, "label_token_ids": [1, 10**6]}, 400, "label_token_ids[1]", "1000000 is not a token"),
-        ("score", {**SCORE, "label_token_ids": [10**30]}, 400, "label_token_ids[0]", "is not a token"),
         ("score", {**SCORE, "label_token_ids": []}, 400, "label_token_ids", "empty"),
         ("score", {**SCORE, "label_token_ids": [1] * 17}, 400, "label_token_ids", "at most 16"),
         ("score", {"query": "a", "items": ["b"], "labels": []}, 400, "labels", "empty"),
@@ -37,7 +36,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("score", {**SCORE, "query": None}, 400, "query", "missing"),
         ("score", {**SCORE, "items": ["b", 3]}, 400, "items[1]", "got `int`"),
         ("score", {**IDS, "items": [[2], [3, "x"]]}, 400, "items[1][1]", "got `str`"),
-        ("score", {**IDS, "items": [[2], [3, 1.5]]}, 400, "items[1][1]", "got `float`"),
         ("score", {**SCORE, "items": ["b", [1]]}, 400, "items[1]", "another kind"),
         ("score", {**IDS, "items": [[1], "b"]}, 400, "items[1]", "another kind"),
         ("score", {**IDS, "items": "b"}, 400, "items[0]", "another kind"),
@@ -47,14 +45,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("score", {**SCORE, "items": ["b"] * 10_001}, 400, "items", "length"),
         ("score", {**SCORE, "priority": 2**40}, 400, "priority", "<="),
         ("score", {"items": ["b"]}, 400, "query", "missing"),
-        ("completions", {**COMPLETION, "model": "other"}, 404, "model", "does not exist"),
         ("completions", {**COMPLETION, "temperature": -0.1}, 400, "temperature", ">= 0"),
-        ("completions", {**COMPLETION, "top_p": 0}, 400, "top_p", "> 0"),
         ("completions", {**COMPLETION, "top_p": 1.1}, 400, "top_p", "<= 1"),
-        ("completions", {**COMPLETION, "min_p": 2}, 400, "min_p", "<= 1"),
-        ("completions", {**COMPLETION, "presence_penalty": 3}, 400, "presence_penalty", "<= 2"),
         ("completions", {**COMPLETION, "logprobs": 21}, 400, "logprobs", "<= 20"),
-        ("completions", {**COMPLETION, "n": 0}, 400, "n", ">= 1"),
         ("completions", {**COMPLETION, "n": 9}, 400, "n", "at most 8"),
         ("completions", {**COMPLETION, "best_of": 2, "stream": True}, 400, "best_of", "stream"),
         ("completions", {**COMPLETION, "suffix": "x"}, 400, "suffix", "not supported"),
@@ -65,7 +58,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("completions", {"prompt": ["a"] * 200, "n": 8}, 400, "prompt", "max_sequences"),
         ("score", {**IDS, "items": [[2]] * 5000, "label_token_ids": [1] * 16, "query": [1] * 2048}, 400, "items[0]", "context"),
         ("completions", {**COMPLETION, "max_tokens": 0}, 400, "max_tokens", "echo"),
-        ("completions", {**COMPLETION, "max_tokens": -1}, 400, "max_tokens", ">= 0"),
         ("completions", {**COMPLETION, "min_tokens": 17}, 400, "min_tokens", "16 tokens"),
         ("completions", {**COMPLETION, "logit_bias": {"5": 101}}, 400, "logit_bias[...]", "<= 100"),
         ("completions", {**COMPLETION, "logit_bias": {"x": 1}}, 400, "logit_bias", "key"),
@@ -89,10 +81,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
             "boss'; it is one of 'assistant'",
         ),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
-        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "tools[0]", "missing"),
         ("completions", {"prompt": "a", "tools": [{}]}, 400, "tools", "not supported"),
-        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "needs `tools`"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_completion_tokens", "at least one"),
         ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "must not set"),
@@ -195,14 +184,7 @@ def test_what_an_engine_refuses(client: httpx.Client, engine: FakeEngine, code: 
     assert answer.headers.get("retry-after") == ("3" if status in (429, 503) and code != "out_of_memory" else None)
 
 
-def test_an_engine_that_speaks_nonsense(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.faults.garbage = True
-    for path, body in (("score", IDS), ("completions", COMPLETION)):
-        answer = client.post(f"/v1/{path}", json=body)
-        assert (answer.status_code, told(answer)["code"]) == (502, "engine_lost")
-
-
-def test_an_engine_that_is_gone_comes_back(start: Start) -> None:
+def test_an_engine_that_is_gone_or_speaks_nonsense_comes_back(start: Start) -> None:
     engine = FakeEngine()
     client = start(engine, engine_seconds=0.3)
     engine.faults.delay = 5
@@ -212,22 +194,11 @@ def test_an_engine_that_is_gone_comes_back(start: Start) -> None:
     engine.faults.break_after = 0
     answer = client.post("/v1/score", json=IDS)
     assert (answer.status_code, told(answer)["code"]) == (502, "engine_lost")
-    engine.faults.break_after = None
-    assert client.post("/v1/score", json=IDS).status_code == 200
-
-
-def test_more_requests_than_admitted(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine, max_in_flight=1)
-    engine.faults.delay = 0.1
-    body = {**COMPLETION, "stream": True, "max_tokens": 5, "ignore_eos": True}
-    with client.stream("POST", "/v1/completions", json=body) as stream:
-        assert stream.status_code == 200
-        refused = client.post("/v1/score", json=IDS)
-        assert (refused.status_code, told(refused)["code"]) == (429, "overloaded")
-        assert int(refused.headers["retry-after"]) >= 1
-        assert client.get("/livez").status_code == 200
-        stream.read()
+    engine.faults.break_after, engine.faults.garbage = None, True
+    for path, body in (("score", IDS), ("completions", COMPLETION)):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, told(answer)["code"]) == (502, "engine_lost")
+    engine.faults.garbage = False
     assert client.post("/v1/score", json=IDS).status_code == 200
 
 
@@ -242,17 +213,14 @@ def test_what_a_model_cannot_do(start: Start) -> None:
         assert told(client.post(path, json={**body, "model": model}))["message"].endswith(words)
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/v1/score"])
-def test_a_body_that_nobody_reads_ends_the_connection(start: Start, path: str) -> None:
-    """Where the answer comes before the body: otherwise the rest of the body would have to be read."""
-    client = start(FakeEngine(), max_body_bytes=1000, wait=False)
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\nx".encode())
+def test_a_body_that_nobody_reads_ends_the_connection(shared: httpx.Client) -> None:
+    """Otherwise the rest of it would have to be read after the answer."""
+    with socket.create_connection((shared.base_url.host, shared.base_url.port)) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\nx")
         received = b""
         while part := connection.recv(1000):
             received += part
-    assert b"connection: close" in received
-    assert received.split()[1] == (b"413" if path == "/v1/score" else b"404")
+    assert (received.split()[1], b"connection: close" in received) == (b"404", True)
 
 
 def test_bodies_of_get_requests_do_no_harm(shared: httpx.Client) -> None:

@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, logprobs_after
-from tests.gateway.conftest import gateways, metric
+from tests.gateway.conftest import gateways
 from tests.prefixes import PrefixCache
-from tests.processes import wait_until
 from tests.redis import RedisServer
 
 ITEMS, VERSIONS, READERS = 6, 20, 2
@@ -30,8 +29,6 @@ def clients(request: pytest.FixtureRequest) -> Iterator[list[httpx.Client]]:
             return
         with RedisServer.start() as redis:
             found = [start(engine, redis_url=redis.url, redis_seconds=5) for _ in range(2)]
-            for client in found:
-                wait_until(lambda client=client: metric(client, "yardstick_redis_available") == 1)
             yield found
 
 

@@ -28,7 +28,7 @@ names = (f"shoes-{number}" for number in count())
 
 
 @pytest.fixture(scope="module", params=["memory", "redis"])
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     engine = FakeEngine()
     with gateways() as start:
         if request.param == "memory":
@@ -36,18 +36,11 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.C
             return
         with RedisServer.start() as redis:
             client = start(engine, redis_url=redis.url, redis_seconds=5)
-            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
             yield engine, client
 
 
 @pytest.fixture
-def client(served: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
-    return served[1]
-
-
-@pytest.fixture
 def name(client: httpx.Client) -> str:
-    """A new catalogue."""
     name = next(names)
     create(client, name).raise_for_status()
     return name
@@ -179,8 +172,7 @@ def test_pages_of_a_listing_lead_to_every_item(client: httpx.Client, name: str) 
     assert found == [f"i{place}" for place in range(1000)]
 
 
-def test_a_hot_request_does_not_send_the_items_tokens(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
-    engine, client = served
+def test_a_hot_request_does_not_send_the_items_tokens(client: httpx.Client, engine: FakeEngine, name: str) -> None:
     register(client, name, {f"i{place}": "the quick brown fox " * 5 + str(place) for place in range(20)})
     named = [f"i{place}" for place in range(20)]
     engine.item_scores.clear()
@@ -226,8 +218,7 @@ def test_labels_and_ranks(client: httpx.Client) -> None:
     assert {result["id"] for event in some for result in event["results"]} == set(order[:2])
 
 
-def test_large_bodies_are_read_whole_and_bounded(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
-    _, client = served
+def test_large_bodies_are_read_whole_and_bounded(client: httpx.Client, name: str) -> None:
     register(client, name, {f"i{place}": "the quick brown fox " * 40 for place in range(1000)})
     assert client.get(f"/v1/catalogues/{name}").json()["items"] == 1000
     refused = client.put(f"/v1/catalogues/{name}/items", content=b"[" + b" " * (33 << 20) + b"]")
@@ -292,10 +283,10 @@ def test_errors_name_the_field(client: httpx.Client, shared_name: str, case: str
 
 
 @pytest.fixture(scope="module")
-def shared_name(served: tuple[FakeEngine, httpx.Client]) -> str:
+def shared_name(pair: tuple[FakeEngine, httpx.Client]) -> str:
     name = next(names)
-    create(served[1], name).raise_for_status()
-    register(served[1], name, {"known": "text"})
+    create(pair[1], name).raise_for_status()
+    register(pair[1], name, {"known": "text"})
     return name
 
 
@@ -336,7 +327,6 @@ def test_without_redis_a_request_is_answered_503() -> None:
     engine = FakeEngine()
     with gateways() as start, RedisServer.start() as redis:
         client = start(engine, redis_url=redis.url, redis_seconds=1)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {"a": "one"})
         score(client, "shop", ["a"]).raise_for_status()
@@ -352,7 +342,6 @@ def test_a_redis_that_cannot_save_is_read() -> None:
     """It refuses all writes, and even PING, until its disk has room."""
     with gateways() as start, RedisServer.start("--save", "3600 1000") as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {f"i{place}": text for place, text in enumerate(TEXTS)})
         close = [pytest.approx(row, rel=1e-5) for row in score(client, "shop", ["i0", "i1"]).raise_for_status().json()["scores"]]
@@ -376,7 +365,6 @@ def test_a_redis_that_cannot_save_is_read() -> None:
             assert metric(client, "yardstick_redis_available") == 1
             assert metric(client, 'yardstick_redis_errors_total{kind="disk"}') >= 3
             late = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-            wait_until(lambda: metric(late, "yardstick_redis_available") == 1)
             assert score(late, "shop", ["i0", "i1"]).raise_for_status().json()["scores"] == close
             plain.config_set("save", "")
         client.put("/v1/catalogues/shop/items", **register_new).raise_for_status()
@@ -387,7 +375,6 @@ def test_a_redis_without_memory_is_read_and_emptied() -> None:
     """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""
     with gateways() as start, RedisServer.start() as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         for name in ("full", "other"):
             create(client, name).raise_for_status()
             register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
@@ -400,7 +387,7 @@ def test_a_redis_without_memory_is_read_and_emptied() -> None:
         assert score(client, "full", None, top_n=1).status_code == 200
         assert score(client, "full", ["i0", "i1"]).status_code == 200
         assert metric(client, "yardstick_redis_available") == 1
-        assert metric(client, 'yardstick_redis_errors_total{kind="full"}') >= 3
+        wait_until(lambda: metric(client, 'yardstick_redis_errors_total{kind="full"}') >= 3)  # scores are cached in the background
         assert client.delete("/v1/catalogues/full/items?id=i0").raise_for_status().json()["deleted"] == 1
         assert client.delete("/v1/catalogues/other").status_code == 200
         assert [each["id"] for each in client.get("/v1/catalogues").json()["data"]] == ["full"]
@@ -418,7 +405,6 @@ def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
     """As the chart's Redis does with ``redis.persistence``, but before it answers, not within a second."""
     with gateways() as start, RedisServer.start("--appendonly", "yes", "--appendfsync", "always") as redis:
         client = start(FakeEngine(), redis_url=redis.url, redis_seconds=1)
-        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         create(client, "shop").raise_for_status()
         register(client, "shop", {"a": "one", "b": "two"})
         expected = score(client, "shop", ["b", "a"]).raise_for_status().json()["scores"]
@@ -431,10 +417,9 @@ def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
 
 @pytest.mark.parametrize("named", [["a", "b"], None], ids=["ids", "whole"])
 def test_labels_that_are_only_compared_are_read_as_logits(
-    served: tuple[FakeEngine, httpx.Client], name: str, named: list[str] | None
+    client: httpx.Client, engine: FakeEngine, name: str, named: list[str] | None
 ) -> None:
     """The sum over the vocabulary cancels in a rerank and in ``apply_softmax``, so engines are not asked for it."""
-    engine, client = served
     register(client, name, {"a": "Red shoes", "b": "Oak table"})
     query = f" Which? {name} {named}"
     top = {} if named is not None else {"top_n": 2}
@@ -462,7 +447,6 @@ def test_labels_that_are_only_compared_are_read_as_logits(
 def test_items_expire() -> None:
     with gateways() as start, RedisServer.start() as redis:
         memory, shared = start(FakeEngine()), start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
-        wait_until(lambda: metric(shared, "yardstick_redis_available") == 1)
         for client in (memory, shared):
             create(client, "shop", ttl_seconds=0.5).raise_for_status()
             register(client, "shop", {"a": "one", "b": "two"})

@@ -191,12 +191,7 @@ def test_chat_goes_through_the_template(client: httpx.Client, engine: FakeEngine
         "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>tool\nblue<|im_end|>\n<|im_start|>assistant\n"
     )
     assert answer["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "No", "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
+        {"index": 0, "message": {"role": "assistant", "content": "No", "refusal": None}, "logprobs": None, "finish_reason": "stop"}
     ]
     chat(client, messages=messages[:1], chat_template_kwargs={"add_generation_prompt": False})
     assert library().decode(engine.generates[1].prompt, skip_special_tokens=False).endswith("Be brief.<|im_end|>\n")

@@ -105,11 +105,6 @@ def test_bad_input(client: httpx.Client, fields: dict[str, Any]) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
 
 
-def test_a_model_that_does_not_embed(start: Start) -> None:
-    error = start(FakeEngine()).post("/v1/embeddings", json={"input": "a"}).json()["error"]
-    assert "is not an embedding model; it serves" in error["message"]
-
-
 def test_the_numbers_of_an_answer_are_bounded(start: Start) -> None:
     client = start(FakeEngine(capabilities=("embed",), embedding_size=1 << 20))
     error = client.post("/v1/embeddings", json={"input": ["a"] * 5}).json()["error"]

@@ -157,25 +157,37 @@ def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine,
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "activation"),
-    [
-        (None, "sigmoid"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
-        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "none"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid", "version": "4.1"}}, "sigmoid"),
-    ],
-)
-def test_the_activation_of_a_cross_encoder(start: Start, config: dict[str, Any] | None, activation: str) -> None:
+IDENTITY = "torch.nn.modules.linear.Identity"
+ACTIVATIONS: list[tuple[dict[str, Any] | None, str]] = [
+    (None, "sigmoid"),
+    ({"sentence_transformers": {"activation_fn": IDENTITY}}, "none"),
+    ({"sbert_ce_default_activation_function": IDENTITY}, "none"),
+    ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid", "version": "4.1"}}, "sigmoid"),
+]
+
+
+def test_the_activation_of_a_cross_encoder(start: Start) -> None:
     """A name such as "rerank" is no reason to refuse it: the tokeniser joins the pair."""
-    files = {} if config is None else {"config.json": config}
-    client = start(encoder("classify", classes=("score",), files=files, model="bge-reranker-v2-m3"))
-    preset = client.get("/v1/models").json()["data"][0]["preset"]
-    assert (preset["task"], preset["activation"], preset["fallback"]) == ("rerank", activation, False)
-    (score,) = post(client, "/v1/score", text_1=QUERY, text_2="fox").json()["data"]
-    (raw,) = post(client, "/v1/score", text_1=QUERY, text_2="fox", raw_scores=True).json()["data"]
-    assert score["score"] == pytest.approx(1 / (1 + math.exp(-raw["score"])) if activation == "sigmoid" else raw["score"])
+    names = [f"bge-reranker-v2-m{number}" for number in range(len(ACTIVATIONS))]
+    client = start(
+        *(
+            encoder(
+                "classify",
+                classes=("score",),
+                files={} if config is None else {"config.json": config},
+                model=name,
+                fingerprint=name,
+            )
+            for name, (config, _) in zip(names, ACTIVATIONS, strict=True)
+        )
+    )
+    for name, (_, activation) in zip(names, ACTIVATIONS, strict=True):
+        preset = client.get(f"/v1/models/{name}").json()["preset"]
+        assert (preset["task"], preset["activation"], preset["fallback"]) == ("rerank", activation, False)
+        pair = {"model": name, "text_1": QUERY, "text_2": "fox"}
+        (score,) = post(client, "/v1/score", **pair).json()["data"]
+        (raw,) = post(client, "/v1/score", **pair, raw_scores=True).json()["data"]
+        assert score["score"] == pytest.approx(1 / (1 + math.exp(-raw["score"])) if activation == "sigmoid" else raw["score"])
 
 
 def test_pairs_are_classified(start: Start) -> None:
@@ -385,20 +397,24 @@ def test_late_interaction(start: Start) -> None:
     assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("files", "problem"),
-    [
-        ({"config_sentence_transformers.json": {"prompts": {"query": 1}}}, "prompts"),
-        ({"config_sentence_transformers.json": {"prompts": {"query": "{document}"}}}, "contains a placeholder"),
-        ({"config_sentence_transformers.json": {"similarity_fn_name": "own.Function"}}, "similarity 'own.Function'"),
-        ({"config_sentence_transformers.json": {"query_length": 1}}, "query_length"),
-        ({"config_sentence_transformers.json": LATE}, "has no token '[D] '"),
-        ({"modules.json": [], "sentence_bert_config.json": {"max_seq_length": -1}}, "max_length"),
-        ({"modules.json": [], "sentence_bert_config.json": "[" * 100_000}, "sentence_bert_config.json"),
-    ],
-)
-def test_damaged_files_are_named(start: Start, caplog: pytest.LogCaptureFixture, files: dict[str, Any], problem: str) -> None:
-    client = start(encoder("embed", "token_vectors", files=files), wait=False)
-    wait_until(lambda: problem in caplog.text)
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({"config_sentence_transformers.json": {"prompts": {"query": 1}}}, "prompts"),
+    ({"config_sentence_transformers.json": {"prompts": {"query": "{document}"}}}, "contains a placeholder"),
+    ({"config_sentence_transformers.json": {"similarity_fn_name": "own.Function"}}, "similarity 'own.Function'"),
+    ({"config_sentence_transformers.json": {"query_length": 1}}, "query_length"),
+    ({"config_sentence_transformers.json": LATE}, "has no token '[D] '"),
+    ({"modules.json": [], "sentence_bert_config.json": {"max_seq_length": -1}}, "max_length"),
+    ({"modules.json": [], "sentence_bert_config.json": "[" * 100_000}, "sentence_bert_config.json"),
+]
+
+
+def test_damaged_files_are_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    models = {f"m{number}": problem for number, (_, problem) in enumerate(DAMAGED)}
+    engines = [
+        encoder("embed", "token_vectors", files=files, model=name, fingerprint=name)
+        for name, (files, _) in zip(models, DAMAGED, strict=True)
+    ]
+    client = start(*engines, wait=False)
+    for engine, problem in zip(engines, models.values(), strict=True):
+        wait_until(lambda engine=engine, problem=problem: any(engine.url in line and problem in line for line in caplog.messages))
     assert client.get("/v1/models").json()["data"] == []

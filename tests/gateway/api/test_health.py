@@ -58,10 +58,14 @@ def test_health_and_version_need_no_key_and_no_place(start: Start, tmp_path: Pat
     body = {"prompt": "a", "stream": True, "max_tokens": 5, "ignore_eos": True}
     headers = by("secret")
     with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
-        assert client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code == 429
-        for path in ("/health", "/ping", "/version"):
+        for path, more in (("/tokenize", {"prompt": "a"}), ("/v1/score", SCORE)):
+            refused = client.post(path, json=more, headers=headers)
+            assert (refused.status_code, told(refused)["code"]) == (429, "overloaded")
+            assert int(refused.headers["retry-after"]) >= 1
+        for path in ("/livez", "/health", "/ping", "/version"):
             assert client.get(path).status_code == 200
         stream.read()
+    assert client.post("/v1/score", json=SCORE, headers=headers).status_code == 200
 
 
 def test_the_version(shared: httpx.Client) -> None:

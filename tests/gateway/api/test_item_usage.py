@@ -33,12 +33,7 @@ def score(client: httpx.Client, items: list[list[int]], **fields: Any) -> httpx.
 
 def test_reused_and_equal_items_cost_nothing(client: httpx.Client) -> None:
     first = score(client, [[4], [4, 5], [4]]).json()["item_usage"]
-    assert first == {
-        "index": [0, 1, 2],
-        "prompt_tokens": [4, 5, 4],
-        "computed_tokens": [1, 2, 0],
-        "reused": [False, False, False],
-    }
+    assert first == {"index": [0, 1, 2], "prompt_tokens": [4, 5, 4], "computed_tokens": [1, 2, 0], "reused": [False] * 3}
     told = score(client, [[6, 7], [4, 5]]).json()
     assert told["item_usage"] == {"index": [0, 1], "prompt_tokens": [5, 5], "computed_tokens": [2, 0], "reused": [False, True]}
     assert sum(told["item_usage"]["prompt_tokens"]) == told["usage"]["prompt_tokens"]

@@ -28,7 +28,6 @@ LIMITS = wire.Limits(max_branches=2048, max_slots=1 << 20, max_logprobs=20, max_
 
 
 def memory(program: Program) -> int:
-    """Resident bytes of the gateway's process."""
     status = Path(f"/proc/{program.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS:"))
 
@@ -64,7 +63,6 @@ def gateway(request: pytest.FixtureRequest, engine: FakeEngine) -> Iterator[Prog
 
 
 def register(client: httpx.Client) -> None:
-    """Register the catalogue ``large``."""
     client.put("/v1/catalogues/large", json={"template": ["{item}", "{query}"]}).raise_for_status()
     tokens = random.Random(1).choices(range(3, 300), k=SCANNED + TOKENS)
     for begin in range(0, SCANNED, BATCH):

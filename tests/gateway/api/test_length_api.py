@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
 from tests.gateway.answers import told
-from tests.gateway.conftest import Start, metric
+from tests.gateway.conftest import Start, metric, metrics
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
 RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
@@ -167,6 +167,9 @@ def test_values_are_exact_also_where_they_round(client: httpx.Client, monkeypatc
     assert all(math.isfinite(value) for row in rows for value in row.values()), "a value that rounded to one, too"
 
 
+FORECASTS = [f'yardstick_expected_tokens_{name}model="fake"}}' for name in ("count{", 'bucket{le="64.0",', "sum{")]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "sequences"),
@@ -176,14 +179,14 @@ def test_values_are_exact_also_where_they_round(client: httpx.Client, monkeypatc
         ("/v1/responses", {"input": "The fox"}, 1),
     ],
 )
-def test_forecasts_are_a_header_and_a_metric(start: Start, path: str, body: dict[str, Any], sequences: int, stream: bool) -> None:
-    engine = FakeEngine(forecast=40.4)
-    client = start(engine)
+def test_forecasts_are_a_header_and_a_metric(
+    client: httpx.Client, engine: FakeEngine, path: str, body: dict[str, Any], sequences: int, stream: bool
+) -> None:
+    before, engine.forecast = metrics(client, *FORECASTS), 40.4
     limit = {"max_output_tokens" if "input" in body else "max_tokens": 3}
     answer = client.post(path, json=body | limit | {"stream": stream})
     assert (answer.status_code, answer.headers["x-yardstick-expected-tokens"]) == (200, str(round(40.4 * sequences)))
     engine.forecast = 0.0
     assert "x-yardstick-expected-tokens" not in client.post(path, json=body | limit | {"stream": stream}).headers
-    assert metric(client, 'yardstick_expected_tokens_count{model="fake"}') == 1
-    assert metric(client, 'yardstick_expected_tokens_bucket{le="64.0",model="fake"}') == 1
-    assert metric(client, 'yardstick_expected_tokens_sum{model="fake"}') == pytest.approx(40.4)
+    more = [after - old for after, old in zip(metrics(client, *FORECASTS), before, strict=True)]
+    assert more == [1, 1, pytest.approx(40.4)]

@@ -19,7 +19,6 @@ QUERY = "Is it relevant? "
 
 
 def expected(engine: FakeEngine, prompts: list[list[int]], labels: list[int]) -> list[Any]:
-    """The fake model's probabilities."""
     rows = [logprobs_after(prompt, engine.vocab_size) for prompt in prompts]
     return [pytest.approx([math.exp(row[label]) for label in labels]) for row in rows]
 
@@ -41,11 +40,7 @@ def test_scores_are_probabilities_over_the_vocabulary(client: httpx.Client, engi
     assert answer["model"] == "fake"
     assert answer["id"].startswith("score-")
     tokens = sum(map(len, prompts))
-    assert answer["usage"] == {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 0}}
     (request,) = engine.scores
     assert request.prefix == ids(QUERY)[: len(request.prefix)] != []
 
@@ -95,21 +90,17 @@ def test_large_requests_are_cut_and_merged_in_order(client: httpx.Client, engine
     assert len(sizes) == math.ceil(2000 / LIMITS.max_branches)
 
 
-def test_identical_items_are_computed_once(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    answer = score(client, query=QUERY, items=["a", "b", "a", "a"])
+def test_identical_items_are_computed_once(client: httpx.Client, engine: FakeEngine) -> None:
+    answer = score(client, query="Once? ", items=["a", "b", "a", "a"])
     assert [len(request.branches) for request in engine.scores] == [2]
     scores = answer.json()["scores"]
     assert scores[0] == scores[2] == scores[3] != scores[1]
     assert answer.headers["x-yardstick-cache"] == "0/4"
 
 
-def test_results_are_cached_however_the_prompt_is_split(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    first = score(client, query=[1, 2, 3], items=[[4], [5]])
-    second = score(client, query=[1, 2], items=[[3, 5], [3, 4], [9]])
+def test_results_are_cached_however_the_prompt_is_split(client: httpx.Client, engine: FakeEngine) -> None:
+    first = score(client, query=[11, 12, 13], items=[[4], [5]])
+    second = score(client, query=[11, 12], items=[[13, 5], [13, 4], [9]])
     assert second.headers["x-yardstick-cache"] == "2/3"
     assert second.json()["scores"][:2] == first.json()["scores"][::-1]
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
@@ -119,14 +110,13 @@ def test_results_are_cached_however_the_prompt_is_split(start: Start) -> None:
 @pytest.mark.parametrize(
     ("header", "asked", "kept"), [("no-cache", True, True), ("no-store", True, False), ("max-age=0", False, True)]
 )
-def test_cache_control_is_honoured(start: Start, header: str, asked: bool, kept: bool) -> None:
-    engine = FakeEngine()
-    client = start(engine)
-    score(client, query=[1], items=[[2]])
-    score(client, {"cache-control": header}, query=[1], items=[[2]])
+def test_cache_control_is_honoured(client: httpx.Client, engine: FakeEngine, header: str, asked: bool, kept: bool) -> None:
+    query = [*header.encode()]
+    score(client, query=query, items=[[2]])
+    score(client, {"cache-control": header}, query=query, items=[[2]])
     assert len(engine.scores) == 1 + asked
-    score(client, {"cache-control": header}, query=[1], items=[[3]])
-    assert score(client, query=[1], items=[[3]]).headers["x-yardstick-cache"] == f"{int(kept)}/1"
+    score(client, {"cache-control": header}, query=query, items=[[3]])
+    assert score(client, query=query, items=[[3]]).headers["x-yardstick-cache"] == f"{int(kept)}/1"
 
 
 def test_the_cache_can_be_off(start: Start) -> None:
@@ -136,30 +126,26 @@ def test_the_cache_can_be_off(start: Start) -> None:
         assert score(client, query=[1], items=[[2]]).headers["x-yardstick-cache"] == "0/1"
 
 
-def test_requests_in_flight_share_results(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
+def test_requests_in_flight_share_results(client: httpx.Client, engine: FakeEngine) -> None:
     engine.faults.delay = 0.5
     with ThreadPoolExecutor(4) as threads:
-        bodies = [{"query": [1], "items": [[2], [3]]}, {"query": [1], "items": [[3], [2], [4]]}] * 2
+        bodies = [{"query": [31], "items": [[2], [3]]}, {"query": [31], "items": [[3], [2], [4]]}] * 2
         answers = list(threads.map(lambda body: score(client, **body), bodies))
     asked = [branch for request in engine.scores for branch in request.branches]
     assert sorted(asked) == [[2], [3], [4]]
     for answer, body in zip(answers, bodies, strict=True):
-        assert answer.json()["scores"] == expected(engine, [[1, *item] for item in body["items"]], [YES, NO])
+        assert answer.json()["scores"] == expected(engine, [[31, *item] for item in body["items"]], [YES, NO])
 
 
-def test_who_waited_for_a_client_that_left_still_gets_its_scores(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine)
+def test_who_waited_for_a_client_that_left_still_gets_its_scores(client: httpx.Client, engine: FakeEngine) -> None:
     engine.faults.delay = 1.0
-    body = {"query": [1], "items": [[2]], "label_token_ids": [YES]}
+    body = {"query": [41], "items": [[2]], "label_token_ids": [YES]}
     with ThreadPoolExecutor(2) as threads:
         leaving = threads.submit(httpx.post, f"{client.base_url}/v1/score", json=body, timeout=0.3)
         wait_until(lambda: len(engine.scores) == 1)
         staying = threads.submit(score, client, **body)
         assert isinstance(leaving.exception(), httpx.ReadTimeout)
-        assert staying.result().json()["scores"] == expected(engine, [[1, 2]], [YES])
+        assert staying.result().json()["scores"] == expected(engine, [[41, 2]], [YES])
     assert len(engine.left) == 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metrics
 from tests.gateway.keys import entry, write
 
@@ -27,8 +27,10 @@ for key, method, path, body in json.loads(sys.argv[2]):
         print(200)
     except openai.APIStatusError as error:
         print(error.status_code)
+stream = openai.OpenAI(base_url=sys.argv[1], api_key="light").completions.create(model="fake", prompt="x", stream=True)
+print("".join(choice.text for chunk in stream for choice in chunk.choices), end="")
 """
-"""Sends requests and prints the status of each answer."""
+"""Sends requests and prints the status of each answer, and the text of a stream."""
 
 
 def run(version: int, *arguments: str) -> str:
@@ -55,12 +57,14 @@ def test_every_endpoint_through_version_2(client: httpx.Client, engine: FakeEngi
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_path: Path, version: int) -> None:
-    """It would repeat 409 and 429 twice each."""
+    """It would repeat 409 and 429 twice each. And it ignores the comments in streams that wait."""
     keys = write(
         tmp_path / "keys", entry("a", catalogues="write", items_per_minute=4), entry("light", weight=0.1, catalogues="write")
     )
     sizes = {"max_body_bytes": 10_000, "max_bytes_in_flight": 10_000}
-    client = start(FakeEngine(), api_keys_file=keys, **sizes)
+    engine = FakeEngine(says=ids("red"))
+    engine.faults.delay = 0.4
+    client = start(engine, api_keys_file=keys, keepalive_seconds=0.1, **sizes)
     five = {"query": [1], "items": [[2]] * 5, "label_token_ids": [1]}
     requests = [
         ("a", "put", "/catalogues/shop", {}),
@@ -69,7 +73,8 @@ def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_pat
         ("light", "post", "/completions", {"prompt": "a" * 5000}),
         ("light", "post", "/completions", {"prompt": "a" * 20_000}),
     ]
-    assert run(version, "-c", ASK, f"{client.base_url}/v1", json.dumps(requests)).split() == ["200", "409", "429", "413", "413"]
+    told = run(version, "-c", ASK, f"{client.base_url}/v1", json.dumps(requests)).split()
+    assert told == ["200", "409", "429", "413", "413", "red"]
     counted = metrics(
         client,
         'yardstick_requests_total{model="fake",route="/v1/catalogues/{name}",status="409"}',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from typing import Any
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids
+from tests.gateway import answers
 from tests.gateway.answers import asking
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
@@ -19,14 +19,7 @@ EMOJI = "a 🦊 naïve 👩‍👩‍👧 東京 fox"
 
 
 def events(client: httpx.Client, path: str, **body: Any) -> list[Any]:
-    """The events of a stream, parsed; ``[DONE]`` as it is."""
-    answer = client.post(f"/v1/{path}", json={"stream": True, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = answer.text.split("\n\n")
-    assert lines.pop() == ""
-    data = [line.removeprefix("data: ") for line in lines]
-    return [event if event == "[DONE]" else json.loads(event) for event in data]
+    return answers.events(client.post(f"/v1/{path}", json={"stream": True, **body}))
 
 
 def texts(told: list[Any]) -> dict[int, str]:
@@ -59,8 +52,7 @@ def test_a_stream_is_the_answer_in_pieces(
     engine.faults.delay = 0.002
     body = {"prompt": "The 🦊", "max_tokens": 100, **extra}
     whole = client.post("/v1/completions", json=body).json()
-    *told, done = events(client, "completions", **body, stream_options={"include_usage": True})
-    assert done == "[DONE]"
+    told = events(client, "completions", **body, stream_options={"include_usage": True})
     assert told[-1]["usage"] == whole["usage"]
     assert texts(told) == {choice["index"]: choice["text"] for choice in whole["choices"]}
     for choice in whole["choices"]:
@@ -78,8 +70,7 @@ def test_a_chat_stream(client: httpx.Client, engine: FakeEngine) -> None:
     engine.faults.delay = 0.002
     body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True, "top_logprobs": 1}
     whole = client.post("/v1/chat/completions", json=body).json()
-    *told, done = events(client, "chat/completions", **body, stream_options={"include_usage": True})
-    assert done == "[DONE]"
+    told = events(client, "chat/completions", **body, stream_options={"include_usage": True})
     assert [event["choices"][0]["delta"] for event in told[:2]] == [{"role": "assistant", "content": ""}] * 2
     assert {event["object"] for event in told} == {"chat.completion.chunk"}
     assert {event["id"] for event in told} == {told[0]["id"]}
@@ -96,8 +87,7 @@ def test_every_chunk_may_carry_the_usage_of_its_choice(client: httpx.Client, eng
     engine.faults.delay = 0.002
     body = {"prompt": ["The 🦊", "red"], "max_tokens": 100, **extra}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *told, last, done = events(client, "completions", **body, stream_options=options)
-    assert done == "[DONE]"
+    *told, last = events(client, "completions", **body, stream_options=options)
     prompts = [len(ids(prompt)) for prompt in body["prompt"] for _ in range(extra.get("n", 1))]
     final: dict[int, int] = {}
     for event in told:
@@ -120,8 +110,8 @@ def test_every_chunk_may_carry_the_usage_of_its_choice(client: httpx.Client, eng
 def test_chunks_have_no_usage_unless_both_options_ask(shared: httpx.Client, options: dict[str, bool] | None) -> None:
     """As in vLLM, ``continuous_usage_stats`` has an effect only with ``include_usage``."""
     told = events(shared, "completions", prompt="x", max_tokens=3, stream_options=options)
-    assert all(event["usage"] is None for event in told[:-1] if event["choices"])
-    assert sum(event["usage"] is not None for event in told[:-1]) == bool(options and options.get("include_usage"))
+    assert all(event["usage"] is None for event in told if event["choices"])
+    assert sum(event["usage"] is not None for event in told) == bool(options and options.get("include_usage"))
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

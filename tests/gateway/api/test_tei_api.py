@@ -14,20 +14,14 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.api.test_embeddings_api import PRESET as EMBEDDER
+from tests.gateway.api.test_embeddings_api import SIZE
 from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
 from tests.gateway.api.test_rerank_api import PRESET as RERANKER
 from tests.gateway.conftest import Start, gateways
 from tests.gateway.keys import by, entry, write
 
-SIZE = 24
 TEXTS = ["red running shoes", "the quick brown fox", "blue table"]
-EMBEDDER = """
-name = "own"
-task = "embed"
-template = ["{document}"]
-instructed = ["Is it: {instruction}\\nquery:{document}"]
-instruction = "Find"
-"""
 CLASSES = ("anger", "joy", "fear")
 
 
@@ -152,6 +146,7 @@ def test_what_a_model_cannot_do_is_refused(
         ),
         (embedder, "/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 10_001}}, "inputs.sentences", ""),
         (classifier, "/", similar, "model", "is not an embedding model"),
+        (classifier, "/v1/embeddings", {"input": "a"}, "model", "is not an embedding model; it serves"),
         (classifier, "/", {"inputs": ["a", "b"]}, "inputs", "list of lists of one text"),
         (classifier, "/predict", {"inputs": [["a", "b"]]}, "inputs", "list of lists of one text"),
         (reranker, "/", {"inputs": "a"}, "inputs", "send `query` and `texts`"),

@@ -15,7 +15,7 @@ from tests import templates
 from tests.fakes import EOS, FakeEngine, ids, library
 from tests.gateway.answers import events
 from tests.gateway.conftest import Start, gateways, metric
-from tests.gateway.output.test_grammar import accepts
+from tests.gateway.output import test_grammar
 from yardstick_llm.engine import wire
 
 MODELS = {
@@ -43,7 +43,6 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 USER = {"role": "user", "content": "What is the weather?"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-ARGUMENTS = {"city": "Zürich 😀", "days": 2}
 
 
 @dataclass
@@ -84,43 +83,30 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with gateways() as start:
-        yield started(start)
-
-
-def started(start: Start, **settings: Any) -> Server:
     able = (*FakeEngine.capabilities, "grammar")
     engines = {name: FakeEngine(model=name, template=template, capabilities=able) for name, template in MODELS.items()}
-    client = start(*engines.values(), **settings)
-    return Server(engines, client, openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none"))
+    with gateways() as start:
+        client = start(*engines.values())
+        yield Server(engines, client, openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none"))
 
 
-SAID = {
-    "hermes": CALL,
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 😀\n</parameter>\n<parameter=days>\n2\n"
-    "</parameter>\n</function>\n</tool_call>",
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-    '{"city": "Zürich 😀", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "deepseek_block": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-    '{"city": "Zürich 😀", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "llama_json": '{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 2}}',
-    "pythonic": "[get_weather(city='Zürich 😀', days=2)]",
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}]',
-    "mistral_named": '[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich 😀", "days": 2}',
-}
+TWO_TOOLS = [
+    {"type": "function", "function": {"name": "find", "description": "The weather.", "parameters": test_grammar.SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
 
 
-@pytest.mark.parametrize("family", SAID)
+@pytest.mark.parametrize("family", test_grammar.TWO_CALLS)
 def test_the_format_follows_from_the_chat_template(server: Server, family: str) -> None:
-    answer = server.answer(family, SAID[family])
+    answer = server.answer(family, test_grammar.TWO_CALLS[family], tools=TWO_TOOLS)
     assert answer["finish_reason"] == "tool_calls"
     assert answer["message"]["content"] is None
-    (call,) = answer["message"]["tool_calls"]
-    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
-    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+    calls = answer["message"]["tool_calls"]
+    assert [(call["type"], call["function"]["name"]) for call in calls] == [("function", "find"), ("function", "now")]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [test_grammar.ARGUMENTS, {}]
     assert "The weather." in server.prompt(family) or family == "qwen3_coder"
     assert server.request(family).grammar == ""
-    assert len(call["id"]) == 9 if family.startswith("mistral") else call["id"].startswith("call_")
+    assert all(len(call["id"]) == 9 if family.startswith("mistral") else call["id"].startswith("call_") for call in calls)
 
 
 def test_a_tool_loop_of_the_sdk_whole(server: Server) -> None:
@@ -199,10 +185,10 @@ def test_a_cut_answer_has_finish_reason_length(server: Server) -> None:
 @pytest.mark.parametrize("model", ["hermes", "llama_json"])
 def test_a_forced_call_that_is_cut_leaves_no_markup(server: Server, model: str) -> None:
     for tokens in (3, 12):
-        answer = server.answer(model, SAID[model], max_tokens=tokens, tool_choice="required")
+        answer = server.answer(model, test_grammar.TWO_CALLS[model], tools=TWO_TOOLS, max_tokens=tokens, tool_choice="required")
         assert (answer["message"]["content"], answer["finish_reason"]) == ("", "length")
         assert "tool_calls" not in answer["message"]
-        chunks = deltas(server.post(model, max_tokens=tokens, tool_choice="required", stream=True))
+        chunks = deltas(server.post(model, tools=TWO_TOOLS, max_tokens=tokens, tool_choice="required", stream=True))
         assert not any(chunk["delta"].get("content") for chunk in chunks)
 
 
@@ -257,6 +243,10 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
     assert "strict" not in server.prompt("hermes")
 
 
+def tool_of(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "a", "parameters": {"properties": properties}, **more}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -274,24 +264,16 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
             "tools[0].function.parameters",
             "type object",
         ),
+        ({"model": "pythonic", "tool_choice": "required", "tools": [tool_of({"x-y": {}})]}, "tools", "cannot be named"),
         (
-            {
-                "model": "pythonic",
-                "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x-y": {}}}}}],
-            },
-            "tools",
-            "cannot be named",
-        ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"minimum": 2**53 + 1}}}}}
-                ],
-            },
+            {"tool_choice": "required", "tools": [tool_of({"x": {"minimum": 2**53 + 1}})]},
             "tools[0].function.parameters",
             "too many digits",
+        ),
+        (
+            {"tools": [TIME, tool_of({"a": {"type": "array", "uniqueItems": True}}, strict=True)]},
+            "tools[1].function.parameters.properties.a",
+            "uniqueItems",
         ),
         ({"functions": [TIME["function"]]}, "functions", "use `tools`"),
         ({"tool_choice": "sometimes"}, "tool_choice", "enum"),
@@ -348,9 +330,9 @@ def test_references_of_parameters_are_followed(server: Server) -> None:
     (call,) = answer["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == values
     grammar = server.request(family).grammar
-    assert accepts(grammar, written(**values), controls=False)
+    assert test_grammar.accepts(grammar, written(**values), controls=False)
     for wrong in ({"color": "3"}, {"color": '"1"'}, {"back": "x"}, {"like": "3"}, {"size": 3}):
-        assert not accepts(grammar, written(**values | wrong), controls=False)
+        assert not test_grammar.accepts(grammar, written(**values | wrong), controls=False)
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
@@ -363,7 +345,7 @@ def test_options_of_a_schema_take_effect(server: Server, family: str) -> None:
     server.answer(family, "Yes", tools=[tool], tool_choice="required")
     written = {"hermes": '<tool_call>\n{"name": "f", "arguments": {"days": 7}}\n</tool_call>'}
     tagged = "<tool_call>\n<function=f>\n<parameter=days>\n7\n</parameter>\n</function>\n</tool_call>"
-    assert accepts(server.request(family).grammar, written.get(family, tagged), controls=False)
+    assert test_grammar.accepts(server.request(family).grammar, written.get(family, tagged), controls=False)
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {}}])
@@ -377,8 +359,8 @@ def test_a_forced_function_without_parameters_gets_none(server: Server, model: s
     answer = server.answer(model, written[model].format("{}"), tools=[tool], tool_choice="required")
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
     grammar = server.request(model).grammar
-    assert accepts(grammar, written[model].format("{}"), controls=False)
-    assert not accepts(grammar, written[model].format('{"a": 1}'), controls=False)
+    assert test_grammar.accepts(grammar, written[model].format("{}"), controls=False)
+    assert not test_grammar.accepts(grammar, written[model].format('{"a": 1}'), controls=False)
 
 
 @pytest.mark.parametrize("where", ["parameters", "arguments"])
@@ -518,14 +500,6 @@ def test_a_response_format_applies_behind_thinking_and_beside_calls(server: Serv
         assert ("get_weather" in grammar) == bool(tools)
     server.answer("hermes", CALL, response_format=format, tool_choice="required")
     assert '"a"' not in server.request("hermes").grammar
-
-
-def test_a_schema_that_cannot_be_enforced_is_refused(server: Server) -> None:
-    unsupported = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": unsupported, "strict": True}}
-    param, message = server.refusal("hermes", tools=[TIME, tool])
-    assert param.startswith("tools[1].function.parameters")
-    assert "uniqueItems" in message
 
 
 def test_a_plain_answer_has_no_parser(server: Server) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeEngine, served
+from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from yardstick_llm.gateway import cli
 
@@ -53,7 +53,6 @@ def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def the_one_line(done: Done) -> str:
-    """The message of a command that fails."""
     (line,) = done.err.splitlines()
     assert line.startswith("yardstick: ")
     return line
@@ -147,13 +146,6 @@ def error(status: int, message: str, *, param: str | None = None, **headers: str
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
 
 
-@pytest.fixture
-def embeddings() -> Iterator[tuple[Embeddings, str]]:
-    server = Embeddings()
-    with served(server) as url:
-        yield server, url
-
-
 def write_texts(path: Path, count: int) -> Path:
     """A JSON Lines file with the texts ``a``, ``bb``, ... of lengths up to 50."""
     with path.open("w", encoding="utf-8") as stream:
@@ -162,13 +154,11 @@ def write_texts(path: Path, count: int) -> Path:
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    """Write a JSON Lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text, "the last line is whole"
     return [json.loads(line) for line in text.splitlines()]

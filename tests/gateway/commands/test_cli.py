@@ -11,12 +11,14 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.gateway.commands.conftest import Yardstick, full_disk, the_one_line
+from tests.gateway.keys import entry
 from tests.processes import free_port
 from yardstick_llm.engine.server.options import parse
 from yardstick_llm.gateway.commands.files import replace_file
@@ -72,11 +74,10 @@ def test_commands_become_programs(yardstick: Yardstick, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_programs_explain_themselves_and_refuse_what_they_do_not_know() -> None:
+def test_programs_explain_themselves_and_refuse_to_start_without_an_engine() -> None:
     assert "--max-batched-tokens" in run("engine", "--help").stdout
     assert "--engine" in run("gateway", "--help").stdout
     assert "usage" in run("load", "--help").stdout.lower()
-    assert run("engine", "--no-such-flag").returncode == 2
     assert "no engine is named" in run("gateway", "--port", "0").stderr
 
 
@@ -138,6 +139,21 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(yardstick: Yardstick, tmp_path
     assert (again.status, "first already" in the_one_line(again), file.read_text()) == (1, True, before)
     nowhere = yardstick("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
     assert (nowhere.status, "no such file or directory" in the_one_line(nowhere)) == (1, True)
+
+
+def test_the_limits_of_a_new_key_are_written(yardstick: Yardstick, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    fields = {"requests_per_minute": 5, "tokens_per_minute": 6, "items_per_minute": 7, "concurrency": 8}
+    fields |= {"group": "search", "weight": 2.5, "priority_min": -7, "priority_max": 3}  # type: ignore[dict-item]
+    options = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", value)]
+    new = ("keys", "new", "ci", "--file", file)
+    done = yardstick(*new, "--model", "m", "--model", "n", "--expires", "2031-02-03", *options)
+    (found,) = json.loads(file.read_text())["keys"]
+    assert datetime.fromisoformat(found.pop("expires")) == datetime(2031, 2, 3, tzinfo=UTC)
+    assert found == entry(done.out.strip()) | {"name": "ci", "models": ["m", "n"], **fields}
+    assert yardstick(*new, "--concurrency", 0).status == 2
+    refused = yardstick("keys", "new", "x", "--file", file, "--priority-min", 101)
+    assert (refused.status, "`priority_min` 101 is greater than `priority_max` 100" in refused.err) == (1, True)
 
 
 def test_a_file_of_keys_stays_what_the_gateway_can_read(yardstick: Yardstick, tmp_path: Path) -> None:

@@ -13,18 +13,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
+from tests.fakes import FakeEngine
+from tests.fakes import served as fake_served
 from tests.parts import need
 from tests.processes import alive, free_port, wait_until
 from tests.warm import as_in_production
 from yardstick_llm.gateway.commands.serve import ITEMS as ITEMS_SHOWN
-from yardstick_llm.gateway.commands.serve import example_body
+from yardstick_llm.gateway.commands.serve import abilities_of, example_body, show_calls
 
 YARDSTICK = [sys.executable, "-m", "yardstick_llm.gateway.cli"]
 START_SECONDS = 60
@@ -88,7 +93,6 @@ def run(*arguments: str, text: str = "", **environment: str) -> subprocess.Compl
 
 
 def the_one_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the message of a command that fails."""
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Loading ")]
@@ -100,64 +104,67 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = start(tmp_path_factory.mktemp("served"), "--model", str(model))
-    yield served
-    served.process.terminate()
-    assert served.process.wait(END_SECONDS) == 0
-
-
-def test_the_calls_that_are_shown_work(served: Served) -> None:
-    (line,) = [line for line in served.out.read_text().splitlines() if line.startswith("curl ")]
-    need("curl")
-    answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
-    assert len(answer["scores"]) == len(example_body("")["items"])
-    assert all(sum(scores) == pytest.approx(1) for scores in answer["scores"])
-    text = served.out.read_text()
-    program = text[text.index("from openai import") :]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "'object': 'scoring'" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classifier", "embedder", "my-rerank"])
-def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
-    need("curl")
-    classes = {"classifier": {"num_labels": 3}, "my-rerank": {"num_labels": 1}}.get(kind, {})
-    model_class = HEADLESS["qwen3"] if kind == "embedder" else CLASSIFIERS["qwen3"]
-    directory = make_checkpoint(tmp_path / kind, "qwen3", model_class=model_class, **classes)
-    if kind == "embedder":
-        write_pooling(directory)
-    served = start(tmp_path, "--model", str(directory))
+@contextmanager
+def serving(directory: Path, *arguments: str, **environment: str) -> Iterator[Served]:
+    served = start(directory, *arguments, **environment)
     try:
-        text = served.out.read_text()
-        if kind == "my-rerank":
-            assert "choose one with --preset" in text
-            assert "curl" not in text, "its prompt is unknown"
-            return
-        (line,) = [line for line in text.splitlines() if line.startswith("curl ")]
-        path = "/v1/classify" if kind == "classifier" else "/v1/embeddings"
-        assert f"{served.url}{path} " in line
-        answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
-        assert len(answer["data"]) == len(ITEMS_SHOWN)
-        program = text[text.index("from openai import") :]
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("{'" if kind == "classifier" else "[")
-        assert "chat" not in text
+        yield served
     finally:
         served.process.terminate()
         assert served.process.wait(END_SECONDS) == 0
 
 
 @pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served"), "--model", str(model)) as served:
+        yield served
+
+
+def run_shown(text: str) -> tuple[str, Any, str]:
+    """The curl command that is shown, its answer, and what the shown program prints."""
+    need("curl")
+    (line,) = [line for line in text.splitlines() if line.startswith("curl ")]
+    answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
+    program = text[text.index("from openai import") :]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return line, answer, done.stdout
+
+
+def test_the_calls_that_are_shown_work(served: Served) -> None:
+    _, answer, printed = run_shown(served.out.read_text())
+    assert len(answer["scores"]) == len(example_body("")["items"])
+    assert all(sum(scores) == pytest.approx(1) for scores in answer["scores"])
+    assert "'object': 'scoring'" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classifier", "embedder"])
+def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
+    if kind == "embedder":
+        write_pooling(directory := make_checkpoint(tmp_path / kind, "qwen3", model_class=HEADLESS["qwen3"]))
+    else:
+        directory = make_checkpoint(tmp_path / kind, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3)
+    with serving(tmp_path, "--model", str(directory)) as served:
+        text = served.out.read_text()
+        line, answer, printed = run_shown(text)
+    assert f"{served.url}{'/v1/classify' if kind == 'classifier' else '/v1/embeddings'} " in line
+    assert len(answer["data"]) == len(ITEMS_SHOWN)
+    assert printed.startswith("{'" if kind == "classifier" else "[")
+    assert "chat" not in text
+
+
+def test_no_call_is_shown_for_a_model_whose_prompt_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_served(FakeEngine("my-rerank", capabilities=("classify",), classes=("relevance",))) as url:
+        show_calls(Console(), url, "my-rerank", abilities_of(url, {}), with_key=False)
+    shown = capsys.readouterr().out
+    assert ("choose one with --preset" in shown, "curl" in shown) == (True, False)
+
+
+@pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = start(tmp_path_factory.mktemp("demo"))
-    yield served
-    served.process.terminate()
-    assert served.process.wait(END_SECONDS) == 0
+    with serving(tmp_path_factory.mktemp("demo")) as served:
+        yield served
 
 
 def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(demo: Served) -> None:
@@ -204,9 +211,6 @@ def test_the_example_clients(demo: Served) -> None:
     assert said == {}, "each client is checked here"
 
 
-SCORE = ["score", "--query", "the red", "--labels", " Yes, No", "--items", "-", "--batch", "3"]
-
-
 def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -232,21 +236,36 @@ def test_what_a_program_refuses_is_its_one_line(tmp_path: Path, model: Path) -> 
         assert words in the_one_line(run("serve", "--port", str(free_port()), *arguments))
 
 
+def upload(served: Served) -> tuple[socket.socket, bytes]:
+    """A request whose body has not arrived: a connection, and the rest to send."""
+    body = json.dumps({"query": "the red", "items": [" shoes"] * 20, "labels": [" Yes"]}).encode()
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=END_SECONDS)
+    head = f"POST /v1/score HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body[:1])
+    return connection, body[1:]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; other kernels have no death signal")
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow, id="ctrl-c"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow, id="kill"),
-    ],
-)
-def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int) -> None:
+    """After Ctrl-C, an open request has longer than ten seconds."""
     with as_in_production():
         served = start(tmp_path, "--model", str(model))
     descendants = served.descendants
     assert len(descendants) >= 3, "gateway, engine, and the engine's loop"
+    connection, rest = upload(served)
+    time.sleep(0.3)
     served.process.send_signal(number)
-    assert served.process.wait(END_SECONDS) == code
+    if number == signal.SIGINT:
+        for place in range(11):
+            time.sleep(1)
+            connection.sendall(rest[place : place + 1])
+        connection.sendall(rest[11:])
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    connection.close()
+    assert served.process.wait(END_SECONDS) == (0 if number == signal.SIGINT else -number)
     wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -255,20 +274,20 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
 
 @pytest.mark.slow
 def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_path: Path) -> None:
+    """And warnings of an engine that loads are shown."""
     keys = tmp_path / "keys.json"
     key = run("keys", "new", "me", "--file", str(keys)).stdout.strip()
     settings = {"MAX_BODY_BYTES": "1000", "PORT": "1", "HOST": "127.0.0.1", "API_KEYS_FILE": str(keys)}
-    environment = {f"YARDSTICK_{name}": value for name, value in settings.items()}
-    served = start(tmp_path, "--model", str(model), YARDSTICK_API_KEY=key, **environment)
+    environment = {f"YARDSTICK_{name}": value for name, value in settings.items()} | {"YARDSTICK_API_KEY": key}
     headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
-    try:
+    with serving(tmp_path, "--model", str(model), "--quantize", "fp8", "--device", "cpu", **environment) as served:
         assert httpx.post(f"{served.url}/v1/score", json={"query": "x" * 2000}, headers=headers).status_code == 413
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
         wait_until(lambda: '"id":"mine","key":"me"' in served.err.read_text())
-    finally:
-        served.process.terminate()
-        assert served.process.wait(END_SECONDS) == 0
     assert "$YARDSTICK_API_KEY" in served.out.read_text()
+    before, _, _ = served.err.read_text().partition("Ready after")
+    (line,) = [line for line in before.splitlines() if "WARNING" in line and "--quantize" in line]
+    assert re.match(r"engine: .* --quantize fp8 is emulated on a CPU: .*; use --quantize int8$", line), line
 
 
 @pytest.mark.parametrize(
@@ -283,26 +302,6 @@ def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_pa
 def test_a_wrong_environment_is_one_line_before_anything_is_loaded(variable: str, value: str, words: str) -> None:
     done = run("serve", "--port", str(free_port()), "--model", "/no/such/model", **{variable: value})
     assert words in the_one_line(done)
-
-
-def upload(served: Served) -> tuple[socket.socket, bytes]:
-    """A request whose body has not arrived: a connection, and the rest to send."""
-    body = json.dumps({"query": "the red", "items": [" shoes"] * 20, "labels": [" Yes"]}).encode()
-    host, _, port = served.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=END_SECONDS)
-    head = f"POST /v1/score HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body[:1])
-    return connection, body[1:]
-
-
-@pytest.mark.slow
-def test_warnings_of_an_engine_that_loads_are_shown(model: Path, tmp_path: Path) -> None:
-    served = start(tmp_path, "--model", str(model), "--quantize", "fp8", "--device", "cpu")
-    served.process.terminate()
-    assert served.process.wait(END_SECONDS) == 0
-    before, _, _ = served.err.read_text().partition("Ready after")
-    (line,) = [line for line in before.splitlines() if "WARNING" in line and "--quantize" in line]
-    assert re.match(r"engine: .* --quantize fp8 is emulated on a CPU: .*; use --quantize int8$", line), line
 
 
 @pytest.mark.slow
@@ -321,19 +320,3 @@ def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
     connection.close()
     assert "open requests have 30 s to end. Press Ctrl-C again" in served.err.read_text()
-
-
-@pytest.mark.slow
-def test_an_open_request_has_longer_than_ten_seconds(model: Path, tmp_path: Path) -> None:
-    served = start(tmp_path, "--model", str(model))
-    connection, rest = upload(served)
-    time.sleep(0.3)
-    served.process.terminate()
-    for place in range(12):
-        time.sleep(1)
-        connection.sendall(rest[place : place + 1])
-    connection.sendall(rest[12:])
-    answer = connection.recv(1 << 16)
-    assert answer.startswith(b"HTTP/1.1 200")
-    connection.close()
-    assert served.process.wait(END_SECONDS) == 0

@@ -25,7 +25,7 @@ from tests.gateway.commands.test_cli_serve import parent_of
 from tests.processes import alive, wait_until
 from tests.warm import as_in_production
 
-ROWS = 1500
+ROWS = 1000
 QUERY = "red running shoes"
 DOCUMENTS = ["crimson jogging sneakers", "scarlet running trainers", "green canvas tent", "red wool scarf"]
 
@@ -49,11 +49,8 @@ def finished(command: str, *arguments: object, before: Callable[[], None] | None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "ending"),
-    [(signal.SIGKILL, "jsonl"), (signal.SIGKILL, "parquet"), (signal.SIGINT, "jsonl"), (signal.SIGTERM, "csv")],
-)
-def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: signal.Signals, ending: str) -> None:
+@pytest.mark.parametrize(("ending", "asks"), [("jsonl", signal.SIGINT), ("parquet", signal.SIGTERM)])
+def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, ending: str, asks: signal.Signals) -> None:
     source = write_texts(tmp_path / "in.jsonl", ROWS)
     if ending == "parquet":
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -65,9 +62,9 @@ def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: sig
         assert finished("embed", "--input", source, "--output", whole, "--url", url, "--batch", 8)[0] == 1
         given = ("--input", source, "--output", output, "--url", url, "--batch", 8)
         growing = output if ending == "jsonl" else tmp_path / f"out.{ending}.part.jsonl"
-        for part in (1, 2):
+        for part, number in ((1, signal.SIGKILL), (2, asks)):
             with start("embed", *given) as process:
-                wait_until(lambda: growing.exists() and growing.stat().st_size > 20_000 * part, 60)  # noqa: B023 - used at once
+                wait_until(lambda: growing.exists() and growing.stat().st_size > 13_000 * part, 60)  # noqa: B023 - used at once
                 process.send_signal(number)
                 _, err = process.communicate(timeout=30)
             assert process.returncode == (-number if number == signal.SIGKILL else 130), err
@@ -112,7 +109,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues(tmp_path: Path) -> None:
     source, output = write_texts(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
 
     def small_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 
     with served(Embeddings()) as url:
         given = ("--input", source, "--output", output, "--url", url)
@@ -144,13 +141,13 @@ def peak_bytes(*arguments: object) -> int:
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     with served(Embeddings(remember=False)) as url:
         peaks = []
-        for rows in (5_000, 50_000):
+        for rows in (4_000, 29_000):
             source, output = write_texts(tmp_path / f"{rows}.jsonl", rows), tmp_path / f"{rows}-out.jsonl"
             peaks.append(peak_bytes("--input", source, "--output", output, "--url", url))
             assert json.loads(output.read_bytes()[-200:].splitlines()[-1])["row"] == rows
     print(f"peaks of {peaks} bytes")
     assert peaks[0] > 20 << 20, "this is the program's own memory"
-    assert peaks[1] - peaks[0] < 8 << 20
+    assert peaks[1] - peaks[0] < 5 << 20
 
 
 @pytest.mark.slow
@@ -192,9 +189,9 @@ def test_the_demo_model_reranks_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [signal.SIGINT, signal.SIGKILL, "the engine"])
-def test_no_process_is_left(tmp_path: Path, victim: signal.Signals | str) -> None:
-    """Whether the command ends early by a signal, or its engine dies."""
+@pytest.mark.parametrize("victim", ["the command", "the engine"])
+def test_no_process_is_left(tmp_path: Path, victim: str) -> None:
+    """Whether the command is interrupted, or its engine dies."""
     output = tmp_path / "out.jsonl"
     source = write(tmp_path / "in.jsonl", [{"query": QUERY, "document": f"shoes {row}"} for row in range(20_000)])
     with as_in_production():
@@ -205,24 +202,16 @@ def test_no_process_is_left(tmp_path: Path, victim: signal.Signals | str) -> Non
         assert len(children) == 2
         (engine,) = [pid for pid in children if b"engine\0--model" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     finally:
-        if isinstance(victim, str):
+        if victim == "the engine":
             os.kill(engine, signal.SIGKILL)
         else:
-            process.send_signal(victim)
+            process.send_signal(signal.SIGINT)
         with process:
             _, err = process.communicate(timeout=100)
     wait_until(lambda: not any(map(alive, children)), 20)
-    if isinstance(victim, str):
+    if victim == "the engine":
         assert process.returncode == 1
         assert err.splitlines()[-1].startswith("yardstick: the engine has ended: killed by SIGKILL")
     else:
-        assert process.returncode == (130 if victim == signal.SIGINT else -victim), err
+        assert process.returncode == 130, err
     assert [row["row"] for row in lines(output)] == [*range(1, len(lines(output)) + 1)]
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    status, err = finished("embed", "--input", source, "--output", tmp_path / "o.jsonl", "--model", tmp_path / "none")
-    assert status == 1
-    assert "none is not a directory; give a model directory or a hub id" in err.splitlines()[-1]

@@ -7,13 +7,26 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes import FakeEngine, Running, served, stop
-from tests.gateway.commands.conftest import Embeddings, Reply, Served, Yardstick, error, lines, the_one_line, write, write_texts
+from tests.gateway.commands.conftest import (
+    Done,
+    Embeddings,
+    Reply,
+    Served,
+    Yardstick,
+    error,
+    lines,
+    the_one_line,
+    write,
+    write_texts,
+)
 from tests.gateway.conftest import Start
 from tests.processes import free_port, wait_until
 from yardstick_llm.gateway.commands import files
@@ -24,31 +37,49 @@ def expected(source: Path) -> list[dict[str, Any]]:
     return [{"row": row, "embedding": [len(line["text"]) / 8, 0.5], "error": None} for row, line in found]
 
 
-@pytest.mark.slow
-def test_results_are_in_input_order_and_requests_bounded(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
-) -> None:
-    server, url = embeddings
+@dataclass
+class Embed:
+    """``yardstick embed`` for a file of texts, on a server whose answers a test may replace."""
 
+    server: Embeddings
+    url: str
+    yardstick: Yardstick
+    source: Path
+    output: Path
+
+    def __call__(self, rows: int, *options: object) -> Done:
+        write_texts(self.source, rows)
+        return self.yardstick("embed", "--input", self.source, "--output", self.output, "--url", self.url, *options)
+
+    @property
+    def is_complete(self) -> bool:
+        return lines(self.output) == expected(self.source)
+
+
+@pytest.fixture
+def embed(yardstick: Yardstick, tmp_path: Path) -> Iterator[Embed]:
+    server = Embeddings()
+    with served(server) as url:
+        yield Embed(server, url, yardstick, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+@pytest.mark.slow
+def test_results_are_in_input_order_and_requests_bounded(embed: Embed) -> None:
     async def slow(_: Embeddings, texts: list[str]) -> None:
         await asyncio.sleep(random.uniform(0, 0.02))
 
-    server.before = slow
-    source, output = write_texts(tmp_path / "in.jsonl", 500), tmp_path / "out.jsonl"
-    done = yardstick("embed", "--input", source, "--output", output, "--url", url, "--batch", 3, "--concurrency", 5)
+    embed.server.before = slow
+    done = embed(500, "--batch", 3, "--concurrency", 5)
     assert done.status == 0, done.err
-    assert lines(output) == expected(source)
-    assert server.most_running == 5
-    assert server.texts != [line["text"] for line in lines(source)], "requests overtook each other"
+    assert embed.is_complete
+    assert embed.server.most_running == 5
+    assert embed.server.texts != [line["text"] for line in lines(embed.source)], "requests overtook each other"
 
 
 @pytest.mark.slow
-def test_a_result_is_written_as_soon_as_those_before_it_are(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
-) -> None:
+def test_a_result_is_written_as_soon_as_those_before_it_are(embed: Embed) -> None:
     """A slow row delays the rows behind it, which are few, and no row before it."""
-    server, url = embeddings
-    output, sizes = tmp_path / "out.jsonl", list[int]()
+    sizes = list[int]()
 
     async def slow(server: Embeddings, texts: list[str]) -> None:
         if texts[0].startswith("50 "):
@@ -56,23 +87,18 @@ def test_a_result_is_written_as_soon_as_those_before_it_are(
             while server.requests != requests:  # until no further request comes
                 requests = server.requests
                 await asyncio.sleep(0.3)
-            sizes.extend([len(lines(output)), requests])
+            sizes.extend([len(lines(embed.output)), requests])
 
-    server.before = slow
-    source = write_texts(tmp_path / "in.jsonl", 1000)
-    given = ("--input", source, "--output", output, "--url", url, "--batch", 1, "--concurrency", 4)
-    assert yardstick("embed", *given).status == 0
+    embed.server.before = slow
+    assert embed(1000, "--batch", 1, "--concurrency", 4).status == 0
     written, requests = sizes
     assert written == 50
     assert 50 < requests <= 51 + 4 * 4
-    assert lines(output) == expected(source)
+    assert embed.is_complete
 
 
 @pytest.mark.slow
-def test_429_is_waited_for_and_lowers_the_concurrency(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
-) -> None:
-    server, url = embeddings
+def test_429_is_waited_for_and_lowers_the_concurrency(embed: Embed) -> None:
     refused = [0]
 
     async def busy(server: Embeddings, texts: list[str]) -> Reply | None:
@@ -82,37 +108,30 @@ def test_429_is_waited_for_and_lowers_the_concurrency(
         await asyncio.sleep(0.01)
         return None
 
-    server.before = busy
-    source, output = write_texts(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
-    given = ("--input", source, "--output", output, "--url", url, "--batch", 1, "--concurrency", 32)
-    assert yardstick("embed", *given).status == 0
-    assert lines(output) == expected(source)
+    embed.server.before = busy
+    assert embed(300, "--batch", 1, "--concurrency", 32).status == 0
+    assert embed.is_complete
     assert 0 < refused[0] < 200, "a fixed concurrency of 32 would be refused most of the time"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", ["1", "86400"])
-def test_waiting_is_bounded_and_the_run_can_continue(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, wait: str
-) -> None:
+def test_waiting_is_bounded_and_the_run_can_continue(embed: Embed, wait: str) -> None:
     """A wait beyond the bound, as for a daily quota, stops the run at once. No row fails for either."""
-    server, url = embeddings
 
     async def full(server: Embeddings, texts: list[str]) -> Reply | None:
         return error(429, "come later", retry_after=wait) if int(texts[0].split()[0]) >= 64 else None
 
-    server.before = full
-    source, output = write_texts(tmp_path / "in.jsonl", 200), tmp_path / "out.jsonl"
-    given = ("--input", source, "--output", output, "--url", url, "--retry-seconds", 2)
+    embed.server.before = full
     started = time.monotonic()
-    done = yardstick("embed", *given)
+    done = embed(200, "--retry-seconds", 2)
     assert (done.status, time.monotonic() - started < 20) == (1, True)
     assert re.search(r"wants \d+ s more \(HTTP status 429\)", done.err)
-    assert lines(output) == expected(source)[:64]
-    server.before = None
-    again = yardstick("embed", *given)
+    assert lines(embed.output) == expected(embed.source)[:64]
+    embed.server.before = None
+    again = embed(200, "--retry-seconds", 2)
     assert (again.status, "continuing after row 64" in again.err) == (0, True)
-    assert lines(output) == expected(source)
+    assert embed.is_complete
 
 
 @pytest.mark.slow
@@ -136,12 +155,12 @@ def test_a_server_that_restarts_is_waited_for(yardstick: Yardstick, tmp_path: Pa
         wait_until(lambda: first.requests > 20)
         ends.set()
         stop(servers[:1])
-        time.sleep(4)
+        time.sleep(2.5)
         servers.append(Running(second, port))
 
     restarting = threading.Thread(target=restart)
     restarting.start()
-    source, output = write_texts(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    source, output = write_texts(tmp_path / "in.jsonl", 250), tmp_path / "out.jsonl"
     given = ("--input", source, "--output", output, "--url", f"http://127.0.0.1:{port}", "--batch", 1, "--concurrency", 16)
     done = yardstick("embed", *given)
     restarting.join()
@@ -152,11 +171,8 @@ def test_a_server_that_restarts_is_waited_for(yardstick: Yardstick, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("status", "requests"), [(500, 1), pytest.param(502, 3, marks=pytest.mark.slow), (429, 1), (503, 1)])
-def test_errors_without_a_remedy_fail_one_row(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, status: int, requests: int
-) -> None:
+def test_errors_without_a_remedy_fail_one_row(embed: Embed, status: int, requests: int) -> None:
     """429 and 503 are sent again only with Retry-After."""
-    server, url = embeddings
     asked = [0]
 
     async def fail(server: Embeddings, texts: list[str]) -> Reply | None:
@@ -165,16 +181,15 @@ def test_errors_without_a_remedy_fail_one_row(
         asked[0] += 1
         return error(status, "no luck")
 
-    server.before = fail
-    source, output = write_texts(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
-    assert yardstick("embed", "--input", source, "--output", output, "--url", url, "--batch", 1).status == 1
-    assert [row["error"] for row in lines(output)] == [None, None, f"no luck (HTTP status {status}, told)", None, None]
+    embed.server.before = fail
+    assert embed(5, "--batch", 1).status == 1
+    assert [row["error"] for row in lines(embed.output)] == [None, None, f"no luck (HTTP status {status}, told)", None, None]
     assert asked == [requests]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reply", [error(503, "later", retry_after_ms="100"), None])
-def test_a_row_that_alone_is_never_accepted_fails(yardstick: Yardstick, tmp_path: Path, reply: Reply | None) -> None:
+def test_a_row_that_alone_is_never_accepted_fails(embed: Embed, reply: Reply | None) -> None:
     """None: its connection breaks."""
 
     async def refuse(server: Embeddings, texts: list[str]) -> Reply | None:
@@ -183,40 +198,31 @@ def test_a_row_that_alone_is_never_accepted_fails(yardstick: Yardstick, tmp_path
             raise ConnectionError
         return reply if "2 xx" in texts else None
 
-    with served(Embeddings(refuse)) as url:
-        source, output = write_texts(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
-        given = ("--input", source, "--output", output, "--url", url, "--batch", 1, "--concurrency", 2, "--retry-seconds", 3)
-        done = yardstick("embed", *given)
+    embed.server.before = refuse
+    done = embed(100, "--batch", 1, "--concurrency", 2, "--retry-seconds", 2)
     assert done.status == 1
-    (failed,) = [row for row in lines(output) if row["error"]]
+    (failed,) = [row for row in lines(embed.output) if row["error"]]
     assert failed["row"] == 3, done.err
     assert failed["error"].startswith("not accepted within" if reply else "no answer in ")
 
 
 @pytest.mark.parametrize("answer", [{"data": []}, {"data": [{"index": 0}]}, "text", {}])
-def test_answers_that_make_no_sense_fail_their_rows(yardstick: Yardstick, tmp_path: Path, answer: Any) -> None:
+def test_answers_that_make_no_sense_fail_their_rows(embed: Embed, answer: Any) -> None:
     async def nonsense(server: Embeddings, texts: list[str]) -> Reply:
         return 200, {}, answer
 
-    with served(Embeddings(nonsense)) as url:
-        source, output = write_texts(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
-        assert yardstick("embed", "--input", source, "--output", output, "--url", url).status == 1
-    assert all(row["error"].startswith("the answer cannot be used: ") for row in lines(output))
+    embed.server.before = nonsense
+    assert embed(2).status == 1
+    assert all(row["error"].startswith("the answer cannot be used: ") for row in lines(embed.output))
 
 
-def test_a_line_is_printed_now_and_then_where_there_is_no_terminal(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, url = embeddings
-
+def test_a_line_is_printed_now_and_then_where_there_is_no_terminal(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow(server: Embeddings, texts: list[str]) -> None:
         await asyncio.sleep(0.05)
 
-    server.before = slow
+    embed.server.before = slow
     monkeypatch.setattr("yardstick_llm.gateway.commands.client.LINE_SECONDS", 0.1)
-    source = write_texts(tmp_path / "in.jsonl", 100)
-    given = ("--input", source, "--output", tmp_path / "o.jsonl", "--url", url, "--batch", 5, "--concurrency", 1)
-    *progress, _ = yardstick("embed", *given).err.splitlines()
+    *progress, _ = embed(100, "--batch", 5, "--concurrency", 1).err.splitlines()
     assert len(progress) > 3
     assert all(re.fullmatch(r"yardstick embed: \d+ %, \d+ rows, 0 failed", line) for line in progress)
 
@@ -225,15 +231,11 @@ def test_a_line_is_printed_now_and_then_where_there_is_no_terminal(
     ("content", "words"),
     [(b'"no end\n', "in.csv, line 101: not CSV"), (b"caf\xe9\n", "in.csv, line 101: not UTF-8")],
 )
-def test_rows_before_a_broken_line_of_csv_are_written(
-    embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, content: bytes, words: str
-) -> None:
-    _, url = embeddings
+def test_rows_before_a_broken_line_of_csv_are_written(embed: Embed, tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "in.csv").write_bytes(b"text\n" + b"abc\n" * 99 + content)
-    output = tmp_path / "out.jsonl"
-    done = yardstick("embed", "--input", tmp_path / "in.csv", "--output", output, "--url", url)
+    done = embed(0, "--input", tmp_path / "in.csv")
     assert (done.status, words in done.err) == (1, True)
-    assert len(lines(output)) == 99
+    assert len(lines(embed.output)) == 99
 
 
 @pytest.mark.parametrize(
@@ -300,12 +302,12 @@ def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest
         files.open_source(tmp_path / "in.parquet")
 
 
-def test_nobody_answering_stops_at_once(yardstick: Yardstick, tmp_path: Path) -> None:
-    source, url = write_texts(tmp_path / "in.jsonl", 1000), f"http://127.0.0.1:{free_port()}"
-    done = yardstick("embed", "--input", source, "--output", tmp_path / "out.jsonl", "--url", url)
+def test_nobody_answering_stops_at_once(embed: Embed) -> None:
+    embed.url = f"http://127.0.0.1:{free_port()}"
+    done = embed(1000)
     assert done.status == 1
-    assert f"no answer from {url}" in the_one_line(done)
-    assert lines(tmp_path / "out.jsonl") == []
+    assert f"no answer from {embed.url}" in the_one_line(done)
+    assert lines(embed.output) == []
 
 
 @pytest.mark.slow

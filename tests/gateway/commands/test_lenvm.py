@@ -159,14 +159,14 @@ async def end_if_allowed(_: Writer, asked: dict[str, Any]) -> Reply | None:
 
 @pytest.mark.slow
 def test_branches_leave_the_first_answer_at_one_state(yardstick: Yardstick, tmp_path: Path) -> None:
-    given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 40), "--samples", 1, "--max-tokens", 30, "--branch", 3)
+    given = ("--prompts", prompts_in(tmp_path / "prompts.txt", 24), "--samples", 1, "--max-tokens", 30, "--branch", 3)
     with served(Writer(end_if_allowed, longest=25)) as url:
         for out, more in (("one", ()), ("two", ()), ("one", ("--branch", 4))):
             done = yardstick("lenvm", "sample", "--base-url", url, "--out", tmp_path / out, *given, *more)
             assert done.status == 0, done.err
     rows = {(row["prompt_id"], row["sample"]): row["output_ids"] for row in answers(tmp_path / "one")}
     again = {(row["prompt_id"], row["sample"]): row["output_ids"] for row in answers(tmp_path / "two")}
-    assert (len(rows), rows.items() >= again.items()) == (200, True)
+    assert (len(rows), rows.items() >= again.items()) == (120, True)
     places = []
     for prompt in {prompt for prompt, _ in rows}:
         first, *branches = (rows[prompt, number] for number in (0, -1, -2, -3, -4))
@@ -203,7 +203,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
         while True:
             with start("sample", "--base-url", url, "--out", tmp_path / "out", *given) as process:
                 try:
-                    status = process.wait(random.uniform(0.3, 2 if kills > 1 else 0.8) if kills < 6 else 100)
+                    status = process.wait(random.uniform(0.3, 0.8) if kills < 4 else 100)
                     break
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)
@@ -267,20 +267,17 @@ def test_answers_that_are_cut(yardstick: Yardstick, tmp_path: Path, case: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "more", "named"),
-    [
-        ({"fingerprint": "fp_2"}, (), "another model (its fingerprint differs)"),
-        ({}, ("--seed", 1), "made with --seed 0, not 1"),
-        ({}, ("--max-tokens", 99), "made with --max-tokens 2048, not 99"),
-        ({}, ("--model", "n"), "its model differs"),
-    ],
-)
-def test_a_data_set_has_one_model_and_one_way(yardstick: Yardstick, tmp_path: Path, change: dict[str, Any], more: Any, named: str):
+def test_a_data_set_has_one_model_and_one_way(yardstick: Yardstick, tmp_path: Path) -> None:
     assert run_with(yardstick, tmp_path, Writer()).status == 0
     before = (tmp_path / "out/answers.jsonl").read_bytes()
-    done = run_with(yardstick, tmp_path, Writer(**change), *more)
-    assert (done.status, named in the_one_line(done)) == (2, True), done.err
+    for writer, more, named in (
+        (Writer(fingerprint="fp_2"), (), "another model (its fingerprint differs)"),
+        (Writer(), ("--seed", 1), "made with --seed 0, not 1"),
+        (Writer(), ("--max-tokens", 99), "made with --max-tokens 2048, not 99"),
+        (Writer(), ("--model", "n"), "its model differs"),
+    ):
+        done = run_with(yardstick, tmp_path, writer, *more)
+        assert (done.status, named in the_one_line(done)) == (2, True), done.err
     assert (tmp_path / "out/answers.jsonl").read_bytes() == before
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
@@ -69,20 +69,12 @@ def engine_pids(served: Served) -> list[int]:
     return sorted(pid for pid in served.descendants if b"-m\0yardstick_llm.engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-@pytest.fixture
-def two_engines(model: Path, tmp_path: Path) -> Iterator[Served]:
-    served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
-    yield served
-    served.process.kill()  # after a failure; its programs end with it
-    served.process.wait(END_SECONDS)
-
-
 @pytest.mark.slow
 @linux
-def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
-    served = two_engines
-    descendants = served.descendants
-    urls = engine_urls(served)
+def test_all_engines_serve_and_one_that_ends_is_named_and_ends_the_rest(model: Path, tmp_path: Path) -> None:
+    with as_in_production():
+        served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
+    urls, descendants = engine_urls(served), served.descendants
     assert len(urls) == 2
     before = [steps_of(url) for url in urls]
     queries = count(1)
@@ -93,26 +85,18 @@ def test_all_engines_serve_and_end_together(two_engines: Served) -> None:
         assert all(len(rows) == 2 for rows in scores)
         return all(steps_of(url) > steps for url, steps in zip(urls, before, strict=True))
 
-    wait_until(both_compute, 20)  # the gateway may learn only a second after the start that an engine is ready
-    messages = sub_batches(served)
-    score(served.url, 100, items=20)
-    assert sub_batches(served) == messages + 2, "a lone request is divided among the idle engines"
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(END_SECONDS) == 0
-    wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
-
-
-@pytest.mark.slow
-@linux
-def test_an_engine_that_ends_is_named_and_ends_the_rest(model: Path, tmp_path: Path) -> None:
-    with as_in_production():
-        served = start(tmp_path, "--model", str(model), "--engines", "2", "--device", "cpu")
-    descendants = served.descendants
-    first, second = engine_pids(served)
-    os.kill(second, signal.SIGKILL)
-    assert served.process.wait(END_SECONDS) == 1
+    try:
+        wait_until(both_compute, 20)  # the gateway may learn only a second after the start that an engine is ready
+        messages = sub_batches(served)
+        score(served.url, 100, items=20)
+        assert sub_batches(served) == messages + 2, "a lone request is divided among the idle engines"
+        _, second = engine_pids(served)
+        os.kill(second, signal.SIGKILL)
+        assert served.process.wait(END_SECONDS) == 1
+    finally:
+        served.process.kill()  # after a failure; its programs end with it
     assert "engine 2 has ended: killed by SIGKILL" in served.err.read_text().splitlines()[-1]
-    wait_until(lambda: not any(map(alive, {first} | descendants)), END_SECONDS)
+    wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
 
 
 def test_each_engine_has_a_port_and_a_share_of_the_machine() -> None:

@@ -38,24 +38,25 @@ def streamed(*events: Any, done: bool = False) -> Any:
 
 WRONG_ANSWERS = {
     "a page": (lambda c: c.send(200, "text/html", b"<h1>Sign in</h1>"), "not a stream"),
+    "a redirect": (lambda c: c.send(302, "text/plain", b"", location="http://127.0.0.1:9/"), "cannot be reached"),
+    "an error in the stream": (streamed({"error": {"message": "lost it", "code": "engine_lost"}}), "lost it (engine_lost)"),
     "no JSON": (streamed("{oops"), "not JSON"),
     "null": (streamed("null"), "not JSON"),
     "an end too early": (streamed(results(0.5)), "ended too early"),
-    "an error in the stream": (streamed({"error": {"message": "lost it", "code": "engine_lost"}}), "lost it (engine_lost)"),
     "a line without end": (streamed("x" * (5 << 20)), "more than this page reads"),
     "an error without a body": (lambda c: c.send(500, "text/plain", b""), "gave no reason. (HTTP 500)"),
     "an error with a page": (lambda c: c.send(502, "text/html", b"<h1>Bad gateway</h1>"), "gave no reason. (HTTP 502)"),
-    "a redirect": (lambda c: c.send(302, "text/plain", b"", location="http://127.0.0.1:9/"), "cannot be reached"),
     "nothing": (lambda c: c.connection.close(), "cannot be reached"),
 }
 
 
 @pytest.mark.slow
 def test_wrong_answers(visit: Open, scripted: ScriptedServer) -> None:
+    """Both panels read streams by the same code, so the second one gets a few of them."""
     page = ready(visit(scripted.answer()))
-    for name, (answer, words) in WRONG_ANSWERS.items():
+    for number, (name, (answer, words)) in enumerate(WRONG_ANSWERS.items()):
         scripted.answer(rerank=answer, chat=answer)
-        for panel, error in (("rank", "#rank-error"), ("write", ".run .error")):
+        for panel, error in (("rank", "#rank-error"), ("write", ".run .error"))[: 2 if number < 3 else 1]:
             page.click(f"#tab-{panel}")
             page.click(f"#{panel}-start")
             expect(page.locator(error).first, name).to_contain_text(words)
@@ -84,15 +85,10 @@ def test_a_gateway_without_models_and_wrong_lists_of_them(visit: Open, scripted:
         with page.expect_response("**/v1/models"):
             page.click("#notice-retry")
     expect(page.locator("#notice-text")).to_contain_text("No model is ready yet")
-    scripted.answer()
+    adapter = {"id": "support", "parent": "yardstick-demo", "capabilities": ["score"]}
+    scripted.answer(models={"data": [MODEL, adapter, {"id": "odd", "parent": 7}]})
     expect(page.locator("#notice")).to_be_hidden()  # the page asks again by itself
     expect(page.locator("#rank-start")).to_be_enabled()
-
-
-@pytest.mark.slow
-def test_an_adapter_is_listed_with_its_base(visit: Open, scripted: ScriptedServer) -> None:
-    models = [MODEL, {"id": "support", "parent": "yardstick-demo", "capabilities": ["score"]}, {"id": "odd", "parent": 7}]
-    page = ready(visit(scripted.answer(models={"data": models})))
     page.click("#tab-status")
     for row in ("support (adapter of yardstick-demo)", "odd"):
         expect(page.locator("#status-models td").filter(has_text=row).first).to_have_text(row)
@@ -161,8 +157,8 @@ class Slow:
 
 
 @pytest.mark.slow
-def test_results_are_shown_as_they_arrive_and_can_be_stopped(visit: Open, scripted: ScriptedServer) -> None:
-    rerank, chat = Slow(results(0.1, 0.9)), Slow(token("some"), token(" words"))
+def test_results_are_shown_as_they_arrive_until_a_stop_or_the_end_of_the_page(visit: Open, scripted: ScriptedServer) -> None:
+    rerank, chat, left = Slow(results(0.1, 0.9)), Slow(token("some"), token(" words")), Slow(results(0.5))
     page = ready(visit(scripted.answer(rerank=rerank, chat=chat)))
     page.click("#rank-start")
     expect(page.locator("#rank-list li")).to_have_count(2)
@@ -178,16 +174,12 @@ def test_results_are_shown_as_they_arrive_and_can_be_stopped(visit: Open, script
     expect(page.locator(".run").nth(1).locator(".figures")).to_contain_text("stopped")
     expect(page.locator("#write-start")).to_be_enabled()
     assert chat.left.wait(10)
-
-
-@pytest.mark.slow
-def test_leaving_the_page_ends_the_stream(visit: Open, scripted: ScriptedServer) -> None:
-    rerank = Slow(results(0.5))
-    page = ready(visit(scripted.answer(rerank=rerank)))
+    scripted.answer(rerank=left)
+    page.click("#tab-rank")
     page.click("#rank-start")
     expect(page.locator("#rank-list li")).to_have_count(1)
     page.goto("about:blank")
-    assert rerank.left.wait(10)
+    assert left.left.wait(10), "leaving the page ends the stream"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from tests.gateway.console.conftest import KEY, Open, ready, write
+from tests.processes import wait_until
 
 PICTURES = Path(__file__).parents[3] / "docs" / "images"
 MAX_PICTURE_BYTES = 150_000
@@ -68,16 +69,15 @@ def filled(browser: Browser, server: str) -> Iterator[Page]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, scheme: str) -> None:
-    filled.emulate_media(color_scheme=scheme)
-    for width in (1200, 375):
+def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str) -> None:
+    for scheme, width in (("light", 1200), ("dark", 375)):
+        filled.emulate_media(color_scheme=scheme)
         filled.set_viewport_size({"width": width, "height": 850})
         for panel in each_panel(filled):
-            check_accessibility(filled, f"{panel}, {width} pixels")
-    page = visit(keyed, color_scheme=scheme)
-    expect(page.locator("#key-dialog")).to_be_visible()
-    check_accessibility(page, "the dialog")
+            check_accessibility(filled, f"{panel}, {width} pixels, {scheme}")
+        page = visit(keyed, color_scheme=scheme)
+        expect(page.locator("#key-dialog")).to_be_visible()
+        check_accessibility(page, f"the dialog, {scheme}")
     page.fill("#key-input", KEY)
     page.keyboard.press("Enter")
     page.click("#rank-start")
@@ -151,7 +151,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     assert KEY not in page.content()
     assert page.input_value("#key-input") == ""
     page.fill("#rank-query", "blue tent")
-    page.wait_for_function("'yardstick.console' in localStorage")
+    wait_until(lambda: page.evaluate("'yardstick.console' in localStorage"))  # the page's policy forbids Playwright's own waiting
     assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
     page.reload()
     ready(page)
@@ -163,7 +163,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
 
 
 @pytest.mark.slow
-def test_themes(visit: Open, server: str) -> None:
+def test_themes_and_addresses_of_panels(visit: Open, server: str) -> None:
     page = visit(server, color_scheme="dark")
     colour = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(colour)
@@ -175,17 +175,10 @@ def test_themes(visit: Open, server: str) -> None:
     expect(page.locator("#theme")).to_have_value("light")
     page.select_option("#theme", "")
     assert page.evaluate(colour) == dark
-
-
-@pytest.mark.slow
-def test_addresses_of_panels(visit: Open, server: str) -> None:
-    page = visit(f"{server}/#status")
-    expect(page.locator("#panel-status")).to_be_visible()
-    page.goto(f"{server}/#write")
-    expect(page.locator("#panel-write")).to_be_visible()
-    expect(page.locator("#panel-status")).to_be_hidden()
-    page.goto(f"{server}/?#%3Cimg%20src=x%3E")
-    expect(page.locator("#panel-rank")).to_be_visible()
+    for address, panel in (("#status", "status"), ("#write", "write"), ("?#%3Cimg%20src=x%3E", "rank")):
+        page.goto(f"{server}/{address}")
+        for each in PANELS:
+            expect(page.locator(f"#panel-{each}")).to_be_visible(visible=each == panel)
 
 
 @pytest.mark.slow
@@ -213,14 +206,20 @@ def test_copying(browser: Browser, server: str, page_has: str) -> None:
     context.close()
 
 
-@pytest.mark.slow
-def test_pictures_of_the_docs(visit: Open, server: str) -> None:
+def test_pictures_of_the_docs(request: pytest.FixtureRequest) -> None:
     """``SCREENSHOTS=docs/images`` writes them."""
+    if FOLDER:
+        take_pictures(*map(request.getfixturevalue, ("visit", "server")))
+    for name in PANELS:
+        assert (PICTURES / f"console-{name}.png").stat().st_size < MAX_PICTURE_BYTES
+
+
+def take_pictures(visit: Open, server: str) -> None:
     page = ready(visit(server, viewport={"width": 1120, "height": 740}, device_scale_factor=1.5))
     page.click("#welcome summary")
     page.click("#rank-start")
     expect(page.locator("#rank-list li")).to_have_count(8)
-    take(page, "rank", full_page=True)
+    take(page, "rank")
     page.select_option("#theme", "dark")
     page.click("#tab-write")
     page.check("#write-two")
@@ -228,24 +227,20 @@ def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     page.locator(".guide-mode").nth(1).select_option("scale")
     write(page)
     page.locator(".run").nth(0).locator(".token").nth(3).click()
-    take(page, "write", full_page=True)
+    take(page, "write")
     page.select_option("#theme", "light")
     page.click("#tab-status")
     expect(page.locator("#status-engines td")).to_have_count(4)
-    for number in range(100 if FOLDER else 1):
+    for number in range(100):
         page.evaluate(SOME_LOAD, [number % 9, number % 4])
-        page.wait_for_timeout(400 if FOLDER else 0)
-    take(page, "status", full_page=True)
-    for name in PANELS:
-        assert (PICTURES / f"console-{name}.png").stat().st_size < MAX_PICTURE_BYTES
+        page.wait_for_timeout(400)
+    take(page, "status")
 
 
-def take(page: Page, name: str, *, full_page: bool = False) -> None:
+def take(page: Page, name: str) -> None:
     """Write a picture with few colours, which makes it small, into the folder that ``SCREENSHOTS`` names."""
     page.mouse.move(0, 0)
     page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(300)  # the bars have grown
-    content = page.screenshot(full_page=full_page)
-    if FOLDER:
-        picture = Image.open(io.BytesIO(content)).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-        picture.save(Path(FOLDER) / f"console-{name}.png", optimize=True)
+    picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(Path(FOLDER or "") / f"console-{name}.png", optimize=True)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.gateway.console.conftest import Open, ready
+from tests.gateway.console.conftest import Open
 from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
 from tests.gateway.console.test_page import check_accessibility
 from tests.parts import need
@@ -84,6 +84,7 @@ def test_own_labels(page: Page, server: str) -> None:
 
 @pytest.mark.slow
 def test_documents_from_files(page: Page, tmp_path: Path) -> None:
+    """An error removes the results, which were those of other documents."""
     lines, rows = tmp_path / "lines.txt", tmp_path / "rows.jsonl"
     lines.write_text("blue tent\r\n\r\nred shoes\r\n")
     rows.write_text('"a plain text"\n{"text": "two\\nlines", "id": 1}\nnot json\n')
@@ -91,26 +92,21 @@ def test_documents_from_files(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#rank-count")).to_have_text("2 documents")
     page.set_input_files("#rank-file", rows)
     expect(page.locator("#rank-documents")).to_have_value("a plain text\ntwo lines\nnot json")
-
-
-@pytest.mark.slow
-def test_a_column_of_a_file_is_ranked_and_saved(page: Page, tmp_path: Path) -> None:
-    """An error removes the results, which were those of other documents."""
     texts = ['crimson "jogging" sneakers, new', "blue table"]
     table = tmp_path / "items.CSV"
     table.write_bytes(b'\xef\xbb\xbfid,Text,"""b"", c"\r\n1,"crimson ""jogging""\nsneakers, new",x\r\n\r\n2,blue table,\r\n')
     page.set_input_files("#rank-file", table)
     expect(page.locator("#rank-column option")).to_have_text(["id", "Text", '"b", c'])
     expect(page.locator("#rank-documents")).to_have_value("\n".join(texts))
-    rows = rank(page)
+    ranked = rank(page)
     for kind in ("json", "csv"):
         with page.expect_download() as saved:
             page.click(f"#rank-{kind}")
         content = Path(saved.value.path()).read_text(encoding="utf-8")
         found = json.loads(content) if kind == "json" else list(csv.DictReader(io.StringIO(content)))
-        assert [row["text"] for row in found] == [text for text, _ in rows]
-        assert [float(row["score"]) for row in found] == pytest.approx([score for _, score in rows], abs=1e-4)
-        assert [texts[int(row["index"])] for row in found] == [text for text, _ in rows]
+        assert [row["text"] for row in found] == [text for text, _ in ranked]
+        assert [float(row["score"]) for row in found] == pytest.approx([score for _, score in ranked], abs=1e-4)
+        assert [texts[int(row["index"])] for row in found] == [text for text, _ in ranked]
     page.select_option("#rank-column", "id")
     expect(page.locator("#rank-documents")).to_have_value("1\n2")
     page.fill("#rank-documents", "")
@@ -140,11 +136,16 @@ def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_errors_of_documents_and_of_the_request_are_shown(page: Page) -> None:
+def test_documents_that_fail_or_are_cut_and_errors_of_the_request_are_shown(page: Page) -> None:
     page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("1 document scored · 1 failed")
     expect(page.locator("#rank-list .failed .error")).to_contain_text("1024")
+    page.check("#rank-cut")
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("2 documents scored · 1 cut to fit")
+    assert sorted("cut to fit" in note for note in page.locator(".bar-note").all_inner_texts()) == [False, True]
+    expect(page.locator("#rank-code code")).to_contain_text('"truncate": true')
     page.check("input[value=labels]")
     page.fill("#rank-labels", "not a token, Yes")
     page.click("#rank-start")
@@ -169,16 +170,6 @@ def test_the_best_and_those_with_a_text_are_listed_and_saved(page: Page) -> None
     page.fill("#rank-words", "")
     page.fill("#rank-top", "-3")
     expect(page.locator("#rank-list li")).to_have_count(8)
-
-
-@pytest.mark.slow
-def test_documents_that_were_cut_are_marked(page: Page) -> None:
-    page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
-    page.check("#rank-cut")
-    page.click("#rank-start")
-    expect(page.locator("#rank-summary")).to_contain_text("2 documents scored · 1 cut to fit")
-    assert sorted("cut to fit" in note for note in page.locator(".bar-note").all_inner_texts()) == [False, True]
-    expect(page.locator("#rank-code code")).to_contain_text('"truncate": true')
 
 
 SCORES = {"one": [0.9, 0.5, 0.7, None], "two <b>": [0.9, 0.7, 0.5, 0.8]}
@@ -245,10 +236,3 @@ def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
     page.click("#rank-start")
     expect(page.locator("#rank-other-error")).to_be_hidden()
     expect(page.locator(".ranking h3").first).to_be_hidden()
-
-
-def test_results_scroll_into_view_on_phones(visit: Open, server: str) -> None:
-    page = ready(visit(server, viewport={"width": 375, "height": 700}))
-    expect(page.locator("#rank-results h2")).not_to_be_in_viewport()
-    page.click("#rank-start")
-    expect(page.locator("#rank-list li").first).to_be_in_viewport()

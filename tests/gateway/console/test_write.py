@@ -111,10 +111,7 @@ def test_two_runs_and_length_guidance(panel: Page) -> None:
     write(panel)
     assert 60 < int(figure(panel, "Tokens", 1)) < 160
     assert figure(panel, "Tokens", 0) == str(plain), "the seed repeats the other run"
-
-
-@pytest.mark.slow
-def test_continuation_keeps_the_target(panel: Page) -> None:
+    panel.uncheck("#write-two")
     panel.locator(".guide-mode").first.select_option("target")
     write(panel)
     panel.locator(".token").nth(3).click()
@@ -123,14 +120,10 @@ def test_continuation_keeps_the_target(panel: Page) -> None:
     code = panel.locator("#write-code code")
     expect(code).to_contain_text('"target_length": 36')
     expect(code).to_contain_text('"max_tokens": 196')
-
-
-@pytest.mark.slow
-def test_models_without_a_length_model_have_no_slider(panel: Page) -> None:
     panel.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "plain", "capabilities": ["generate"]}]}))
     panel.reload()
     expect(panel.locator("#model")).to_have_value("plain")
-    expect(panel.locator(".guidance").first).to_be_hidden()
+    expect(panel.locator(".guidance").first, "a model without a length model has no slider").to_be_hidden()
 
 
 @pytest.mark.slow
@@ -238,8 +231,8 @@ def test_earlier_runs_are_kept_and_used_again(panel: Page) -> None:
         panel.locator("#write-history .bar-text").evaluate_all("all => Math.max(...all.map((each) => each.textContent.length))")
         == 2000
     )
+    panel.fill("#write-max", "3")
     for _ in range(7):
-        panel.fill("#write-max", "3")
         write(panel)
     expect(entries).to_have_count(20)
     expect(entries.first).to_contain_text("3 tokens · token limit")

@@ -149,10 +149,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("object_", "fields", "key", "words"), WRONG)
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_wrong_guidance(shared: httpx.Client, path: str, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
-    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
-    answer = shared.post(f"/v1/{path}", json={**body, object_: fields})
+def test_wrong_guidance(shared: httpx.Client, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
+    answer = shared.post("/v1/completions", json={"prompt": "a", object_: fields})
     assert answer.status_code == 400, answer.text
     error = told(answer)
     assert error["param"] == f"{object_}.{key}"
@@ -166,6 +164,10 @@ def test_more_that_is_wrong(shared: httpx.Client) -> None:
     assert (many.status_code, told(many)["param"]) == (400, "top_k")
     mere = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "length_guidance": {"return_values": True}}
     assert "top_logprobs" in told(shared.post("/v1/chat/completions", json=mere))["message"]
+    useless = {"length_guidance": {"scale": -5}, "temperature": 0}
+    for path, prompt in (("chat/completions", {"messages": mere["messages"]}), ("responses", {"input": "a"})):
+        answer = shared.post(f"/v1/{path}", json=prompt | useless)
+        assert (answer.status_code, told(answer)["param"]) == (400, "length_guidance.scale")
     for number, param in (("NaN", "scale"), ("-Infinity", "scale"), ("1e999", "length_guidance.scale")):
         content = f'{{"prompt": "a", "length_guidance": {{"scale": {number}}}}}'
         endless = shared.post("/v1/completions", content=content)
@@ -242,16 +244,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), WITHOUT_EFFECT)
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
-def test_guidance_without_effect_is_refused(
-    shared: httpx.Client, path: str, fields: dict[str, Any], param: str, words: str
-) -> None:
-    if path == "responses" and "min_p" in fields:
-        pytest.skip("no field of this endpoint")
-    prompt = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(
-        path, {"messages": [{"role": "user", "content": "a"}]}
-    )
-    answer = shared.post(f"/v1/{path}", json={**prompt, **fields})
+def test_guidance_without_effect_is_refused(shared: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = shared.post("/v1/completions", json={"prompt": "a", **fields})
     assert (answer.status_code, told(answer)["param"]) == (400, param)
     assert words in told(answer)["message"]
 
@@ -278,7 +272,7 @@ def test_log_probabilities_are_those_drawn_from(client: httpx.Client, engine: Fa
     body = {"messages": [{"role": "user", "content": "x"}], "seed": 1, "max_tokens": 6, "logprobs": True, "top_logprobs": 9}
     body |= {"length_guidance": guide, "ignore_eos": True}
     if stream:
-        parts = [choice for event in events(client, "chat/completions", **body)[:-1] for choice in event["choices"]]
+        parts = [choice for event in events(client, "chat/completions", **body) for choice in event["choices"]]
         content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
     else:
         content = chat(client, **body)["choices"][0]["logprobs"]["content"]
@@ -306,7 +300,7 @@ def test_values_in_completions(client: httpx.Client, engine: FakeEngine) -> None
         assert tokens == {text: remaining_tokens(value, 0.9) for text, value in told_values.items()}
     first = guided(engine, wire.LengthGuidance(**guide), ids("Red shoes"))
     assert sorted(logprobs["top_values"][0].values()) == sorted(value for _, value in first.values())
-    pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
+    pieces = [piece["logprobs"] for event in events(client, "completions", **body) for piece in event["choices"]]
     for name, whole in logprobs.items():
         assert [value for piece in pieces for value in piece[name]] == whole
     echoed = complete(client, **body, echo=True)["choices"][0]["logprobs"]

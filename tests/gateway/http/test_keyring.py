@@ -103,36 +103,22 @@ def test_a_file_without_keys_revokes_all(followed: Followed, caplog: pytest.LogC
     followed.wait_valid("c")
 
 
-def unreadable(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def broken(file: Path) -> None:
-    replace(file, '{"keys": [')
-
-
-def without_valid_entries(file: Path) -> None:
-    write(file, entry("a"), entry("z") | {"sha256": entry("a")["sha256"]}, entry("b", weight=0))
-
-
-def endless(file: Path) -> None:
-    replace(file, " " * (MAX_FILE_BYTES + 1))
-
-
-def pipe(file: Path) -> None:
-    """To open one would wait for ever."""
-    file.unlink()
-    os.mkfifo(file)
+HARM: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "broken": lambda file: replace(file, '{"keys": ['),
+    "no valid entry": lambda file: write(file, entry("a"), entry("z") | {"sha256": entry("a")["sha256"]}, entry("b", weight=0)),
+    "endless": lambda file: replace(file, " " * (MAX_FILE_BYTES + 1)),
+    "a pipe, which would be waited for": lambda file: (file.unlink(), os.mkfifo(file)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [unreadable, broken, without_valid_entries, endless, pipe])
+@pytest.mark.parametrize("harm", HARM)
 def test_an_unusable_file_keeps_the_last_good_version_for_a_stated_time(
-    followed: Followed, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
+    followed: Followed, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     before = followed.reloads("broken")
-    harm(followed.file)
+    HARM[harm](followed.file)
     wait_until(lambda: metric(followed.patient, "yardstick_key_file_stale") == 1)
     assert followed.valid("abc") == "ab"
     wait_until(lambda: ask(followed.hasty, "a").status_code == 503)

@@ -30,12 +30,7 @@ def asked(engine: FakeEngine, path: str) -> wire.Score | wire.Generate:
     return {"score": engine.scores, "length": engine.values}.get(path, engine.generates)[-1]  # type: ignore[return-value]
 
 
-KEYS = [
-    entry("a", weight=2.5),
-    entry("b"),
-    entry("batch", priority_min=10, priority_max=50),
-    entry("first", priority_min=-500),
-]
+KEYS = [entry("a", weight=2.5), entry("b"), entry("batch", priority_min=10, priority_max=50), entry("first", priority_min=-500)]
 RANGES = {"a": PRIORITY_RANGE, "batch": (10, 50), "first": (-500, PRIORITY_RANGE[1])}
 
 

@@ -11,18 +11,11 @@ import pytest
 
 from tests.fakes import FakeEngine, ids
 from tests.gateway.answers import asking
-from tests.gateway.api.test_sdk import run
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
 
 COMMENT = ": keep-alive"
-READ_WITH_SDK = """
-import sys, openai
-client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
-stream = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], stream=True)
-print("".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices), end="")
-"""
 
 
 def lines_of(client: httpx.Client, **body: Any) -> list[str]:
@@ -69,15 +62,6 @@ def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> No
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == 1
     assert metric(client, 'yardstick_requests_total{model="fake",route="/v1/completions",status="500"}') == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [2, 3])
-def test_the_sdk_ignores_comments(start: Start, version: int) -> None:
-    engine = FakeEngine(says=ids("red shoes"))
-    engine.faults.delay = 0.4
-    client = start(engine, keepalive_seconds=0.1)
-    assert run(version, "-c", READ_WITH_SDK, f"{client.base_url}/v1") == "red shoes"
 
 
 @pytest.mark.parametrize("after", [0, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -43,7 +43,7 @@ class Server:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             self.requests.append(head)
-            path = head.split()[1]
+            path = head.split()[1].partition("?")[0]
             answer = self.answers.get(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             if isinstance(answer, bytes):
                 writer.write(answer)
@@ -232,26 +232,22 @@ SIZE = 16_000
 """Bytes that the server of these tests sends before it waits."""
 
 
-class Slow:
-    """An HTTP server on 127.0.0.1: it answers ``/slow`` in two parts and waits between them, and all else with a picture."""
+class Slow(Server):
+    """It answers ``/slow`` in two parts and waits between them, and ``/a.png`` with a picture."""
 
     def __init__(self) -> None:
-        self.port = 0
+        super().__init__()
         self.go_on = asyncio.Event()
         self.waiting = 0
+        self.image("/a.png")
+        self.answers["/slow"] = self._slow
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            slow = b"/slow" in await reader.readuntil(b"\r\n\r\n")
-            content = bytes(SIZE) if slow else picture(1)
-            head = f"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: {len(content) + slow}\r\n\r\n"
-            writer.write(head.encode() + content)
-            if slow:
-                self.waiting += 1
-                await self.go_on.wait()
-                writer.write(b"x")
-            await writer.drain()
-        writer.close()
+    async def _slow(self, _: str, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: {SIZE + 1}\r\n\r\n".encode() + bytes(SIZE))
+        self.waiting += 1
+        await self.go_on.wait()
+        writer.write(b"x")
+        await writer.drain()
 
     @property
     def url(self) -> str:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import Start, metric
+from tests.gateway.conftest import Start, gateways, metric
 from tests.gateway.keys import COMPLETION, ask, by, entry, write
 
+KEYS: dict[str, dict[str, Any]] = {
+    "three": {"requests_per_minute": 3, "tokens_per_minute": 1000},
+    "free": {},
+    "items": {"items_per_minute": 4},
+    "whole": {"tokens_per_minute": 1000},
+    "streamed": {"tokens_per_minute": 1000},
+    "two at a time": {"concurrency": 2},
+    "sdk": {"requests_per_minute": 30},
+    "past": {"expires": (datetime.now(UTC) - timedelta(days=1)).isoformat()},
+    "future": {"expires": (datetime.now(UTC) + timedelta(days=1)).isoformat()},
+}
 
-def test_requests_run_out_and_the_answer_says_when_they_are_back(start: Start, tmp_path: Path) -> None:
-    file = write(tmp_path / "keys", entry("a", requests_per_minute=3, tokens_per_minute=1000), entry("b"))
-    client = start(FakeEngine(), api_keys_file=file, metrics_names=True)
-    answers = [ask(client, "a") for _ in range(4)]
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    """An engine, and a client of a gateway with :data:`KEYS` before it."""
+    engine = FakeEngine()
+    file = write(tmp_path_factory.mktemp("keys") / "keys", *(entry(name, **limits) for name, limits in KEYS.items()))
+    with gateways() as start:
+        yield engine, start(engine, api_keys_file=file, metrics_names=True)
+
+
+def test_requests_run_out_and_the_answer_says_when_they_are_back(client: httpx.Client) -> None:
+    answers = [ask(client, "three") for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0", "0"]
     assert [answer.headers["x-ratelimit-remaining-tokens"] for answer in answers[:2]] == ["996", "992"]
@@ -34,69 +52,57 @@ def test_requests_run_out_and_the_answer_says_when_they_are_back(start: Start, t
     assert "3 requests a minute" in refused.json()["error"]["message"]
     assert 18 <= int(refused.headers["retry-after"]) <= 20
     assert 18_000 <= int(refused.headers["retry-after-ms"]) <= 20_000
-    assert metric(client, 'yardstick_limited_total{key="a",limit="requests"}') == 1
-    assert ask(client, "b").status_code == 200, "each key has its own"
-    assert not any(name.startswith("x-ratelimit") for name in ask(client, "b").headers)
+    assert metric(client, 'yardstick_limited_total{key="three",limit="requests"}') == 1
+    assert ask(client, "free").status_code == 200, "each key has its own"
+    assert not any(name.startswith("x-ratelimit") for name in ask(client, "free").headers)
 
 
-def test_items_are_counted_and_a_request_may_be_too_large_for_ever(start: Start, tmp_path: Path) -> None:
-    client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys", entry("a", items_per_minute=4)))
-    assert ask(client, "a").headers["x-ratelimit-remaining-items"] == "2"
-    refused = ask(client, "a", items=[[item] for item in range(5)])
+def test_items_are_counted_and_a_request_may_be_too_large_for_ever(client: httpx.Client) -> None:
+    assert ask(client, "items").headers["x-ratelimit-remaining-items"] == "2"
+    refused = ask(client, "items", items=[[item] for item in range(5)])
     assert refused.status_code == 429
     assert refused.headers["x-should-retry"] == "false"
     assert "retry-after" not in refused.headers
     assert "this request needs 5" in refused.json()["error"]["message"]
-    assert ask(client, "a").status_code == 200, "what was refused cost nothing"
-    assert ask(client, "a").status_code == 429
+    assert ask(client, "items").status_code == 200, "what was refused cost nothing"
+    assert ask(client, "items").status_code == 429
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_charged_as_expected_and_settled_as_used(start: Start, tmp_path: Path, stream: bool) -> None:
-    engine = FakeEngine(says=ids("red"))
-    client = start(engine, api_keys_file=write(tmp_path / "keys", entry("a", tokens_per_minute=1000)))
-    answer = ask(client, "a", "completions", max_tokens=500, stream=stream)
+@pytest.mark.parametrize(("key", "stream"), [("whole", False), ("streamed", True)])
+def test_tokens_are_charged_as_expected_and_settled_as_used(
+    client: httpx.Client, engine: FakeEngine, key: str, stream: bool
+) -> None:
+    engine.says = ids("red")
+    answer = ask(client, key, "completions", max_tokens=500, stream=stream)
     assert answer.headers["x-ratelimit-remaining-tokens"] == str(1000 - 504)
     used = 4 + len(ids("red")) + 1
-    again = ask(client, "a", "completions", max_tokens=500, stream=stream)
+    again = ask(client, key, "completions", max_tokens=500, stream=stream)
     assert int(again.headers["x-ratelimit-remaining-tokens"]) == pytest.approx(1000 - 504 - used, abs=3)
-    assert ask(client, "a", "completions", max_tokens=999).status_code == 429
+    assert ask(client, key, "completions", max_tokens=999).status_code == 429
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    limits = client.post("/v1/chat/completions", json=chat, headers=by("a"))
+    limits = client.post("/v1/chat/completions", json=chat, headers=by(key))
     assert limits.status_code == 429, "an answer without a limit is expected to have 1024 tokens"
 
 
-def test_a_request_that_fails_here_costs_no_tokens(start: Start, tmp_path: Path) -> None:
-    engine = FakeEngine()
-    client = start(engine, api_keys_file=write(tmp_path / "keys", entry("a", tokens_per_minute=1000)))
-    engine.faults.garbage = True
-    assert ask(client, "a").status_code == 502
-    engine.faults.garbage = False
-    assert ask(client, "a").headers["x-ratelimit-remaining-tokens"] == "996"
-
-
-def test_concurrency_is_of_requests_under_way(start: Start, tmp_path: Path) -> None:
-    engine = FakeEngine()
-    client = start(engine, api_keys_file=write(tmp_path / "keys", entry("a", concurrency=2)))
-    engine.faults.delay = 0.5
+def test_concurrency_is_of_requests_under_way(client: httpx.Client, engine: FakeEngine) -> None:
+    key, engine.faults.delay = "two at a time", 0.5
     with ThreadPoolExecutor(4) as pool:
-        statuses = sorted(pool.map(lambda item: ask(client, "a", items=[[item]]).status_code, range(4)))
+        statuses = sorted(pool.map(lambda item: ask(client, key, query=[2], items=[[item]]).status_code, range(4)))
     assert statuses == [200, 200, 429, 429]
     engine.faults.delay = 0
-    assert ask(client, "a", items=[[9]]).status_code == 200
-    with client.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}, headers=by("a")) as answer:
+    assert ask(client, key, query=[2], items=[[9]]).status_code == 200
+    with client.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}, headers=by(key)) as answer:
         assert answer.status_code == 200
-    assert ask(client, "a", items=[[10]]).status_code == 200
+    assert ask(client, key, query=[2], items=[[10]]).status_code == 200
 
 
 @pytest.mark.slow
-def test_the_sdk_waits_as_it_is_told(start: Start, tmp_path: Path) -> None:
-    client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys", entry("a", requests_per_minute=30)))
+def test_the_sdk_waits_as_it_is_told(client: httpx.Client) -> None:
     answers: list[tuple[float, httpx.Response]] = []
     hooks = {"response": [lambda answer: answers.append((time.monotonic(), answer))]}
     with httpx.Client(event_hooks=hooks, timeout=20) as http:
-        sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="a", max_retries=3, http_client=http)
-        while ask(client, "a").status_code == 200:
+        sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="sdk", max_retries=3, http_client=http)
+        while ask(client, "sdk").status_code == 200:
             pass
         sdk.completions.create(model="fake", prompt=[1], max_tokens=1)
         (refused_at, refused), (answered_at, answered) = answers
@@ -134,33 +140,9 @@ def test_models_that_a_key_may_not_use_do_not_exist_for_it(start: Start, tmp_pat
     assert client.get("/v1/models/two", headers=by("b")).status_code == 200
 
 
-def test_an_expired_key_is_told_so(start: Start, tmp_path: Path) -> None:
-    now = datetime.now(UTC)
-    past, future = ((now + timedelta(days=days)).isoformat() for days in (-1, 1))
-    client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys", entry("a", expires=past), entry("b", expires=future)))
-    refused = ask(client, "a")
+def test_an_expired_key_is_told_so(client: httpx.Client) -> None:
+    refused = ask(client, "past")
     assert refused.status_code == 401
     assert refused.json()["error"]["code"] == "api_key_expired"
     assert "expired on" in refused.json()["error"]["message"]
-    assert ask(client, "b").status_code == 200
-
-
-@pytest.mark.slow
-def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    fields = {"requests_per_minute": 5, "tokens_per_minute": 6, "items_per_minute": 7, "concurrency": 8}
-    fields |= {"group": "search", "weight": 2.5, "priority_min": -7, "priority_max": 3}  # type: ignore[dict-item]
-    options = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "yardstick_llm.gateway.cli", "keys", "new"]
-    given = ["ci", "--file", str(file), "--model", "m", "--model", "n", "--expires", "2031-02-03", *options]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
-    (found,) = json.loads(file.read_text())["keys"]
-    expires = datetime.fromisoformat(found.pop("expires"))
-    assert expires == datetime(2031, 2, 3, tzinfo=UTC)
-    secret = entry(done.stdout.strip())["sha256"]
-    assert found == {"name": "ci", "sha256": secret, "models": ["m", "n"], **fields}
-    other = [*command, "x", "--file", str(file)]
-    assert subprocess.run([*other, "--concurrency", "0"], capture_output=True, check=False).returncode == 2
-    refused = subprocess.run([*other, "--priority-min", "101"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "`priority_min` 101 is greater than `priority_max` 100" in refused.stderr
+    assert ask(client, "future").status_code == 200

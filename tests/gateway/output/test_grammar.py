@@ -16,17 +16,7 @@ from yardstick_llm.gateway.output.parser import joined
 
 DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
 ALL, ONE, SEPARATOR, ONE_END, ALL_END = DEEPSEEK
-CONTROLS = [
-    "<end>",
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|python_tag|>",
-    "<think>",
-    "</think>",
-    *DEEPSEEK,
-]
+CONTROLS = ["<end>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", *DEEPSEEK]
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import gateways, metric
+from tests.gateway.conftest import Start, metric
 from tests.gateway.output.test_grammar import accepts
 from tests.processes import wait_until
 from yardstick_llm.gateway.schemas.generation import MAX_ALLOWED_TOKENS
@@ -23,26 +22,6 @@ BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "completions": {"prompt": [5, 6], "max_tokens": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    """An engine that follows grammars, beside one that does not, and a client of the gateway before them."""
-    engine = FakeEngine(capabilities=("score", "generate", "grammar"))
-    other = FakeEngine(model="other", fingerprint="other", capabilities=("score", "generate"))
-    with gateways() as start_gateway:
-        yield engine, start_gateway(engine, other)
-
-
-@pytest.fixture
-def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
-    pair[0].generates.clear()
-    return pair[0]
-
-
-@pytest.fixture
-def client(pair: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
-    return pair[1]
 
 
 def post(client: httpx.Client, path: str = "completions", /, **fields: Any) -> httpx.Response:
@@ -103,8 +82,7 @@ def test_a_long_request_keeps_its_constraint(engine: FakeEngine, client: httpx.C
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None, "structured_outputs": None}],
+    "fields", [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None, "structured_outputs": None}]
 )
 def test_text_is_free(engine: FakeEngine, client: httpx.Client, fields: dict[str, Any]) -> None:
     assert post(client, **fields).status_code == 200
@@ -363,8 +341,8 @@ def test_numbers_that_would_be_rounded_are_refused(client: httpx.Client, schema:
         assert (param, any(reason in message for reason in reasons)) == (name, True), message
 
 
-def test_other_models_refuse(client: httpx.Client) -> None:
-    assert refusal(post(client, model="other", regex="a"))[0] == "model"
+def test_other_models_refuse(start: Start) -> None:
+    assert refusal(post(start(FakeEngine(capabilities=("score", "generate"))), regex="a"))[0] == "model"
 
 
 def test_words_and_tokens_reach_the_engine(engine: FakeEngine, client: httpx.Client) -> None:

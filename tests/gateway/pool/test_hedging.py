@@ -51,7 +51,6 @@ class Fleet:
         return self.model.replicas
 
     async def score(self) -> wire.Scored:
-        """Score :data:`MESSAGE`, first on the first replica."""
 
         async def ask(replica: Replica, _: Stage | None) -> wire.Scored:
             return await replica.client.score(MESSAGE)

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes import FakeEngine, adapter, served
 from tests.processes import until
 from yardstick_llm.engine import wire
-from yardstick_llm.gateway.errors import ModelNotFound, NotReady
+from yardstick_llm.gateway.errors import NotReady
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.pool.client import EngineClient
 from yardstick_llm.gateway.pool.discovery import Endpoint, Source, resolved
@@ -43,10 +43,7 @@ class Told:
 
 @asynccontextmanager
 async def pool_of(
-    *sources: Told,
-    probe_seconds: float = 0.02,
-    silence_seconds: float = 5,
-    startup_seconds: float = 60,
+    *sources: Told, probe_seconds: float = 0.02, silence_seconds: float = 5, startup_seconds: float = 60
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     telemetry = Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
@@ -152,30 +149,11 @@ async def test_the_last_engines_of_a_version_answer_requests_that_were_made_for_
                     await score_with(model, dispatcher)
 
 
-async def test_a_model_is_remembered_while_its_engines_are_away() -> None:
-    source, engine, other = Told(), FakeEngine(), FakeEngine(model="other", fingerprint="2")
-    with served(engine) as one, served(other) as two:
-        async with pool_of(source) as (pool, dispatcher, telemetry):
-            source.say(one)
-            await until(lambda: engines_ready(telemetry) == 1)
-            source.say()
-            await until(lambda: engines_ready(telemetry) == 0)
-            assert [model.name for model in pool.models] == ["fake"]
-            waiting = asyncio.create_task(score(pool, dispatcher))
-            await asyncio.sleep(0.05)
-            source.say(one)
-            await waiting
-            source.say(two)
-            await until(lambda: [model.name for model in pool.models] == ["other"])
-            with pytest.raises(ModelNotFound):
-                pool.model("fake")
-
-
 RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
 
 
-def with_adapters(*adapters: wire.Adapter, names_revisions: bool = True) -> FakeEngine:
-    return FakeEngine(adapters={each.name: each for each in adapters}, names_revisions=names_revisions)
+def with_adapters(*adapters: wire.Adapter) -> FakeEngine:
+    return FakeEngine(adapters={each.name: each for each in adapters})
 
 
 def known(pool: Pool) -> dict[str, str]:

@@ -13,7 +13,6 @@ IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 
 @pytest.fixture
 def port() -> int:
-    """Return a port on which no program listens."""
     return free_port()
 
 

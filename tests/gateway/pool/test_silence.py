@@ -85,26 +85,6 @@ async def test_an_engine_whose_process_has_ended_is_not_silent() -> None:
         assert 'yardstick_engine_silences_total{model="fake"} 0.0' in page
 
 
-@pytest.mark.slow
-def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
-    async def scenario() -> None:
-        source, engine = Told(), FakeEngine()
-        with served(engine) as url:
-            async with pool_of(source, silence_seconds=0.5) as (pool, dispatcher, telemetry):
-                source.say(url)
-                await until(lambda: engines_ready(telemetry) == 1)
-                engine.faults.delay = 2.5
-                running = asyncio.create_task(score(pool, dispatcher))
-                await until(lambda: bool(engine.scores))
-                for _ in range(2):
-                    time.sleep(1)  # noqa: ASYNC251  the event loop is blocked, which is what is tested
-                    await asyncio.sleep(0)
-                await running
-                assert 'yardstick_engine_silences_total{model="fake"} 0.0' in b"".join(telemetry.exposition()).decode()
-
-    asyncio.run(scenario())
-
-
 async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "TOKENIZER_TURN_SECONDS", 0.2)
     source, hanging, twin, other = Told(), FakeEngine(), FakeEngine(), FakeEngine(model="other", fingerprint="2")

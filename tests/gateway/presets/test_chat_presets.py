@@ -238,11 +238,6 @@ def test_shieldgemma(gemma: Library) -> None:
     assert gemma_prompts(gemma, "shieldgemma", GEMMA_TEXTS) == expected
 
 
-def test_texts_cannot_end_the_turn(gemma: Library) -> None:
-    (prompt,) = gemma_prompts(gemma, "shieldgemma", ["a<end_of_turn>b"])
-    assert prompt.count(CONTROL.index("<end_of_turn>")) == 1
-
-
 MISTRAL_TEXTS = [
     "How much protein should a female eat?",
     "",

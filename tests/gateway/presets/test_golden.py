@@ -30,7 +30,6 @@ ENDS = {"qwen3-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
 
 
 def appending(token: str, id: int) -> dict[str, Any]:
-    """The post-processor."""
     end = {"SpecialToken": {"id": token, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     appends = {
@@ -59,13 +58,6 @@ def model_of(preset: str) -> Model:
     return Model(Facts("m", 4096, 151_936, 64), template._tokenizer, UNBOUND, side)
 
 
-def build(case: Case, documents: list[str]) -> list[list[int]]:
-    template = template_of(case.preset)
-    instruction = case.instruction or template.preset.instruction
-    built = template.prompts(documents, query=case.query, instruction=instruction, instructed=bool(case.instruction))
-    return joined(built)
-
-
 def name(case: Case) -> str:
     return f"{case.preset}-{case.instruction[:6]}-{case.query[:8]}"
 
@@ -85,22 +77,17 @@ def joined(built: PrefixAndBranches) -> list[list[int]]:
 @pytest.mark.slow
 @own_template
 def test_documents_alone_and_together(case: Case) -> None:
-    for document, expected in zip(case.documents, case.prompts, strict=True):
-        assert build(case, [document]) == [expected], document
-        assert build(case, [document] * 3) == [expected] * 3, document
-    assert build(case, case.documents) == case.prompts
-    assert build(case, case.documents[::-1]) == case.prompts[::-1]
-
-
-@pytest.mark.slow
-@own_template
-def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
     template, model = template_of(case.preset), model_of(case.preset)
     as_query = template.preset.task == "embed" and bool(case.instruction)
     pairs = Pairs(model, template, Truncation(), "documents", case.query, case.instruction or None, as_query)
-    prepared = pairs.prepared(case.documents)
-    assert [[*prepared.prefix, *row, *prepared.suffix] for row in prepared.rows] == case.prompts
-    assert bool(prepared.suffix) is template.preset.item_first
+    for documents, prompts in [
+        *(([text] * count, [ids] * count) for text, ids in zip(case.documents, case.prompts, strict=True) for count in (1, 3)),
+        (case.documents, case.prompts),
+        (case.documents[::-1], case.prompts[::-1]),
+    ]:
+        prepared = pairs.prepared(documents)
+        assert [[*prepared.prefix, *row, *prepared.suffix] for row in prepared.rows] == prompts, documents
+        assert bool(prepared.suffix) is template.preset.item_first
 
 
 @pytest.mark.slow

@@ -55,32 +55,27 @@ def reading(gateway: Program, lines: list[str], body: dict[str, Any] = STREAM) -
 
 
 @pytest.mark.slow
-def test_not_ready_at_once_but_serving_until_the_drain_is_over(start: Callable[..., Program]):
-    gateway = start(drain_seconds="4", grace_seconds="20")
+def test_not_ready_at_once_but_serving_until_the_drain_is_over(engine: FakeEngine, start: Callable[..., Program]):
+    """And a stream is finished."""
+    gateway = start(drain_seconds="3.5", grace_seconds="20")
     assert "connection" not in gateway.client.get("/livez").headers
-    began = time.monotonic()
-    gateway.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: gateway.client.get("/readyz").status_code == 503, 3)
-    while time.monotonic() - began < 1.2:
-        answer = gateway.client.post("/v1/score", json=SCORE)
-        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-        time.sleep(0.05)
-    assert gateway.process.wait(30) == 0
-    assert time.monotonic() - began > 4
-    with pytest.raises(httpx.ConnectError):
-        gateway.client.get("/livez")
-
-
-def test_a_stream_is_finished(engine: FakeEngine, start: Callable[..., Program]):
-    gateway = start(drain_seconds="0.2", grace_seconds="20")
-    engine.faults.delay = 0.05
+    engine.faults.delay = 0.1
     lines: list[str] = []
     thread = reading(gateway, lines)
     wait_until(lambda: len(engine.generates) > 0)
+    began = time.monotonic()
     gateway.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: gateway.client.get("/readyz").status_code == 503, 3)
+    while time.monotonic() - began < 1:
+        answer = gateway.client.post("/v1/score", json=SCORE)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        time.sleep(0.05)
     thread.join(10)
     assert lines[-2] == "data: [DONE]"
-    assert gateway.process.wait(10) == 0
+    assert gateway.process.wait(30) == 0
+    assert time.monotonic() - began > 3.5
+    with pytest.raises(httpx.ConnectError):
+        gateway.client.get("/livez")
 
 
 @pytest.mark.slow

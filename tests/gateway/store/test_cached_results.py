@@ -35,11 +35,6 @@ def shared(server: RedisServer, request: pytest.FixtureRequest) -> dict[str, Any
     return {"redis_url": server.url, "redis_prefix": f"t{abs(hash(request.node.nodeid))}", "redis_seconds": 1.0}
 
 
-def connected(client: httpx.Client) -> httpx.Client:
-    wait_until(lambda: metric(client, AVAILABLE) == 1)
-    return client
-
-
 def score(client: httpx.Client, items: list[list[int]], **headers: str) -> httpx.Response:
     body = {"query": [1, 2], "items": items, "label_token_ids": [3, 4]}
     answer = client.post("/v1/score", json=body, headers=headers)
@@ -53,7 +48,7 @@ def hits(answer: httpx.Response) -> str:
 
 def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
     engines = FakeEngine(), FakeEngine()
-    first, second = (connected(start(engine, **shared)) for engine in engines)
+    first, second = (start(engine, **shared) for engine in engines)
     answer = score(first, [[5], [6], [5]])
     assert hits(answer) == "0/3"
     wait_until(lambda: metric(first, STORED) == 2)
@@ -69,7 +64,7 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
 def test_a_late_answer_of_redis_is_read_while_no_engine_is_ready(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     """Redis is silent when the request looks up, and there again when it has waited for an engine in vain."""
     engine = FakeEngine()
-    client = connected(start(engine, **shared | {"redis_seconds": 0.1, "wait_seconds": 1.5}))
+    client = start(engine, **shared | {"redis_seconds": 0.1, "wait_seconds": 1.5})
     answer = score(client, [[5], [6]])
     wait_until(lambda: metric(client, STORED) == 2)
     engine.ready = False
@@ -84,15 +79,15 @@ def test_a_late_answer_of_redis_is_read_while_no_engine_is_ready(start: Start, s
 
 
 def test_another_fingerprint_shares_nothing(start: Start, shared: dict[str, Any]) -> None:
-    first = connected(start(FakeEngine(), **shared))
+    first = start(FakeEngine(), **shared)
     score(first, [[5]])
     wait_until(lambda: metric(first, STORED) == 1)
-    assert hits(score(connected(start(FakeEngine(fingerprint="fake-2"), **shared)), [[5]])) == "0/1"
+    assert hits(score(start(FakeEngine(fingerprint="fake-2"), **shared), [[5]])) == "0/1"
 
 
 def test_clients_decide_what_is_kept(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     engine = FakeEngine()
-    client = connected(start(engine, **shared))
+    client = start(engine, **shared)
     with server.client() as redis:
 
         def names() -> list[bytes]:
@@ -110,7 +105,7 @@ def test_clients_decide_what_is_kept(start: Start, shared: dict[str, Any], serve
 
 
 def test_entries_expire_one_after_the_other(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
-    client = connected(start(FakeEngine(), cache_ttl_seconds=100, **shared))
+    client = start(FakeEngine(), cache_ttl_seconds=100, **shared)
     score(client, [[item] for item in range(50)])
     wait_until(lambda: metric(client, STORED) == 50)
     with server.client() as redis:
@@ -119,7 +114,7 @@ def test_entries_expire_one_after_the_other(start: Start, shared: dict[str, Any]
 
 
 def test_what_was_not_written_here_is_a_miss(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
-    client = connected(start(FakeEngine(), **shared))
+    client = start(FakeEngine(), **shared)
     expected = score(client, [[5], [6]]).json()["scores"]
     wait_until(lambda: metric(client, STORED) == 2)
     with server.client() as redis:
@@ -132,7 +127,7 @@ def test_what_was_not_written_here_is_a_miss(start: Start, shared: dict[str, Any
 
 def test_a_full_redis_evicts_and_goes_on(start: Start) -> None:
     with RedisServer.start("--maxmemory", "1500kb", "--maxmemory-policy", "allkeys-lru") as small:
-        client = connected(start(FakeEngine(), redis_url=small.url, redis_seconds=1.0))
+        client = start(FakeEngine(), redis_url=small.url, redis_seconds=1.0)
         with small.client() as redis:
             for place in range(100):
                 score(client, [[1 + place, 1 + item] for item in range(60)])

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric, metrics
-from tests.gateway.store.test_cached_results import AVAILABLE, STORED, connected, hits, score
+from tests.gateway.store.test_cached_results import AVAILABLE, STORED, hits, score
 from tests.processes import wait_until
 from tests.redis import Certificates, RedisServer, cluster
 from yardstick_llm import gateway
@@ -27,10 +27,10 @@ from yardstick_llm import gateway
 def test_tls_with_an_authority_of_ones_own(start: Start, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with RedisServer.start(tls=certificates) as server:
-        client = connected(start(FakeEngine(), redis_url=server.url, redis_ca_file=certificates.ca, redis_seconds=1.0))
+        client = start(FakeEngine(), redis_url=server.url, redis_ca_file=certificates.ca, redis_seconds=1.0)
         score(client, [[5]])
         wait_until(lambda: hits(score(client, [[5]])) == "1/1")
-        stranger = start(FakeEngine(), redis_url=server.url, redis_seconds=1.0)
+        stranger = start(FakeEngine(), finds_redis=False, redis_url=server.url, redis_seconds=1.0)
         assert hits(score(stranger, [[5]])) == "0/1"
         assert metric(stranger, AVAILABLE) == 0, "a certificate that nobody vouches for"
 
@@ -43,7 +43,7 @@ def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Pa
         redis.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *rules.split())
         redis.execute_command("ACL", "SETUSER", "default", "on", "resetpass", ">admin")
         url = server.url.replace("127", "gateway@127")
-        client = connected(start(FakeEngine(), redis_url=url, redis_password_file=file, redis_prefix="ys", redis_seconds=1.0))
+        client = start(FakeEngine(), redis_url=url, redis_password_file=file, redis_prefix="ys", redis_seconds=1.0)
         score(client, [[5]])
         wait_until(lambda: hits(score(client, [[5]])) == "1/1")
         with server.client(password="admin") as admin:
@@ -66,7 +66,7 @@ def test_a_user_with_the_rights_of_the_documentation(start: Start) -> None:
         granted = ["~ys:*", *chain.from_iterable(rights().values())]
         redis.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *granted)
         url = server.url.replace("127", "gateway:one@127")
-        client = connected(start(FakeEngine(), redis_url=url, redis_prefix="ys", redis_seconds=1.0))
+        client = start(FakeEngine(), redis_url=url, redis_prefix="ys", redis_seconds=1.0)
         score(client, [[5]])
         client.put("/v1/catalogues/shop", json={"ttl_seconds": 60}).raise_for_status()
         for text in ("red shoes", "blue shoes"):
@@ -90,7 +90,7 @@ def test_a_user_with_the_rights_of_the_documentation(start: Start) -> None:
 
 def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
     with RedisServer.start("--requirepass", "right") as server:
-        client = start(FakeEngine(), redis_url=server.url.replace("127", ":wrong@127"))
+        client = start(FakeEngine(), finds_redis=False, redis_url=server.url.replace("127", ":wrong@127"))
         score(client, [[5]])
         assert metric(client, AVAILABLE) == 0
 
@@ -99,7 +99,7 @@ def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
 def test_a_cluster(start: Start) -> None:
     with cluster() as servers:
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
-        client = connected(start(FakeEngine(), redis_url=url, redis_seconds=1.0))
+        client = start(FakeEngine(), redis_url=url, redis_seconds=1.0)
         items = [[item] for item in range(1, 31)]
         score(client, items)
         wait_until(lambda: metric(client, STORED) == 30)
@@ -161,7 +161,7 @@ def slow_lookups(client: httpx.Client) -> float:
 def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, how: str) -> None:
     workers = 4
     with RedisServer.start() as server:
-        client = connected(start(FakeEngine(), redis_url=server.url, redis_seconds=LIMIT))
+        client = start(FakeEngine(), redis_url=server.url, redis_seconds=LIMIT)
         load = Load(client)
         with load.running(workers):
             wait_until(lambda: len(load.answers) > 50)
@@ -213,7 +213,7 @@ class Address:
 def test_after_a_failover_connections_to_the_old_primary_are_given_up(start: Start) -> None:
     """It lives on as a replica and answers every PING, but takes no writes; its address leads to the new primary."""
     with RedisServer.start() as old, RedisServer.start() as new, closing(Address(old.port)) as address:
-        client = connected(start(FakeEngine(), redis_url=f"redis://127.0.0.1:{address.port}", redis_seconds=LIMIT))
+        client = start(FakeEngine(), redis_url=f"redis://127.0.0.1:{address.port}", redis_seconds=LIMIT)
         with old.client() as plain:
             plain.replicaof("127.0.0.1", str(new.port))
         address.target = new.port
@@ -229,7 +229,7 @@ def test_after_a_failover_connections_to_the_old_primary_are_given_up(start: Sta
 
 
 def test_a_redis_that_never_was_costs_nothing(start: Start) -> None:
-    client = start(FakeEngine(), redis_url="redis://127.0.0.1:9", redis_seconds=LIMIT)
+    client = start(FakeEngine(), finds_redis=False, redis_url="redis://127.0.0.1:9", redis_seconds=LIMIT)
     for item in range(20):
         score(client, [[1 + item]])
     assert slow_lookups(client) == 0

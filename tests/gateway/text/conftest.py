@@ -84,11 +84,10 @@ def digits() -> tokenizers.Tokenizer:
 CUTTABLE = {
     "gpt2": gpt2,
     "gpt2-split": lambda: split_by(GPT2_SPLIT),
-    "qwen": byte_level,
     "llama3": lambda: split_by(LLAMA3_SPLIT),
     "o200k": lambda: split_by(O200K_SPLIT),
     "digits": digits,
-    "bos": lambda: byte_level_with_bos(),
+    "qwen-bos": byte_level_with_bos,
 }
 """Tokenisers of the structures for which safe cuts are known."""
 
@@ -131,7 +130,6 @@ def sentencepiece_with_bos() -> tokenizers.Tokenizer:
 
 
 FAMILIES = {
-    "byte-level": byte_level,
     "byte-level-bos": byte_level_with_bos,
     "sentencepiece-bos": sentencepiece_with_bos,
     "metaspace": lambda: sentencepiece(metaspace=True),
@@ -173,5 +171,4 @@ def from_library(library: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
-    """The bytes that a token adds to a text."""
     return tokenizer.spellings(skip_special_tokens=False)[id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from yardstick_llm.gateway.text.catalogue import Frame, Template
@@ -22,7 +22,6 @@ texts = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(TEMPLATES), st.lists(texts, min_size=1, max_size=5), texts)
 def test_tokens_are_those_of_the_joined_text(tokenizer: Tokenizer, template: Template, items: list[str], query: str) -> None:
     frame = Frame(template, tokenizer)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
@@ -38,7 +38,6 @@ def cutting(cuttable: Library) -> Tokenizer:
 
 
 @pytest.mark.slow
-@settings(max_examples=settings().max_examples * 6 // 5)
 @given(before=TEXT, text=TEXT, after=TEXT)
 @example(before="", text="a word red", after="")
 @example(before="", text="word red b", after="")

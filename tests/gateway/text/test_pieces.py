@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
@@ -41,7 +41,6 @@ def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2 * settings().max_examples)
 @given(text=TEXT)
 @example(text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
 @example(text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
@@ -54,7 +53,7 @@ def test_ids_are_those_of_the_library(library: Library, tokenizer: Tokenizer, te
 
 @pytest.mark.slow
 def test_characters_have_the_ids_of_the_library(library: Library, tokenizer: Tokenizer) -> None:
-    texts = [IN_CONTEXTS.format(char) for char in module._safe_characters()[::9]]
+    texts = [IN_CONTEXTS.format(char) for char in module._safe_characters()[::19]]
     texts = ["".join(texts[place : place + 50]) for place in range(0, len(texts), 50)]
     expected = [encoding.ids for encoding in library.encode_batch(texts, add_special_tokens=False)]
     found = [by_pieces(tokenizer, text) for text in texts]
@@ -71,7 +70,6 @@ def test_prose_is_read_by_pieces(library: Library, tokenizer: Tokenizer) -> None
     ]
 
 
-@settings(max_examples=2 * settings().max_examples)
 @given(parts=st.lists(st.sampled_from(SAID), max_size=9))
 def test_conversations_are_divided_at_control_tokens(parts: list[str]) -> None:
     tokenizer, library = QWEN

@@ -118,7 +118,7 @@ def test_an_urgent_request_overtakes_a_running_one_of_its_key(pod: Pod, gateway:
     def running() -> bool:
         return "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text
 
-    large = [[3 + (11 * item + 17 * place) % 200 for place in range(60)] for item in range(800)]
+    large = [[3 + (11 * item + 17 * place) % 200 for place in range(60)] for item in range(400)]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, large, 0)
         wait_until(running, seconds=60)
@@ -223,7 +223,7 @@ def test_a_target_holds_at_every_temperature(demo: Program):
     ask = {"model": "demo", "prompt": "Describe: red shoes\n", "max_tokens": 200}
     for guide in ({"target_length": 40}, {"target_length": 40, "constraint": "ge"}, {"target_length": 9, "constraint": "le"}):
         texts = {}
-        for temperature in (0, 0.001, 0.01, 0.3, 1, 1.5):
+        for temperature in (0, 0.01, 1.5):
             body = ask | {"temperature": temperature, "length_guidance": guide}
             (choice,) = demo.client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
             texts[temperature] = choice["text"]

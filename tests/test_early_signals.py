@@ -27,8 +27,10 @@ PROGRAMS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [("gateway", signal.SIGTERM), ("gateway", signal.SIGINT), ("engine", signal.SIGTERM), ("serve", signal.SIGINT)],
+)
 def test_a_signal_during_the_imports_ends_a_server_quietly(program: str, number: signal.Signals) -> None:
     command = [sys.executable, "-m", *PROGRAMS[program], "--port", str(free_port())]
     with as_in_production():

@@ -21,7 +21,7 @@ WAIT = 0.5
 """Seconds that the engine lets a request be queued for."""
 SOON = 2.5
 """Seconds after which an answer is of no use."""
-SECONDS = 6
+SECONDS = 4
 MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 SCORE = ("vocab_size=250", "query_length=20", "item_length=30", "items=10")
 
@@ -48,7 +48,7 @@ def drive(gateway: Program, *settings: str) -> Results:
     workload = [f"workloads[0].{setting}" for setting in SCORE]
     given = [
         f"duration_s={SECONDS}",
-        "warmup_s=2",
+        "warmup_s=1",
         f"target.url={gateway.url}",
         f"objectives=['max <= {SOON}s']",
         "target.cache=false",

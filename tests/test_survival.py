@@ -153,11 +153,11 @@ def test_no_score_fails(fleet: Fleet) -> None:
         asking = [threads.submit(ask, client) for client in range(4)]
         try:
             for place in (0, 1):
-                time.sleep(1)
+                time.sleep(0.5)
                 fleet.kill(place)
-                time.sleep(1)
+                time.sleep(0.5)
                 fleet.revive(place)
-            time.sleep(1)
+            time.sleep(0.5)
         finally:
             ended.set()
         for each in asking:

@@ -87,8 +87,7 @@ def check(calls: Any, names: list[str]) -> None:
 FIELDS: dict[str, Any] = {"max_tokens": 250, "temperature": 1.5, "reasoning_effort": "none", "seed": 1}
 
 
-@pytest.mark.parametrize("served", ["client", pytest.param("mistral", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("served", "parallel"), [("client", False), ("client", True), ("mistral", True)])
 def test_required_calls_are_valid(served: str, parallel: bool, request: pytest.FixtureRequest) -> None:
     client: openai.OpenAI = request.getfixturevalue(served)
     model = "hermes" if served == "client" else "mistral_named"

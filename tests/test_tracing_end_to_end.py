@@ -85,11 +85,10 @@ def test_a_stream_has_prefill_and_decode(gateway: Program, collector: Collector)
     assert named(spans, "POST /v1/completions").attributes["gen_ai.usage.output_tokens"] == 60
 
 
-@pytest.mark.slow
 def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of the tests that share the engines."""
     trace_id, headers = sampled()
-    with gateway.client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 1500}, headers=headers) as response:
+    with gateway.client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 600}, headers=headers) as response:
         lines = response.iter_lines()
         next(lines)
         (busy,) = [pod for pod in pods if "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text]
@@ -104,7 +103,6 @@ def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], col
     assert not named(spans, "POST /v1/completions").failed
 
 
-@pytest.mark.slow
 def test_programs_end_in_time_before_a_silent_collector(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of all."""
     (pod,) = [pod for pod in pods if pod.process.poll() is None]

@@ -31,7 +31,7 @@ SECONDS_PER_TOKEN = 0.002
 TOKENS = 200
 MISS = 0.75 * SECONDS_PER_TOKEN * TOKENS
 """Seconds that a prompt takes at least that is in no cache."""
-VOCABULARY = range(10, 40)
+VOCABULARY = range(10, 20)
 """Tokens that a secret may consist of."""
 
 prompts = (random.Random(seed).choices(range(1, 300), k=TOKENS) for seed in count())

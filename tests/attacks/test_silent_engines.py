@@ -162,7 +162,7 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
             wait_until(lambda: load.in_the_middle, 60)
             with stopped(STOPPED[which](pods[0])):
                 wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 1, LONGEST_GAP)
-                time.sleep(3)
+                time.sleep(1)
                 assert metric_of(gateway, f'yardstick_engine_requests_in_flight{{engine="{pods[0].url}",model="tiny"}}') == 0
             wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 2)
             steps = pods[0].read("/stats", wire.Stats).steps
@@ -234,14 +234,12 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
 @pytest.mark.waits
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
-    model = make_checkpoint(
-        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12
-    )
-    pod = Pod(model, "--name", "slow", "--threads", "1")
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 12}
+    pod = Pod(make_checkpoint(tmp_path, "qwen3", **shape), "--name", "slow", "--threads", "1", "--max-batched-tokens", "6144")
     try:
         pod.wait_ready()
         with before(pod) as gateway:
-            body = {"query": [5] * 1000, "items": [[9] * 1000], "label_token_ids": [3]}
+            body = {"query": [5] * 100, "items": [[item] * 1000 for item in range(9, 14)], "label_token_ids": [3]}
             with ThreadPoolExecutor(2) as threads:
                 asking = [threads.submit(gateway.client.post, "/v1/score", json=body, headers=FRESH) for _ in range(2)]
                 longest = 0.0
@@ -265,7 +263,7 @@ def test_a_gateway_that_was_stopped_itself_blames_no_engine(pods: list[Pod]) -> 
             time.sleep(0.5)
             with stopped([gateway.process.pid]):
                 time.sleep(4)
-            time.sleep(2)
+            time.sleep(1)
         assert load.streamed > 0
         assert total_of(gateway, "yardstick_engine_silences_total") == 0
         assert metric_of(gateway, "yardstick_engines_ready") == 2

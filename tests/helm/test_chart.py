@@ -41,7 +41,7 @@ from yardstick_llm.gateway.settings import PREFIX, Settings
 from yardstick_llm.gateway.workers.queue import Capacity
 from yardstick_llm.gateway.workers.workers import Workers
 
-VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
+VERSIONS = ("v1.25.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet"}
 """Kinds that are not Kubernetes's own; ``tests/clients/test_manifests.py`` validates them."""
 POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
@@ -68,7 +68,7 @@ def test_helm_has_nothing_to_say_about_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [*[pytest.param(old, marks=pytest.mark.slow) for old in VERSIONS[:-1]], VERSIONS[-1]])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("values", SETS.values(), ids=SETS)
 def test_kubernetes_takes_it(values: Values, version: str):
     for manifest in manifests(values, version):

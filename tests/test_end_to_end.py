@@ -138,23 +138,6 @@ def test_chat_is_what_transformers_writes(gateway: Program, reference):
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-@torch.inference_mode()
-def test_likelihoods_as_lm_eval_asks_for_them(gateway: Program, reference):
-    decoder, tokenizer = reference
-    text = "the red shoes, the blue shoes"
-    answer = post(gateway, "/v1/completions", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0)
-    ids = tokenizer(text).input_ids
-    rows = decoder(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(rows[at, token]) for at, token in enumerate(ids[1:])]
-    logprobs = answer["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"][0] is None
-    assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
-    assert "".join(logprobs["tokens"]) == answer["choices"][0]["text"] == text
-    greedy = [row.argmax().item() == token for row, token in zip(rows, ids[1:], strict=False)]
-    tops = [max(top, key=top.get) for top in logprobs["top_logprobs"][1:]]
-    assert [top == token for top, token in zip(tops, logprobs["tokens"][1:], strict=True)] == greedy
-
-
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
     """A gateway before the demo models, the length model among them."""
@@ -307,12 +290,3 @@ def test_json_objects_and_choices_on_completions(client: openai.OpenAI) -> None:
     assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)
     chosen = client.completions.create(model="tiny", prompt="a", extra_body={"guided_choice": ["Yes", "No"]}, n=8)
     assert {choice.text for choice in chosen.choices} <= {"Yes", "No"}
-
-
-def test_words_that_must_not_occur(client: openai.OpenAI) -> None:
-    free: Any = {"model": "tiny", "prompt": "the", "seed": 2, "max_tokens": 60, "extra_body": {"allowed_token_ids": [67, 68]}}
-    before = client.completions.create(**free).choices[0].text
-    assert set(before) == {"a", "b"}
-    free["extra_body"] |= {"bad_words": ["ab"]}
-    assert "ab" in before
-    assert "ab" not in client.completions.create(**free).choices[0].text

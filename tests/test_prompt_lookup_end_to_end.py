@@ -20,8 +20,6 @@ PROMPT = "the red shoes, the blue shoes, the red shoes, the"
 BIAS = {"262": 6.0, "266": 6.0, "15": 4.0}
 """Makes a model with random weights repeat some tokens, so that drafts are right now and then."""
 REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "drawn": {"temperature": 0.7, "seed": 3, "top_p": 0.9},
     "penalties": {"temperature": 0.5, "seed": 4, "frequency_penalty": 0.2},
     "several": {"temperature": 0.6, "seed": 5, "n": 3},
 }

@@ -235,11 +235,11 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
     shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 12}
-    pod = Pod(make_checkpoint(tmp_path, "qwen3", **shape), "--name", "slow", "--threads", "1", "--max-batched-tokens", "6144")
+    pod = Pod(make_checkpoint(tmp_path, "qwen3", **shape), "--name", "slow", "--threads", "1", "--max-batched-tokens", "9216")
     try:
         pod.wait_ready()
         with before(pod) as gateway:
-            body = {"query": [5] * 100, "items": [[item] * 1000 for item in range(9, 14)], "label_token_ids": [3]}
+            body = {"query": [5] * 100, "items": [[item] * 1000 for item in range(9, 17)], "label_token_ids": [3]}
             with ThreadPoolExecutor(2) as threads:
                 asking = [threads.submit(gateway.client.post, "/v1/score", json=body, headers=FRESH) for _ in range(2)]
                 longest = 0.0

@@ -149,13 +149,6 @@ def test_snippets_run(demo: Program, snippet: Snippet) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_example_of_structured_output_always_ends(demo: Program) -> None:
-    (first,) = [snippet for snippet in RUN if "class Shoe" in snippet.text]
-    for _ in range(5):
-        test_snippets_run(demo, first)
-
-
-@pytest.mark.slow
 def test_the_examples_of_the_schema_are_answered(demo: Program) -> None:
     """Those of the demo model's endpoints by it, the others by fake engines of the kind that they need."""
     paths = demo.client.get("/schema/openapi.json").raise_for_status().json()["paths"]

@@ -15,6 +15,7 @@ from tests.gguf_files import SHAPE, write_gguf
 from tests.processes import Pod, Program
 from yardstick_llm.engine import wire
 
+
 @contextmanager
 def serving(path: Path, *arguments: str) -> Iterator[tuple[Pod, Program]]:
     pod = Pod(path, *arguments)
@@ -47,9 +48,9 @@ def test_a_small_file_is_served_by_its_name(tmp_path: Path):
 
 @pytest.mark.slow
 def test_smollm2_knows_the_capital_of_france():
-    """Golden text and log-probabilities of transformers 5.23 on the dequantised file, which takes 15 s to read it; the engine's layers
-    multiply with the file's codes."""
-    with serving(weights.smollm2(), "--dtype", "float32", "--dequantize", "off") as (pod, gateway):
+    """Golden text and log-probabilities of transformers 5.23, which takes 15 s to read the file, on its dequantised weights. The
+    engine's layers multiply with its codes."""
+    with serving(weights.smollm2(), "--dtype", "float32", "--dequantize", "off", "--max-total-tokens", "8192") as (pod, gateway):
         assert "codes of gguf" in pod.read("/info", wire.Info).arithmetic
         question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
         asked = {"messages": question, "temperature": 0, "max_tokens": 12, "logprobs": True}

@@ -25,7 +25,7 @@ KINDS = ["shoes", "jacket", "tent", "scarf", "backpack", "boots", "gloves", "hat
 
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[Program]:
-    pod = Pod(model, "--name", "demo", *arguments).wait_ready()
+    pod = Pod(model, "--name", "demo", "--max-total-tokens", "16384", *arguments).wait_ready()
     gateway = Program("gateway", "--engine", pod.url)
     yield gateway.wait_ready()
     gateway.close()

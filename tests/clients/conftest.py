@@ -43,7 +43,7 @@ def embedder() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Program]:
     """A gateway before an engine with the demo model in float32, named ``yardstick-demo``."""
-    pod = Pod(MODELS / "base", "--name", "yardstick-demo", "--dtype", "float32")
+    pod = Pod(MODELS / "base", "--name", "yardstick-demo", "--dtype", "float32", "--max-total-tokens", "16384")
     try:
         gateway = Program("gateway", "--engine", pod.wait_ready().url)
         yield gateway.wait_ready()

@@ -123,7 +123,7 @@ RUN = [snippet for snippet in ALL if not reasons_of(snippet)]
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
     """A gateway before an engine with the demo models, as ``yardstick serve`` starts them."""
-    pod = Pod(MODELS / "base", "--lenvm-model", str(MODELS / "lenvm"), "--name", "yardstick-demo")
+    pod = Pod(MODELS / "base", "--lenvm-model", str(MODELS / "lenvm"), "--name", "yardstick-demo", "--max-total-tokens", "16384")
     try:
         gateway = Program("gateway", "--engine", pod.wait_ready().url)
         yield gateway.wait_ready()

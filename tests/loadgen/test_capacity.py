@@ -73,13 +73,14 @@ async def cpu_of_a_request(port: int) -> float:
 @pytest.mark.alone
 @pytest.mark.slow
 def test_a_request_takes_little_time_of_a_core() -> None:
-    """Requests of ten items of 180 tokens, Poisson. The best of several tries counts."""
+    """Requests of ten items of 180 tokens, Poisson. One of three tries counts."""
     command = [sys.executable, "-m", "tests.loadgen.test_capacity"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stub:
         assert stub.stdout is not None
         port = int(stub.stdout.readline())
         try:
-            assert min(uvloop.run(cpu_of_a_request(port)) for _ in range(3)) <= TURNS_LIMIT * turn_seconds()
+            limit = TURNS_LIMIT * turn_seconds()
+            assert any(uvloop.run(cpu_of_a_request(port)) <= limit for _ in range(3))
         finally:
             stub.kill()
 

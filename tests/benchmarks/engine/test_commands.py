@@ -39,7 +39,7 @@ def bench(*arguments: str) -> dict:
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_the_engine_beats_transformers():
-    summary = bench("score", "--repeats", "3")
+    summary = bench("score", "--repeats", "1")
     assert summary["largest_difference"] <= 1e-4
     assert summary["ratio"] >= 1.2, "docs/benchmarks has the ratio of a quiet machine; this is a bound that a busy one holds too"
 

@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def server() -> Iterator[Program]:
     """A gateway before the three models of the page."""
     names = {"all-MiniLM-L6-v2": weights.minilm(), "SmolLM2-135M-Instruct": weights.smollm2(), "yardstick-demo": MODELS / "base"}
-    pods = [Pod(path, "--name", name) for name, path in names.items()]
+    pods = [Pod(path, "--name", name, "--max-total-tokens", "16384") for name, path in names.items()]
     try:
         gateway = Program("gateway", *[argument for pod in pods for argument in ("--engine", pod.wait_ready().url)])
         gateway.wait_ready()

@@ -53,7 +53,7 @@ def test_a_length_model_is_made_and_served(tmp_path: Path) -> None:
         given = ("--base-url", gateway.url, "--out", data, "--prompts", prompts, "--max-tokens", 250, "--samples", 3)
         given += ("--test-share", 0.2, "--validation-share", 0.2, "--stray", 0.1, "--concurrency", 16)
         yardstick("sample", *given)
-    yardstick("train", "--data", data, "--init", base, "--out", model, "--lr", 1e-3, "--epochs", 6, "--tokens-per-step", 1500)
+    yardstick("train", "--data", data, "--init", base, "--out", model, "--lr", 1e-3, "--epochs", 3, "--tokens-per-step", 1500)
     facts = json.loads((model / "lenvm.json").read_text())
     history = facts["training"]["history"]
     assert min(each["loss"] for each in history) < history[0]["loss"] - 0.01

@@ -126,7 +126,7 @@ def test_ray_data_adds_the_scores_on_one_cpu(server: Program, folder: Path, tmp_
 
 def test_a_student_learns_the_order_of_its_teacher(server: Program, folder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:600]))
+    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:360]))
     script = ROOT / "examples" / "recipes" / "distil.py"
     command = [str(python_environment("sentence") / "bin" / "python"), "-W", "ignore", str(script), str(pairs), "--url", server.url]
     student = tmp_path / "student"

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests import weights
 from tests.clients.environments import run_client
 from tests.encoders import add_module, load_reference, make_encoder
 from tests.gateway.api.test_encoders import bert
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -60,14 +61,22 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def gateway(cross: Path) -> Iterator[Program]:
-    """A gateway before both models."""
-    pods = [Pod(weights.minilm(), "--name", "minilm"), Pod(cross, "--name", "cross")]
+@contextmanager
+def serving(models: dict[str, Path]) -> Iterator[Program]:
+    """A gateway before ``models``."""
+    pods = [Pod(folder, "--name", name) for name, folder in models.items()]
     gateway = Program("gateway", *(word for pod in pods for word in ("--engine", pod.wait_ready().url)))
-    yield gateway.wait_ready()
+    gateway.wait_ready()
+    wait_until(lambda: len(gateway.client.get("/v1/models").json()["data"]) == len(models))
+    yield gateway
     for program in (gateway, *pods):
         program.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(cross: Path) -> Iterator[Program]:
+    with serving({"minilm": weights.minilm(), "cross": cross}) as gateway:
+        yield gateway
 
 
 def post(gateway: Program, path: str, **body: Any) -> Any:
@@ -148,50 +157,20 @@ QUERY, DOCUMENTS = "What is red?", ["Red running shoes.", "", "Blue, blue table?
 SIZE, QUERY_LENGTH, DOCUMENT_LENGTH = 16, 24, 40
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Path, Path]]:
-    """A gateway before a SPLADE and a ColBERT model with random weights, and their folders."""
-    sparse = make_encoder(tmp_path_factory.mktemp("splade"), "bert", "masked")
-    late = make_encoder(tmp_path_factory.mktemp("colbert"), "bert")
-    library = tokenizers.Tokenizer.from_str(bert())
-    (sparse / "tokenizer.json").write_text(library.to_str())
+@torch.inference_mode()
+def test_ranks_by_token_vectors_are_those_of_pylate(tmp_path: Path) -> None:
+    """PyLate's default: the tokens that fill up a query see its others, and are seen by none."""
+    folder, library = make_encoder(tmp_path, "bert"), tokenizers.Tokenizer.from_str(bert())
     library.add_tokens(["[Q] ", "[D] "])
-    (late / "tokenizer.json").write_text(library.to_str())
-    (late / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
+    (folder / "tokenizer.json").write_text(library.to_str())
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
     weight = torch.randn(SIZE, 64, generator=torch.Generator().manual_seed(3)) / 8
     dense = {"in_features": 64, "out_features": SIZE, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
-    add_module(late, "Dense", dense, {"linear.weight": weight})
+    add_module(folder, "Dense", dense, {"linear.weight": weight})
     config = {"query_length": QUERY_LENGTH, "document_length": DOCUMENT_LENGTH, "similarity_fn_name": "MaxSim"}
-    (late / "config_sentence_transformers.json").write_text(json.dumps(config))
-    pods = [Pod(sparse, "--name", "splade"), Pod(late, "--name", "colbert")]
-    gateway = Program("gateway", *(word for pod in pods for word in ("--engine", pod.wait_ready().url)))
-    yield gateway.wait_ready(), sparse, late
-    for program in (gateway, *pods):
-        program.close()
-
-
-@torch.inference_mode()
-def test_sparse_embeddings_are_those_of_splade(several: tuple[Program, Path, Path]) -> None:
-    gateway, folder, _ = several
-    model, library = load_reference(folder, "bert", "masked"), tokenizers.Tokenizer.from_str(bert())
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
+    model = load_reference(folder, "bert", "embed")
     library.no_padding()
-    library.enable_truncation(128)
-    found = post(gateway, "/embed_sparse", model="splade", inputs=DOCUMENTS)
-    for text, row in zip(DOCUMENTS, found, strict=True):
-        logits = model(torch.tensor([library.encode(text).ids])).logits[0]
-        wanted = logits.relu().log1p().max(dim=0).values
-        assert [each["index"] for each in row] == wanted.nonzero().flatten().tolist()
-        assert [each["value"] for each in row] == pytest.approx(wanted[wanted > 0].tolist(), abs=1e-4)
-    assert post(gateway, "/embed_sparse", model="splade", inputs=DOCUMENTS) == found, "from the cache"
-
-
-@torch.inference_mode()
-def test_ranks_by_token_vectors_are_those_of_pylate(several: tuple[Program, Path, Path]) -> None:
-    """PyLate's default: the tokens that fill up a query see its others, and are seen by none."""
-    gateway, _, folder = several
-    model, library = load_reference(folder, "bert", "embed"), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    library.no_padding()
-    weight = torch.load(next(folder.glob("*_Dense/pytorch_model.bin")))["linear.weight"]
     skipped = {library.token_to_id(mark) for mark in ".,?!:;"}
 
     def vectors(text: str, mark: str, most: int, *, fill: bool) -> torch.Tensor:
@@ -207,11 +186,12 @@ def test_ranks_by_token_vectors_are_those_of_pylate(several: tuple[Program, Path
     query = vectors(QUERY, "[Q] ", QUERY_LENGTH, fill=True)
     documents = [vectors(text, "[D] ", DOCUMENT_LENGTH, fill=False) for text in DOCUMENTS]
     wanted = [(query @ document.T).max(dim=1).values.sum().item() for document in documents]
-    ranked = post(gateway, "/v1/rerank", model="colbert", query=QUERY, documents=DOCUMENTS)
-    assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == pytest.approx(
-        dict(enumerate(wanted)), abs=1e-4
-    )
+    with serving({"colbert": folder}) as gateway:
+        ranked = post(gateway, "/v1/rerank", model="colbert", query=QUERY, documents=DOCUMENTS)
+        body = {"model": "colbert", "input": DOCUMENTS, "input_type": "document", "embedding_type": "multi"}
+        embedded = post(gateway, "/v1/embeddings", **body)["data"]
+    scores = {each["index"]: each["relevance_score"] for each in ranked["results"]}
+    assert scores == pytest.approx(dict(enumerate(wanted)), abs=1e-4)
     assert ranked["meta"]["truncated"] == [2]
-    body = {"model": "colbert", "input": DOCUMENTS, "input_type": "document", "embedding_type": "multi"}
-    for entry, document in zip(post(gateway, "/v1/embeddings", **body)["data"], documents, strict=True):
+    for entry, document in zip(embedded, documents, strict=True):
         torch.testing.assert_close(torch.tensor(entry["embedding"]), document, atol=1e-4, rtol=1e-4)

@@ -39,17 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Fleet:
     """Two engines and a gateway."""
 
-    def __init__(self, model: Path, **environment: str) -> None:
+    def __init__(self, model: Path) -> None:
         self.model = model
         self.pods = [self.pod() for _ in range(2)]
         for pod in self.pods:
             pod.wait_ready()
         entries = [argument for pod in self.pods for argument in ("--engine", pod.url)]
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            self.gateway = Program("gateway", *entries)
-        self.gateway.wait_ready()
+        self.gateway = Program("gateway", *entries).wait_ready()
         self.wait_for(2)
 
     def pod(self, port: int | None = None) -> Pod:

@@ -49,13 +49,8 @@ def with_template(directory: Path, template: str, added: list[str], *, special: 
 
 def serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
     """Serve a model with random weights in a gateway and an engine, and yield a client."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # threads of the engine that wait for others slow a busy machine down
-        yield from _serve(directory, name, template, special=special)
-
-
-def _serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
-    pod = Pod(with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special), "--name", name)
+    model = with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special)
+    pod = Pod(model, "--name", name, "--threads", "1")  # threads of the engine that wait for others slow a busy machine down
     gateway = Program("gateway", "--engine", pod.url)
     try:
         pod.wait_ready()

@@ -36,12 +36,7 @@ from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.process.signals import ending_with
 
 _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
-_COMMANDS = (
-    "rich.progress",
-    "typer",
-    "yardstick_llm.gateway.commands.serve",
-    "yardstick_llm.gateway.commands.runner",
-)
+_COMMANDS = ("rich.progress", "typer", "yardstick_llm.gateway.commands.serve", "yardstick_llm.gateway.commands.runner")
 _ENGINE = (
     "yardstick_llm.engine.server.options",
     "yardstick_llm.engine.server.app",

@@ -53,14 +53,8 @@ NOT_RUN = {
     ("docs/models.md", "--lora support"): "names models of the reader",
     ("docs/models.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
     ("docs/models.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
-    (
-        "docs/offline.md",
-        "--input pairs.jsonl",
-    ): "names files of the reader; tests/gateway/commands runs the commands",
-    (
-        "docs/offline.md",
-        "--items items.txt",
-    ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
+    ("docs/offline.md", "--input pairs.jsonl"): "names files of the reader; tests/gateway/commands runs the commands",
+    ("docs/offline.md", "--items items.txt"): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
     ("docs/offline.md", "recipes/ray_data.py"): "names a bucket of the reader; tests/examples/recipes runs the command",
     ("docs/generation.md", "examples.thinking_model"): LONG_WORK,
     ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/api/test_tools_api.py calls them",

@@ -134,11 +134,7 @@ EVERYTHING: Values = {
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}], "watch": True},
     "tracing": {"endpoint": "http://collector.observability:4318", "ratio": 0.1, "headersSecret": "collector"},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
-    "loadTest": {
-        "enabled": True,
-        "workers": 4,
-        "results": {"existingClaim": "results"},
-    },
+    "loadTest": {"enabled": True, "workers": 4, "results": {"existingClaim": "results"}},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "rules": {

@@ -205,11 +205,7 @@ TESTS = [
     slow("quick scores", times(SECONDS, 1, route="/v1/score")),
     slow(
         "slow scores, embeddings and texts",
-        [
-            *times(SECONDS, 5, route="/v1/score"),
-            *times(SECONDS, 5, route="/v1/embeddings"),
-            *times(SECONDS, 10, route="/tokenize"),
-        ],
+        [*times(SECONDS, 5, route="/v1/score"), *times(SECONDS, 5, route="/v1/embeddings"), *times(SECONDS, 10, route="/tokenize")],
         "/tokenize",
         "/v1/embeddings",
         "/v1/score",
@@ -474,11 +470,7 @@ ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
         pytest.param(1, [], {"1m": None}, id="no series is no idle pool"),
         pytest.param(
             1,
-            [
-                IDLE,
-                gauge("yardstick_engine_requests_running", ENGINE, 30),
-                gauge("yardstick_engine_requests_waiting", ENGINE, 12),
-            ],
+            [IDLE, gauge("yardstick_engine_requests_running", ENGINE, 30), gauge("yardstick_engine_requests_waiting", ENGINE, 12)],
             {"1m": 42},
             id="requests of engines",
         ),

@@ -114,10 +114,7 @@ def test_the_schema_refuses(values: Values, words: str):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"engine": {"enabled": False}}, "there is no engine"),
-        ({"auth": {"generateFirstKey": False}}, "there is no API key"),
-    ],
+    [({"engine": {"enabled": False}}, "there is no engine"), ({"auth": {"generateFirstKey": False}}, "there is no API key")],
 )
 def test_what_cannot_work_is_refused_in_words(values: Values, words: str):
     with pytest.raises(helm().HelmError, match=words):

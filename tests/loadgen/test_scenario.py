@@ -77,11 +77,7 @@ def test_stages_set_the_duration(tmp_path: Path) -> None:
     assert load(write(tmp_path, text), ["duration_s=20"]).duration_s == 20
     assert load(write(tmp_path, text), ["warmup_s=50"]).warmup_s == 50
     assert load(None, _stages("10:30s, 0:1m,2.5:1.5s")) == load(
-        None,
-        [
-            "arrivals.kind=stages",
-            "arrivals.stages=[{rate=10, seconds=30}, {rate=0, seconds=60}, {rate=2.5, seconds=1.5}]",
-        ],
+        None, ["arrivals.kind=stages", "arrivals.stages=[{rate=10, seconds=30}, {rate=0, seconds=60}, {rate=2.5, seconds=1.5}]"]
     )
     for wrong in ("10", "10:30", "10:30s,", "-1:5s", "nan:5s", "1:5h"):
         with pytest.raises(LoadError, match="write it as RATE:TIME"):

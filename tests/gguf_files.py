@@ -93,7 +93,6 @@ def write_out(writer: gguf.GGUFWriter) -> None:
 
 
 def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The keys that decoders and encoders have."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

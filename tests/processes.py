@@ -105,7 +105,6 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: fl
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """:func:`wait_until` on an event loop."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what is waited for sets no event
             await asyncio.sleep(0.01)

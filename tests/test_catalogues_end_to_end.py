@@ -38,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pods(model: Path) -> Iterator[list[Pod]]:
-    """Two engines."""
     pods = [Pod(model, "--name", "tiny") for _ in range(2)]
     for pod in pods:
         pod.wait_ready()

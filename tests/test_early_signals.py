@@ -61,7 +61,6 @@ def test_ctrl_c_ends_an_engine_that_loads(seconds: float) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
     (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(mask, 16) >> (number - 1) & 1)
 

@@ -63,7 +63,6 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(models: dict[str, Path]) -> Iterator[Program]:
-    """A gateway before ``models``."""
     pods = [Pod(folder, "--name", name) for name, folder in models.items()]
     gateway = Program("gateway", *(word for pod in pods for word in ("--engine", pod.wait_ready().url)))
     gateway.wait_ready()

@@ -140,7 +140,6 @@ def test_chat_is_what_transformers_writes(gateway: Program, reference):
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
-    """A gateway before the demo models, the length model among them."""
     pod = Pod(MODELS / "base", "--name", "demo", "--lenvm-model", str(MODELS / "lenvm"), "--max-total-tokens", "16384").wait_ready()
     gateway = Program("gateway", "--engine", pod.url)
     yield gateway.wait_ready()

@@ -33,7 +33,6 @@ def serving(model: Path, *arguments: str) -> Iterator[Program]:
 
 
 def yardstick(*arguments: object) -> str:
-    """What a command prints."""
     command = [sys.executable, "-m", "yardstick_llm.gateway.cli", "lenvm", *map(str, arguments)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=250, check=False)

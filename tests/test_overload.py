@@ -57,7 +57,6 @@ def drive(gateway: Program, *settings: str) -> Results:
 
 
 def memory(program: Program) -> float:
-    """Memory of the process that serves HTTP, in MiB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{program.process.pid}/status").read_text())[1]) / 1024
 
 

@@ -45,12 +45,10 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def choices(answer: Any) -> list[tuple[str, list[str]]]:
-    """Text and tokens of each choice."""
     return [(choice["text"], choice["logprobs"]["tokens"]) for choice in by_index(answer)]
 
 
 def logprobs(answer: Any) -> list[float]:
-    """Return the log-probabilities of the tokens of all choices."""
     return [value for choice in by_index(answer) for value in choice["logprobs"]["token_logprobs"]]
 
 

@@ -37,8 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fleet:
-    """Two engines and a gateway."""
-
     def __init__(self, model: Path) -> None:
         self.model = model
         self.pods = [self.pod() for _ in range(2)]
@@ -67,7 +65,6 @@ class Fleet:
         wait_until(lambda: f"yardstick_engines_ready {count}.0" in self.gateway.client.get("/metrics").text, 30)
 
     def running(self) -> int:
-        """Which engine has a request."""
         lines = self.gateway.client.get("/metrics").text.splitlines()
         loads = {
             line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith("yardstick_engine_requests_in_flight{")

@@ -47,7 +47,6 @@ class Reference:
 
     @torch.inference_mode()
     def probabilities(self, parts: list[Part], labels: list[int]) -> list[float]:
-        """Probabilities of ``labels`` after the parts."""
         return self.model(**self.inputs(parts)).logits[0, -1].softmax(-1)[labels].tolist()
 
     @torch.inference_mode()

@@ -57,7 +57,6 @@ def large_engine(**changes: Any) -> FakeEngine:
 
 
 def python_seconds() -> float:
-    """CPU time of a fixed piece of work."""
     began = time.thread_time()
     table: dict[int, list[str]] = {}
     for place in range(50_000):
@@ -329,7 +328,6 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Site]:
-    """A gateway with a good model and one for each hostile template."""
     bad = [large_engine(model=name, fingerprint=name, template=template) for name, template in TEMPLATES.items()]
     site = Site(large_engine(), *bad, YARDSTICK_TEXT_SECONDS="4", TUNED='{"template_seconds": 0.5}')
     wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))

@@ -37,7 +37,6 @@ def gateway(start_gateway: StartGateway) -> Program:
 
 @contextmanager
 def slow(engine: FakeEngine, delay: float = 0.05) -> Iterator[None]:
-    """``engine`` waits before each message."""
     engine.faults.delay = delay
     try:
         yield

@@ -46,8 +46,6 @@ class Seen(NamedTuple):
 
 
 class Server:
-    """A gateway process in front of one engine."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
 
@@ -271,7 +269,6 @@ def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_
 
 
 def register(server: Server, key: str, tokens: list[int]) -> None:
-    """Register one item in a catalogue of ``key``."""
     client, headers = server.program.client, by(key)
     client.put(f"/v1/catalogues/of-{key}", json={"template": ["{item}", "{query}"]}, headers=headers).raise_for_status()
     item = [{"id": "item", "token_ids": tokens}]
@@ -279,13 +276,11 @@ def register(server: Server, key: str, tokens: list[int]) -> None:
 
 
 def item_in_request(server: Server, key: str, tokens: list[int]) -> Seen:
-    """Score an item that the request has."""
     body = {"query": [9], "items": [tokens], "item_first": True, "label_token_ids": [1]}
     return server.ask(key, "score", body, "no-cache")
 
 
 def registered_item(server: Server, key: str, tokens: list[int]) -> Seen:
-    """Score a registered item."""
     register(server, key, tokens)
     body = {"query": [9], "catalogue": f"of-{key}", "ids": ["item"], "label_token_ids": [1]}
     return server.ask(key, "score", body, "no-cache")
@@ -335,7 +330,6 @@ def test_time_tells_of_items_of_ones_own_group_only(
 
 @pytest.fixture(scope="module")
 def real(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A gateway before a real engine."""
     pod = Pod(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3"), "--name", "tiny")
     try:
         with gateway(pod.wait_ready().url, keys) as server:

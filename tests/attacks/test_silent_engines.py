@@ -77,7 +77,6 @@ def before(*pods: Pod, **settings: str) -> Iterator[Program]:
 
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """Processes that stand still for the time of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -114,7 +113,6 @@ class Load:
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether every stream has begun and is far from its end."""
         return bool(self._tokens) and all(10 <= tokens <= 120 for tokens in self._tokens.values())
 
     def _repeat(self, ask: Callable[[httpx.Client, int], None]) -> None:

@@ -67,8 +67,6 @@ TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3,
 
 
 class Deployment:
-    """Two engines and a gateway with keys."""
-
     def __init__(self, directory: Path) -> None:
         self._model = make_checkpoint(directory / "model", "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
         entries = [entry("good-1"), entry("good-2"), entry("hostile"), entry("limited", requests_per_minute=LIMITED)]
@@ -91,7 +89,6 @@ class Deployment:
         wait_until(lambda: f"yardstick_engines_ready {count}.0" in self.gateway.client.get("/metrics").text, 60)
 
     def stop_and_continue(self, place: int) -> None:
-        """Stop the model's process for some seconds."""
         pid = self.pods[place].loop_pid
         os.kill(pid, signal.SIGSTOP)
         time.sleep(STOP_SECONDS)
@@ -99,7 +96,6 @@ class Deployment:
         self.wait_engines(2)
 
     def kill_and_start(self, place: int) -> None:
-        """Kill both processes of an engine, then start it again."""
         pod = self.pods[place]
         for pid in (pod.loop_pid, pod.process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -123,8 +119,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @dataclass
 class Sample:
-    """One request of a well-behaved client."""
-
     kind: str
     began: float
     seconds: float

@@ -28,7 +28,6 @@ EMBEDDING_SIZE = 24
 
 @pytest.fixture(scope="session")
 def reranker() -> Iterator[httpx.Client]:
-    """A client of a gateway before a fake reranker."""
     with gateways() as start:
         yield start(FakeEngine(model="reranker", preset=RERANKER))
 

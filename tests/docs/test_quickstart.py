@@ -35,7 +35,6 @@ are in Q4_1."""
 
 
 def parts() -> dict[str, list[Snippet]]:
-    """The blocks of each quickstart, by its heading."""
     text = PAGE.read_text(encoding="utf-8")
     headings = [(text.count("\n", 0, found.start()) + 1, found[1]) for found in re.finditer(r"^## (.*)$", text, re.M)]
 

@@ -72,8 +72,6 @@ PAGES_NOT_RUN = {
 
 
 class Snippet(NamedTuple):
-    """A fenced block."""
-
     page: str
     line: int
     language: str
@@ -96,7 +94,6 @@ class Snippet(NamedTuple):
 
 
 def snippets() -> Iterator[Snippet]:
-    """Return all programs and shell commands of the pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S):

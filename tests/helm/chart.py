@@ -217,7 +217,6 @@ def _manifests(values: str, version: str, name: str) -> list[Manifest]:
 
 
 def one(found: list[Manifest], kind: str, name: str) -> Manifest:
-    """The one object of this kind and name."""
     (manifest,) = [m for m in found if (m["kind"], m["metadata"]["name"]) == (kind, name)]
     return manifest
 

@@ -27,7 +27,6 @@ Series = dict[str, str]
 
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of rules."""
     file = tmp_path_factory.mktemp("rules") / "rules.yaml"
     file.write_text(yaml.safe_dump(one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]))
     return file

@@ -110,7 +110,6 @@ FAULTS: list[tuple[Handler, str, str]] = [
 
 
 def in_turn(handlers: Iterable[Handler]) -> Handler:
-    """Each request has the next handler."""
     left = list(handlers)
 
     async def handle(request: Request, writer: asyncio.StreamWriter) -> None:

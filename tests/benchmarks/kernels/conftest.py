@@ -8,5 +8,4 @@ from tests.conftest import HAS_TRITON
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Ignore the folder's files where Triton is missing."""
     return None if HAS_TRITON else collection_path.is_file()

@@ -32,7 +32,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Program]:
-    """A gateway before the three models of the page."""
     names = {"all-MiniLM-L6-v2": weights.minilm(), "SmolLM2-135M-Instruct": weights.smollm2(), "yardstick-demo": MODELS / "base"}
     pods = [Pod(path, "--name", name, "--max-total-tokens", "16384") for name, path in names.items()]
     try:

@@ -45,7 +45,7 @@ def yardstick(*arguments: object) -> str:
 def test_a_length_model_is_made_and_served(tmp_path: Path) -> None:
     lot = Random(0)
     prompts, data, model, report = (tmp_path / name for name in ("prompts.txt", "data", "model", "report"))
-    pairs = [f"Describe: {colour} {kind}" for colour in COLOURS for kind in KINDS]
+    pairs = [f"Describe: {colour} {kind}" for colour in COLOURS for kind in KINDS[:5]]
     prompts.write_text("\n".join(lot.sample(pairs, len(pairs))))
     base = MODELS / "base"
     with serving(base) as gateway:

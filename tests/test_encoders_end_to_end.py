@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests import weights
 from tests.clients.environments import run_client
 from tests.encoders import add_module, load_reference, make_encoder
 from tests.gateway.api.test_encoders import bert
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,20 +60,14 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def serving(models: dict[str, Path]) -> Iterator[Program]:
-    pods = [Pod(folder, "--name", name) for name, folder in models.items()]
-    gateway = Program("gateway", *(word for pod in pods for word in ("--engine", pod.wait_ready().url)))
-    gateway.wait_ready()
-    wait_until(lambda: len(gateway.client.get("/v1/models").json()["data"]) == len(models))
-    yield gateway
-    for program in (gateway, *pods):
-        program.close()
-
-
 @pytest.fixture(scope="module")
 def gateway(cross: Path) -> Iterator[Program]:
-    with serving({"minilm": weights.minilm(), "cross": cross}) as gateway:
+    """A gateway before both models."""
+    with (
+        Pod(weights.minilm(), "--name", "minilm") as pod,
+        Pod(cross, "--name", "cross") as other,
+        gateway_before(pod, other) as gateway,
+    ):
         yield gateway
 
 
@@ -185,7 +178,7 @@ def test_ranks_by_token_vectors_are_those_of_pylate(tmp_path: Path) -> None:
     query = vectors(QUERY, "[Q] ", QUERY_LENGTH, fill=True)
     documents = [vectors(text, "[D] ", DOCUMENT_LENGTH, fill=False) for text in DOCUMENTS]
     wanted = [(query @ document.T).max(dim=1).values.sum().item() for document in documents]
-    with serving({"colbert": folder}) as gateway:
+    with Pod(folder, "--name", "colbert") as pod, gateway_before(pod) as gateway:
         ranked = post(gateway, "/v1/rerank", model="colbert", query=QUERY, documents=DOCUMENTS)
         body = {"model": "colbert", "input": DOCUMENTS, "input_type": "document", "embedding_type": "multi"}
         embedded = post(gateway, "/v1/embeddings", **body)["data"]

@@ -22,7 +22,7 @@ from examples.demo_models.forward import causal_hidden
 from examples.demo_models.lenvm import GAMMA
 from examples.demo_models.text import load_tokenizer
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before, wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.lenvm import load_lenvm
@@ -37,16 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model, "--name", "tiny")
-    yield pod.wait_ready()
-    pod.close()
+    with Pod(model, "--name", "tiny") as pod:
+        yield pod
 
 
 @pytest.fixture(scope="module")
 def gateway(pod: Pod) -> Iterator[Program]:
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready()
-    gateway.close()
+    with gateway_before(pod) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +138,9 @@ def test_chat_is_what_transformers_writes(gateway: Program, reference):
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
-    pod = Pod(MODELS / "base", "--name", "demo", "--lenvm-model", str(MODELS / "lenvm"), "--max-total-tokens", "16384").wait_ready()
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready()
-    gateway.close()
-    pod.close()
+    lenvm = ("--lenvm-model", str(MODELS / "lenvm"))
+    with Pod(MODELS / "base", "--name", "demo", *lenvm, "--max-total-tokens", "16384") as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 def test_the_openai_sdk_on_a_real_engine(demo: Program):
@@ -278,14 +274,3 @@ def test_streamed_as_whole(client: openai.OpenAI) -> None:
         assert len(json.loads(texts[choice.index])) == 4
     stopped = client.chat.completions.create(**fields, extra_body=extra, stop=",")
     assert [choice.message.content for choice in stopped.choices] == [texts[index].split(",")[0] for index in (0, 1)]
-
-
-def test_json_objects_and_choices_on_completions(client: openai.OpenAI) -> None:
-    extra = {"response_format": {"type": "json_object"}}
-    answer = client.completions.create(
-        model="tiny", prompt=["a", "b"], seed=3, max_tokens=400, logit_bias=BIAS, extra_body=extra, logprobs=1
-    )
-    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
-    assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)
-    chosen = client.completions.create(model="tiny", prompt="a", extra_body={"guided_choice": ["Yes", "No"]}, n=8)
-    assert {choice.text for choice in chosen.choices} <= {"Yes", "No"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,28 +10,15 @@ import torch
 from tests import weights
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
-from tests.processes import Pod, Program
+from tests.processes import Pod, gateway_before
 from yardstick_llm.engine import wire
-
-
-@contextmanager
-def serving(path: Path, *arguments: str) -> Iterator[tuple[Pod, Program]]:
-    pod = Pod(path, *arguments)
-    gateway = None
-    try:
-        gateway = Program("gateway", "--engine", pod.wait_ready().url)
-        yield pod, gateway.wait_ready()
-    finally:
-        for program in (gateway, pod):
-            if program is not None:
-                program.close()
 
 
 @pytest.mark.slow
 def test_a_small_file_is_served_by_its_name(tmp_path: Path):
     path = tmp_path / "Small-Q8_0.gguf"
     reference = write_gguf(make_checkpoint(tmp_path / "checkpoint", "qwen3", **SHAPE), path, "Q8_0")
-    with serving(path, "--dequantize", "on") as (pod, gateway):
+    with Pod(path, "--dequantize", "on") as pod, gateway_before(pod) as gateway:
         info = pod.read("/info", wire.Info)
         assert info.model == "Small-Q8_0"
         assert "weights of gguf dequantised" in info.arithmetic
@@ -50,7 +35,8 @@ def test_a_small_file_is_served_by_its_name(tmp_path: Path):
 def test_smollm2_knows_the_capital_of_france():
     """Golden text and log-probabilities of transformers 5.23, which takes 15 s to read the file, on its dequantised weights. The
     engine's layers multiply with its codes."""
-    with serving(weights.smollm2(), "--dtype", "float32", "--dequantize", "off", "--max-total-tokens", "8192") as (pod, gateway):
+    flags = ("--dtype", "float32", "--dequantize", "off", "--max-total-tokens", "8192")
+    with Pod(weights.smollm2(), *flags) as pod, gateway_before(pod) as gateway:
         assert "codes of gguf" in pod.read("/info", wire.Info).arithmetic
         question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
         asked = {"messages": question, "temperature": 0, "max_tokens": 12, "logprobs": True}

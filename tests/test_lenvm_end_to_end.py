@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 COLOURS = ["red", "crimson", "blue", "azure", "green", "black", "white", "grey"]
@@ -25,11 +25,8 @@ KINDS = ["shoes", "jacket", "tent", "scarf", "backpack", "boots", "gloves", "hat
 
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[Program]:
-    pod = Pod(model, "--name", "demo", "--max-total-tokens", "16384", *arguments).wait_ready()
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready()
-    gateway.close()
-    pod.close()
+    with Pod(model, "--name", "demo", "--max-total-tokens", "16384", *arguments) as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 def yardstick(*arguments: object) -> str:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program
+from tests.processes import Pod, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +28,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
     model = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
-    pod = Pod(model, "--name", "tiny", "--threads", "1")
-    yield pod.wait_ready()
-    pod.close()
+    with Pod(model, "--name", "tiny", "--threads", "1") as pod:
+        yield pod
 
 
 @pytest.fixture(scope="module")
 def client(pod: Pod) -> Iterator[httpx.Client]:
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready().client
-    gateway.close()
+    with gateway_before(pod) as gateway:
+        yield gateway.client
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests import templates
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program
+from tests.processes import Pod, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -50,16 +50,13 @@ def with_template(directory: Path, template: str, added: list[str], *, special: 
 def serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
     """Serve a model with random weights in a gateway and an engine, and yield a client."""
     model = with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special)
-    pod = Pod(model, "--name", name, "--threads", "1")  # threads of the engine that wait for others slow a busy machine down
-    gateway = Program("gateway", "--engine", pod.url)
-    try:
-        pod.wait_ready()
-        gateway.wait_ready()
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
-    finally:
-        gateway.close()
-        pod.close()
+    # One thread, because threads of the engine that wait for others slow a busy machine down.
+    with (
+        Pod(model, "--name", name, "--threads", "1") as pod,
+        gateway_before(pod) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.collector import Collector, Received, collecting
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +28,15 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def pods(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pod]]:
     model: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
-    pods = [Pod(model, "--name", "tiny", "--tracing-endpoint", collector.url) for _ in range(2)]
-    for pod in pods:
-        pod.wait_ready()
-    yield pods
-    for pod in pods:
-        pod.close()
+    flags = ("--name", "tiny", "--tracing-endpoint", collector.url)
+    with Pod(model, *flags) as one, Pod(model, *flags) as two:
+        yield [one, two]
 
 
 @pytest.fixture(scope="module")
 def gateway(pods: list[Pod], collector: Collector) -> Iterator[Program]:
-    urls = [argument for pod in pods for argument in ("--engine", pod.url)]
-    gateway = Program("gateway", *urls, YARDSTICK_TRACING_ENDPOINT=collector.url, YARDSTICK_TRACING_RATIO="0").wait_ready()
-    wait_until(lambda: "yardstick_engines_ready 2" in gateway.client.get("/metrics").text, pause=0.05)
-    yield gateway
-    gateway.close()
+    with gateway_before(*pods, YARDSTICK_TRACING_ENDPOINT=collector.url, YARDSTICK_TRACING_RATIO="0") as gateway:
+        yield gateway
 
 
 def sampled() -> tuple[str, dict[str, str]]:

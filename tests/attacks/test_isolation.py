@@ -71,11 +71,8 @@ def engine() -> Iterator[FakeEngine]:
 @contextmanager
 def gateway(engine: str, keys: Path | None, **environment: str) -> Iterator[Server]:
     flags = ["--api-keys-file", str(keys)] if keys else []
-    program = Program("gateway", "--engine", engine, *flags, **environment)
-    try:
+    with Program("gateway", "--engine", engine, *flags, **environment) as program:
         yield Server(program.wait_ready())
-    finally:
-        program.close()
 
 
 @pytest.fixture(scope="module")
@@ -330,12 +327,9 @@ def test_time_tells_of_items_of_ones_own_group_only(
 
 @pytest.fixture(scope="module")
 def real(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pod = Pod(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3"), "--name", "tiny")
-    try:
-        with gateway(pod.wait_ready().url, keys) as server:
-            yield server
-    finally:
-        pod.close()
+    model = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+    with Pod(model, "--name", "tiny") as pod, gateway(pod.wait_ready().url, keys) as server:
+        yield server
 
 
 @pytest.mark.slow

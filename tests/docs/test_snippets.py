@@ -19,7 +19,7 @@ import pytest
 from tests.fakes import FakeEngine, adapter
 from tests.gateway.conftest import gateways
 from tests.parts import need
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -114,13 +114,9 @@ RUN = [snippet for snippet in ALL if not reasons_of(snippet)]
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
     """A gateway before an engine with the demo models, as ``yardstick serve`` starts them."""
-    pod = Pod(MODELS / "base", "--lenvm-model", str(MODELS / "lenvm"), "--name", "yardstick-demo", "--max-total-tokens", "16384")
-    try:
-        gateway = Program("gateway", "--engine", pod.wait_ready().url)
-        yield gateway.wait_ready()
-        gateway.close()
-    finally:
-        pod.close()
+    flags = ("--lenvm-model", str(MODELS / "lenvm"), "--max-total-tokens", "16384")
+    with Pod(MODELS / "base", "--name", "yardstick-demo", *flags) as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 def test_each_snippet_runs_or_has_one_reason() -> None:

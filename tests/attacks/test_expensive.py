@@ -64,14 +64,13 @@ def gateway_process(folder: Path, *keys: dict[str, Any], template: str = VISION_
     """A gateway before an engine that reads images, and the keys ``good`` and ``hostile`` without limits besides ``keys``."""
     file = write(folder / "keys.json", entry("good"), entry("hostile"), *keys)
     limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT)
-    with served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url:
-        program = Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off")
+    with (
+        served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url,
+        Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off") as program,
+    ):
         threading.Thread(target=program.process.stderr.read, daemon=True).start()
-        try:
-            wait_until(lambda: metric_of(program.wait_ready(), "yardstick_engines_ready") == 1, 60)
-            yield program
-        finally:
-            program.close()
+        wait_until(lambda: metric_of(program.wait_ready(), "yardstick_engines_ready") == 1, 60)
+        yield program
 
 
 @pytest.fixture(scope="module")

@@ -212,8 +212,15 @@ def test_engines_learn_no_names(server: Server, engine: FakeEngine) -> None:
     assert not any(word in repr(callers) for word in ("search", "name of", "of the client"))
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("headers", [["no-store"], ["max-age=0, No-Store"], ["max-age=0", "no-store"]], ids=str)
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        *((path, ["no-store"]) for path in BODIES),
+        ("score", ["max-age=0, No-Store"]),
+        ("chat/completions", ["max-age=0", "no-store"]),
+    ],
+    ids=str,
+)
 def test_no_store_leaves_nothing(server: Server, engine: FakeEngine, path: str, headers: list[str]) -> None:
     body = BODIES[path](next(prompts))
     for _ in range(2):

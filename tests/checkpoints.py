@@ -83,12 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.4,
-        "residual_multiplier": 0.3,
-        "logits_scaling": 0.5,
-    },
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.5},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},

@@ -20,8 +20,6 @@ KINDS = {1: "internal", 2: "server", 3: "client"}
 
 @dataclass(frozen=True)
 class Received:
-    """A span as the collector got it."""
-
     service: str
     name: str
     kind: str
@@ -39,8 +37,6 @@ class Received:
 
 
 class Collector:
-    """The server, and what it received."""
-
     def __init__(self) -> None:
         self.spans: list[Received] = []
         self.headers: list[dict[str, str]] = []
@@ -65,7 +61,6 @@ class Collector:
         return sorted(found(), key=lambda span: (span.begin, -span.end))
 
     def close(self) -> None:
-        """End the server."""
         self.open.set()
         self._server.shutdown()
         self._server.server_close()
@@ -108,7 +103,6 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector while the block runs."""
     with Collector() as collector:
         yield collector
 

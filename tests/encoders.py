@@ -88,7 +88,6 @@ def make_whole(directory: Path, family: str) -> Path:
 
 
 def load_reference(directory: Path, family: str, kind: Kind) -> torch.nn.Module:
-    """The model that transformers loads, in float32."""
     return getattr(transformers, _NAMES[family] + SUFFIXES[kind]).from_pretrained(directory, dtype=torch.float32).eval()
 
 

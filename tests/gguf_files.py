@@ -40,12 +40,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_SCALES = {
-    Type.Q4_K: {0: 2e-4, 2: 1.5e-3},
-    Type.Q5_K: {0: 1e-4, 2: 1.5e-3},
-    Type.Q6_K: {208: 5e-5},
-    Type.IQ4_NL: {0: 1e-3},
-}
+_SCALES = {Type.Q4_K: {0: 2e-4, 2: 1.5e-3}, Type.Q5_K: {0: 1e-4, 2: 1.5e-3}, Type.Q6_K: {208: 5e-5}, Type.IQ4_NL: {0: 1e-3}}
 """Types that the library does not write: where their blocks have float16 scales, and how large these are in a usual matrix."""
 
 
@@ -98,7 +93,6 @@ def write_out(writer: gguf.GGUFWriter) -> None:
 
 
 def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The keys that decoders and encoders have."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

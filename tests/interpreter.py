@@ -26,7 +26,6 @@ class _Permanent:
 
 
 def speed_up() -> None:
-    """Replace the slow functions in this process."""
     interpreter._patch_lang = _once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = _xor_in_numpy(interpreter.ReduceOps.generic_reduce)

@@ -33,7 +33,17 @@ def _any(rng: random.Random, depth: int) -> Schema:
 
 
 def _leaf(rng: random.Random) -> Schema:
-    return rng.choice([_string, _number, _integer, _enum, _constant, _boolean, _nullable])(rng)
+    return rng.choice(
+        [
+            _string,
+            _number,
+            _integer,
+            lambda rng: {"enum": rng.sample(CONSTANTS, rng.randint(1, 5))},
+            lambda rng: {"const": rng.choice(CONSTANTS)},
+            lambda rng: {"type": "boolean"},
+            lambda rng: {"type": [rng.choice(["boolean", "integer"]), "null"]},
+        ]
+    )(rng)
 
 
 def _string(rng: random.Random) -> Schema:
@@ -56,22 +66,6 @@ def _integer(rng: random.Random) -> Schema:
     if rng.random() < 0.2:
         return {"type": "integer", "multipleOf": rng.choice([2, 5, 10]), "minimum": 0, "maximum": 1000}
     return {"type": "integer", "minimum": low, rng.choice(["maximum", "exclusiveMaximum"]): low + rng.randrange(1, 5000)}
-
-
-def _enum(rng: random.Random) -> Schema:
-    return {"enum": rng.sample(CONSTANTS, rng.randint(1, 5))}
-
-
-def _constant(rng: random.Random) -> Schema:
-    return {"const": rng.choice(CONSTANTS)}
-
-
-def _boolean(_: random.Random) -> Schema:
-    return {"type": "boolean"}
-
-
-def _nullable(rng: random.Random) -> Schema:
-    return {"type": [rng.choice(["boolean", "integer"]), "null"]}
 
 
 def _object(rng: random.Random, depth: int) -> Schema:

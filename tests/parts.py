@@ -39,7 +39,6 @@ def need(part: str) -> str:
 
 
 def required() -> set[str]:
-    """Return the parts that ``REQUIRE`` names."""
     names = set(filter(None, os.environ.get("REQUIRE", "").split(",")))
     if unknown := names - PARTS.keys():
         raise pytest.UsageError(f"REQUIRE names {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}.")

@@ -28,19 +28,16 @@ VISION_TEMPLATE = (
 
 
 def picture(seed: int = 0, width: int = 56, height: int = 56, format: str = "PNG") -> bytes:
-    """A file with noise."""
     file = BytesIO()
     Pillow.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3)).save(file, format)
     return file.getvalue()
 
 
 def data_url(content: bytes, kind: str = "png") -> str:
-    """``content`` as a data URL."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def image_part(seed: int = 0, width: int = 56, height: int = 56) -> dict[str, object]:
-    """A content part with a picture."""
     return {"type": "image_url", "image_url": {"url": data_url(picture(seed, width, height))}}
 
 

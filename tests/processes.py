@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -63,6 +64,12 @@ class Program:
         except httpx.TransportError:
             return False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.client.close()
         self.process.kill()
@@ -96,6 +103,16 @@ class Pod(Program):
         return int(children[-1])  # after the warm process, if it has one
 
 
+@contextmanager
+def gateway_before(*pods: Pod, **environment: str) -> Iterator[Program]:
+    """A gateway that has found ``pods``, which may still be starting."""
+    entries = [word for pod in pods for word in ("--engine", pod.wait_ready().url)]
+    with Program("gateway", *entries, **environment) as gateway:
+        gateway.wait_ready()
+        wait_until(lambda: f"yardstick_engines_ready {len(pods)}.0" in gateway.client.get("/metrics").text, 60)
+        yield gateway
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.01) -> None:
     """Return when ``condition`` holds; fail when it does not in time. ``pause``: seconds between two looks."""
     end = time.monotonic() + seconds
@@ -105,7 +122,6 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: fl
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """:func:`wait_until` on an event loop."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what is waited for sets no event
             await asyncio.sleep(0.01)

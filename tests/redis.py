@@ -49,7 +49,6 @@ class RedisServer:
         return f"{'redis' if self._tls is None else 'rediss'}://127.0.0.1:{self.port}/0"
 
     def client(self, **options: Any) -> redis.Redis:
-        """A client of a test's own."""
         tls = {} if self._tls is None else {"ssl": True, "ssl_ca_certs": str(self._tls.ca)}
         return redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0), **tls, **options)
 
@@ -103,7 +102,6 @@ class Certificates:
 
     @property
     def chain(self) -> tuple[Path, Path]:
-        """Certificate and key of the server."""
         return self._certificate, self._key
 
     @property
@@ -114,7 +112,6 @@ class Certificates:
 
 @contextmanager
 def cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
-    """A cluster of primaries, each with its part of the slots."""
     with ExitStack() as stack:
         servers = []
         for _ in range(nodes):

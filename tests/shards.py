@@ -119,7 +119,6 @@ def _begun() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that have begun."""
     known = set(_begun().read_text(encoding="utf-8").splitlines())
     out = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item.nodeid not in known]
@@ -127,7 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note a test before it runs."""
     _note(nodeid)
 
 
@@ -144,7 +142,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Note that no test is left."""
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         _note(ENDED)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before, wait_until
 from tests.redis import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -38,29 +38,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pods(model: Path) -> Iterator[list[Pod]]:
-    """Two engines."""
-    pods = [Pod(model, "--name", "tiny") for _ in range(2)]
-    for pod in pods:
-        pod.wait_ready()
-    yield pods
-    for pod in pods:
-        pod.close()
+    with Pod(model, "--name", "tiny") as one, Pod(model, "--name", "tiny") as two:
+        yield [one, two]
 
 
 @pytest.fixture(scope="module", params=["memory", "redis"])
 def gateway(request: pytest.FixtureRequest, pods: list[Pod]) -> Iterator[Program]:
-    engines = [argument for pod in pods for argument in ("--engine", pod.url)]
     if request.param == "memory":
-        program = Program("gateway", *engines)
-        yield program.wait_ready()
-        program.close()
+        with gateway_before(*pods) as program:
+            yield program
         return
-    with RedisServer.start() as redis:
-        program = Program("gateway", *engines, "--redis-url", redis.url, YARDSTICK_REDIS_SECONDS="5")
-        program.wait_ready()
+    with (
+        RedisServer.start() as redis,
+        gateway_before(*pods, YARDSTICK_REDIS_URL=redis.url, YARDSTICK_REDIS_SECONDS="5") as program,
+    ):
         wait_until(lambda: "yardstick_redis_available 1" in program.client.get("/metrics").text)
         yield program
-        program.close()
 
 
 @pytest.fixture(scope="module")

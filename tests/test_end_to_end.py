@@ -22,7 +22,7 @@ from examples.demo_models.forward import causal_hidden
 from examples.demo_models.lenvm import GAMMA
 from examples.demo_models.text import load_tokenizer
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before, wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.lenvm import load_lenvm
@@ -37,16 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model, "--name", "tiny")
-    yield pod.wait_ready()
-    pod.close()
+    with Pod(model, "--name", "tiny") as pod:
+        yield pod
 
 
 @pytest.fixture(scope="module")
 def gateway(pod: Pod) -> Iterator[Program]:
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready()
-    gateway.close()
+    with gateway_before(pod) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def test_an_urgent_request_overtakes_a_running_one_of_its_key(pod: Pod, gateway:
     def running() -> bool:
         return "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text
 
-    large = [[3 + (11 * item + 17 * place) % 200 for place in range(60)] for item in range(800)]
+    large = [[3 + (11 * item + 17 * place) % 200 for place in range(60)] for item in range(400)]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, large, 0)
         wait_until(running, seconds=60)
@@ -138,31 +136,11 @@ def test_chat_is_what_transformers_writes(gateway: Program, reference):
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-@torch.inference_mode()
-def test_likelihoods_as_lm_eval_asks_for_them(gateway: Program, reference):
-    decoder, tokenizer = reference
-    text = "the red shoes, the blue shoes"
-    answer = post(gateway, "/v1/completions", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0)
-    ids = tokenizer(text).input_ids
-    rows = decoder(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(rows[at, token]) for at, token in enumerate(ids[1:])]
-    logprobs = answer["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"][0] is None
-    assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
-    assert "".join(logprobs["tokens"]) == answer["choices"][0]["text"] == text
-    greedy = [row.argmax().item() == token for row, token in zip(rows, ids[1:], strict=False)]
-    tops = [max(top, key=top.get) for top in logprobs["top_logprobs"][1:]]
-    assert [top == token for top, token in zip(tops, logprobs["tokens"][1:], strict=True)] == greedy
-
-
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
-    """A gateway before the demo models, the length model among them."""
-    pod = Pod(MODELS / "base", "--name", "demo", "--lenvm-model", str(MODELS / "lenvm")).wait_ready()
-    gateway = Program("gateway", "--engine", pod.url)
-    yield gateway.wait_ready()
-    gateway.close()
-    pod.close()
+    lenvm = ("--lenvm-model", str(MODELS / "lenvm"))
+    with Pod(MODELS / "base", "--name", "demo", *lenvm, "--max-total-tokens", "16384") as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 def test_the_openai_sdk_on_a_real_engine(demo: Program):
@@ -223,7 +201,7 @@ def test_a_target_holds_at_every_temperature(demo: Program):
     ask = {"model": "demo", "prompt": "Describe: red shoes\n", "max_tokens": 200}
     for guide in ({"target_length": 40}, {"target_length": 40, "constraint": "ge"}, {"target_length": 9, "constraint": "le"}):
         texts = {}
-        for temperature in (0, 0.001, 0.01, 0.3, 1, 1.5):
+        for temperature in (0, 0.01, 1.5):
             body = ask | {"temperature": temperature, "length_guidance": guide}
             (choice,) = demo.client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
             texts[temperature] = choice["text"]
@@ -296,23 +274,3 @@ def test_streamed_as_whole(client: openai.OpenAI) -> None:
         assert len(json.loads(texts[choice.index])) == 4
     stopped = client.chat.completions.create(**fields, extra_body=extra, stop=",")
     assert [choice.message.content for choice in stopped.choices] == [texts[index].split(",")[0] for index in (0, 1)]
-
-
-def test_json_objects_and_choices_on_completions(client: openai.OpenAI) -> None:
-    extra = {"response_format": {"type": "json_object"}}
-    answer = client.completions.create(
-        model="tiny", prompt=["a", "b"], seed=3, max_tokens=400, logit_bias=BIAS, extra_body=extra, logprobs=1
-    )
-    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
-    assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)
-    chosen = client.completions.create(model="tiny", prompt="a", extra_body={"guided_choice": ["Yes", "No"]}, n=8)
-    assert {choice.text for choice in chosen.choices} <= {"Yes", "No"}
-
-
-def test_words_that_must_not_occur(client: openai.OpenAI) -> None:
-    free: Any = {"model": "tiny", "prompt": "the", "seed": 2, "max_tokens": 60, "extra_body": {"allowed_token_ids": [67, 68]}}
-    before = client.completions.create(**free).choices[0].text
-    assert set(before) == {"a", "b"}
-    free["extra_body"] |= {"bad_words": ["ab"]}
-    assert "ab" in before
-    assert "ab" not in client.completions.create(**free).choices[0].text

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import merge, write_adapter
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, gateway_before, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +65,6 @@ def merged(model: Path, root: Path) -> dict[str, Any]:
 def pods(model: Path, root: Path, merged: dict[str, Any]) -> Iterator[list[Pod]]:
     arguments = ("--name", "tiny", "--lora", f"fixed={root / 'fixed'}", "--lora-root", str(root))
     pods = [Pod(model, *arguments) for _ in range(2)]
-    for pod in pods:
-        pod.wait_ready()
     yield pods
     for pod in pods:
         pod.close()
@@ -74,15 +72,10 @@ def pods(model: Path, root: Path, merged: dict[str, Any]) -> Iterator[list[Pod]]
 
 @pytest.fixture
 def client(pods: list[Pod]) -> Iterator[httpx.Client]:
-    engines = [argument for pod in pods for argument in ("--engine", pod.url)]
-    program = Program("gateway", *engines, YARDSTICK_PROBE_SECONDS="0.1", YARDSTICK_SPLIT_TOKENS="1")
-    program.wait_ready()
-    wait_until(lambda: "yardstick_engines_ready 2.0" in program.client.get("/metrics").text)
-    yield program.client
-    program.close()
+    with gateway_before(*pods, YARDSTICK_PROBE_SECONDS="0.1", YARDSTICK_SPLIT_TOKENS="1") as program:
+        yield program.client
 
 
-@pytest.mark.slow
 def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod], model: Path, root: Path, merged: Any) -> None:
     load = {"lora_name": "mine", "lora_path": str(root / "one")}
     assert client.post("/v1/load_lora_adapter", json=load).json()["engines"] == 2

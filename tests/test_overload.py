@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.loadgen.arrivals import Share
 from yardstick_llm.loadgen.runner import run
 from yardstick_llm.loadgen.scenario import load
@@ -21,7 +21,7 @@ WAIT = 0.5
 """Seconds that the engine lets a request be queued for."""
 SOON = 2.5
 """Seconds after which an answer is of no use."""
-SECONDS = 6
+SECONDS = 4
 MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 SCORE = ("vocab_size=250", "query_length=20", "item_length=30", "items=10")
 
@@ -30,17 +30,14 @@ SCORE = ("vocab_size=250", "query_length=20", "item_length=30", "items=10")
 def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
     """On one of two cores, so that what asks it has the other."""
     model = make_checkpoint(tmp_path_factory.mktemp("slow"), "qwen3", **MODEL)
-    pod = Pod(model, "--name", "slow", "--threads", "1", "--max-wait-seconds", str(WAIT))
-    yield pod.wait_ready()
-    pod.close()
+    with Pod(model, "--name", "slow", "--threads", "1", "--max-wait-seconds", str(WAIT)) as pod:
+        yield pod
 
 
 @pytest.fixture(scope="module")
 def gateway(pod: Pod) -> Iterator[Program]:
-    gateway = Program("gateway", "--engine", pod.url).wait_ready()
-    wait_until(lambda: "yardstick_engines_ready 1.0" in gateway.client.get("/metrics").text)
-    yield gateway
-    gateway.close()
+    with gateway_before(pod) as gateway:
+        yield gateway
 
 
 def drive(gateway: Program, *settings: str) -> Results:
@@ -48,7 +45,7 @@ def drive(gateway: Program, *settings: str) -> Results:
     workload = [f"workloads[0].{setting}" for setting in SCORE]
     given = [
         f"duration_s={SECONDS}",
-        "warmup_s=2",
+        "warmup_s=1",
         f"target.url={gateway.url}",
         f"objectives=['max <= {SOON}s']",
         "target.cache=false",
@@ -57,7 +54,6 @@ def drive(gateway: Program, *settings: str) -> Results:
 
 
 def memory(program: Program) -> float:
-    """Memory of the process that serves HTTP, in MiB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{program.process.pid}/status").read_text())[1]) / 1024
 
 

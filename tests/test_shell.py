@@ -175,7 +175,6 @@ def test_make_release_pushes_what_it_built_and_a_chart_with_its_digests(machine:
 
 
 def zipped(name: str) -> bytes:
-    """A zip file with one file."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as modules:
         modules.writestr(name, "code")

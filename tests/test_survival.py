@@ -37,19 +37,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fleet:
-    """Two engines and a gateway."""
-
-    def __init__(self, model: Path, **environment: str) -> None:
+    def __init__(self, model: Path) -> None:
         self.model = model
         self.pods = [self.pod() for _ in range(2)]
         for pod in self.pods:
             pod.wait_ready()
         entries = [argument for pod in self.pods for argument in ("--engine", pod.url)]
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            self.gateway = Program("gateway", *entries)
-        self.gateway.wait_ready()
+        self.gateway = Program("gateway", *entries).wait_ready()
         self.wait_for(2)
 
     def pod(self, port: int | None = None) -> Pod:
@@ -71,7 +65,6 @@ class Fleet:
         wait_until(lambda: f"yardstick_engines_ready {count}.0" in self.gateway.client.get("/metrics").text, 30)
 
     def running(self) -> int:
-        """Which engine has a request."""
         lines = self.gateway.client.get("/metrics").text.splitlines()
         loads = {
             line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith("yardstick_engine_requests_in_flight{")
@@ -153,11 +146,11 @@ def test_no_score_fails(fleet: Fleet) -> None:
         asking = [threads.submit(ask, client) for client in range(4)]
         try:
             for place in (0, 1):
-                time.sleep(1)
+                time.sleep(0.5)
                 fleet.kill(place)
-                time.sleep(1)
+                time.sleep(0.5)
                 fleet.revive(place)
-            time.sleep(1)
+            time.sleep(0.5)
         finally:
             ended.set()
         for each in asking:

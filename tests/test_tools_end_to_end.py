@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests import templates
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program
+from tests.processes import Pod, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -49,22 +49,14 @@ def with_template(directory: Path, template: str, added: list[str], *, special: 
 
 def serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
     """Serve a model with random weights in a gateway and an engine, and yield a client."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # threads of the engine that wait for others slow a busy machine down
-        yield from _serve(directory, name, template, special=special)
-
-
-def _serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
-    pod = Pod(with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special), "--name", name)
-    gateway = Program("gateway", "--engine", pod.url)
-    try:
-        pod.wait_ready()
-        gateway.wait_ready()
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
-    finally:
-        gateway.close()
-        pod.close()
+    model = with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special)
+    # One thread, because threads of the engine that wait for others slow a busy machine down.
+    with (
+        Pod(model, "--name", name, "--threads", "1") as pod,
+        gateway_before(pod) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +79,7 @@ def check(calls: Any, names: list[str]) -> None:
 FIELDS: dict[str, Any] = {"max_tokens": 250, "temperature": 1.5, "reasoning_effort": "none", "seed": 1}
 
 
-@pytest.mark.parametrize("served", ["client", pytest.param("mistral", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("served", "parallel"), [("client", False), ("client", True), ("mistral", True)])
 def test_required_calls_are_valid(served: str, parallel: bool, request: pytest.FixtureRequest) -> None:
     client: openai.OpenAI = request.getfixturevalue(served)
     model = "hermes" if served == "client" else "mistral_named"

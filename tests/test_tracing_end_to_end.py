@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.collector import Collector, Received, collecting
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -28,22 +28,16 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def pods(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pod]]:
     model: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
-    pods = [Pod(model, "--name", "tiny", "--tracing-endpoint", collector.url) for _ in range(2)]
-    for pod in pods:
-        pod.wait_ready()
-    yield pods
-    for pod in pods:
-        pod.close()
+    flags = ("--name", "tiny", "--tracing-endpoint", collector.url)
+    with Pod(model, *flags) as one, Pod(model, *flags) as two:
+        yield [one, two]
 
 
 @pytest.fixture(scope="module")
 def gateway(pods: list[Pod], collector: Collector) -> Iterator[Program]:
-    urls = [argument for pod in pods for argument in ("--engine", pod.url)]
     tracing = {"YARDSTICK_TRACING_ENDPOINT": collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
-    gateway = Program("gateway", *urls, **tracing).wait_ready()
-    wait_until(lambda: "yardstick_engines_ready 2" in gateway.client.get("/metrics").text, pause=0.05)
-    yield gateway
-    gateway.close()
+    with gateway_before(*pods, **tracing) as gateway:
+        yield gateway
 
 
 def sampled() -> tuple[str, dict[str, str]]:
@@ -86,11 +80,10 @@ def test_a_stream_has_prefill_and_decode(gateway: Program, collector: Collector)
     assert named(spans, "POST /v1/completions").attributes["gen_ai.usage.output_tokens"] == 60
 
 
-@pytest.mark.slow
 def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of the tests that share the engines."""
     trace_id, headers = sampled()
-    with gateway.client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 1500}, headers=headers) as response:
+    with gateway.client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 600}, headers=headers) as response:
         lines = response.iter_lines()
         next(lines)
         (busy,) = [pod for pod in pods if "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text]
@@ -105,7 +98,6 @@ def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], col
     assert not named(spans, "POST /v1/completions").failed
 
 
-@pytest.mark.slow
 def test_programs_end_in_time_before_a_silent_collector(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of all."""
     (pod,) = [pod for pod in pods if pod.process.poll() is None]

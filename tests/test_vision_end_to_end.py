@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.checkpoints import SPECIAL_TOKENS, write_tokenizer
 from tests.engine.vision.models import IMAGE_PAD, make_vision_checkpoint
 from tests.pictures import VISION_TEMPLATE, data_url, picture
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,6 @@ class Reference:
 
     @torch.inference_mode()
     def probabilities(self, parts: list[Part], labels: list[int]) -> list[float]:
-        """Probabilities of ``labels`` after the parts."""
         return self.model(**self.inputs(parts)).logits[0, -1].softmax(-1)[labels].tolist()
 
     @torch.inference_mode()
@@ -73,16 +72,12 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def client(model: Path) -> Iterator[httpx.Client]:
-    pods = [Pod(model, "--name", "vision") for _ in range(2)]
-    for pod in pods:
-        pod.wait_ready()
-    engines = [argument for pod in pods for argument in ("--engine", pod.url)]
-    gateway = Program("gateway", *engines, YARDSTICK_PROBE_SECONDS="0.1", YARDSTICK_SPLIT_TOKENS="1")
-    gateway.wait_ready()
-    wait_until(lambda: "yardstick_engines_ready 2.0" in gateway.client.get("/metrics").text)
-    yield gateway.client
-    for program in (gateway, *pods):
-        program.close()
+    with (
+        Pod(model, "--name", "vision") as one,
+        Pod(model, "--name", "vision") as two,
+        gateway_before(one, two, YARDSTICK_PROBE_SECONDS="0.1", YARDSTICK_SPLIT_TOKENS="1") as gateway,
+    ):
+        yield gateway.client
 
 
 FILES = [picture(1, 112, 84), picture(2, 60, 200, "JPEG"), picture(3, 300, 150, "WEBP")]

@@ -39,7 +39,6 @@ DERIVED = ("max_bytes_in_flight", "max_uploads", "max_waiting", "stored_response
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings and constants in ``given``."""
     settings = {name: value for name, value in given.items() if name in Settings.__struct_fields__}
     return settings, {name: value for name, value in given.items() if name not in settings}
 
@@ -74,7 +73,6 @@ def environment(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Serve until the process is told to end."""
     from yardstick_llm.gateway.server import main as serve
 
     with tuned(json.loads(os.environ.get(VARIABLE, "{}"))):

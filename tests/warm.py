@@ -36,12 +36,7 @@ from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.process.signals import ending_with
 
 _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
-_COMMANDS = (
-    "rich.progress",
-    "typer",
-    "yardstick_llm.gateway.commands.serve",
-    "yardstick_llm.gateway.commands.runner",
-)
+_COMMANDS = ("rich.progress", "typer", "yardstick_llm.gateway.commands.serve", "yardstick_llm.gateway.commands.runner")
 _ENGINE = (
     "yardstick_llm.engine.server.options",
     "yardstick_llm.engine.server.app",
@@ -108,7 +103,6 @@ class WarmProcess:
         return _read_by_libraries(command.variables) == self._variables
 
     def fork(self, command: Command, files: list[int]) -> int:
-        """Return the process id of the new program."""
         with self._lock:
             socket.send_fds(self._connection, [msgspec.json.encode(command)], files)
             pid = int.from_bytes(self._connection.recv(_PID_BYTES))
@@ -172,7 +166,6 @@ def _module_and_arguments(command: Any) -> list[str]:
 
 
 def _new_process() -> WarmProcess:
-    """Start the warm process of this process."""
     global _process
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     variables = with_defaults(os.environ)
@@ -242,7 +235,6 @@ def _forked(command: Command, files: list[int], connection: socket.socket) -> in
 
 
 def _run(command: Command, files: list[int]) -> NoReturn:
-    """Be the program."""
     status = 1
     try:
         _prepare(command, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -25,12 +26,9 @@ def engine() -> Iterator[FakeEngine]:
 @pytest.fixture(scope="module")
 def start_gateway(engine: FakeEngine, as_in_production: None) -> Iterator[StartGateway]:
     """A function that starts a gateway before ``engine`` with these settings and constants, and waits for it."""
-    programs: list[Program] = []
+    with ExitStack() as stack:
 
-    def start(**settings: object) -> Program:
-        programs.append(Program("tests.tuned", "--engine", engine.url, **environment(settings)))
-        return programs[-1].wait_ready()
+        def start(**settings: object) -> Program:
+            return stack.enter_context(Program("tests.tuned", "--engine", engine.url, **environment(settings))).wait_ready()
 
-    yield start
-    for program in programs:
-        program.close()
+        yield start

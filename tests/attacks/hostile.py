@@ -112,7 +112,6 @@ class Hostile:
                 await asyncio.sleep(1)
 
     async def tiny(self) -> None:
-        """Send bodies that are no requests."""
         for body in (b"", b"{", b"[]", b'{"query": 1}', b"\xff"):
             await self._post("tiny", self._random.choice(["score", "completions", "chat/completions", "length"]), body)
 
@@ -131,7 +130,6 @@ class Hostile:
         await self._post("huge", path, body)
 
     async def header_bomb(self) -> None:
-        """Send headers without end."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         try:
             writer.write(b"POST /v1/score HTTP/1.1\r\nhost: x\r\n")
@@ -163,7 +161,6 @@ class Hostile:
         await self._post("schemas", "chat/completions", {"messages": HELLO, "max_tokens": 1, "guided_json": schema})
 
     async def images(self) -> None:
-        """Send a small file of many pixels and scans."""
         url = data_url(jpeg_of_scans(1190), "jpeg")
         await self._post("images", "chat/completions", chat_with_image(url))
 
@@ -195,7 +192,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat_with_image(url: str) -> dict[str, object]:
-    """A chat about one image."""
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "max_tokens": 1}
 
 
@@ -215,7 +211,6 @@ def command(niceness: int = 19) -> list[str]:
 
 
 def main() -> None:
-    """Attack, then print the summary."""
     url, key, seconds, pause, seed, kind, *_ = [*sys.argv[1:], "0", ""] if len(sys.argv) < 6 else [*sys.argv[1:], ""]
     hostile = Hostile(url, key, float(pause), int(seed))
     asyncio.run(hostile.run(float(seconds), kind))

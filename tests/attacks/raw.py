@@ -15,8 +15,6 @@ from tests.processes import Program
 
 @dataclass
 class Answer:
-    """One response."""
-
     status: int
     headers: dict[str, str]
     body: bytes
@@ -25,7 +23,6 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, once its shape is checked."""
         body = json.loads(self.body)
         assert set(body) == {"error"}
         assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -36,7 +33,6 @@ class Answer:
 
 @contextmanager
 def connected(program: Program, *, receive_buffer: int | None = None, timeout: float = 20) -> Iterator[socket.socket]:
-    """A connection to ``program``."""
     with socket.socket() as connection:
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -92,5 +88,4 @@ def parse(received: bytes) -> Answer:
 
 
 def fields(head: bytes) -> dict[str, str]:
-    """The headers of a response's head."""
     return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head.decode().split("\r\n")[1:])}

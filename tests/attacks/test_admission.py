@@ -28,7 +28,6 @@ ONE_KEY = 7
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the keys ``a``, ``b`` and ``c``."""
     return write(tmp_path_factory.mktemp("keys") / "keys.json", *map(entry, "abc"))
 
 

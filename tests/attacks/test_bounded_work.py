@@ -57,7 +57,6 @@ def large_engine(**changes: Any) -> FakeEngine:
 
 
 def python_seconds() -> float:
-    """CPU time of a fixed piece of work."""
     began = time.thread_time()
     table: dict[int, list[str]] = {}
     for place in range(50_000):
@@ -105,9 +104,8 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    site = Site(large_engine(says=[5] * 600))
-    yield site
-    site.close()
+    with contextlib.closing(Site(large_engine(says=[5] * 600))) as site:
+        yield site
 
 
 def ids_body(count: int) -> bytes:
@@ -235,10 +233,9 @@ ITEMS_FIRST = {
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Site]:
     """A gateway with four replicas of one model, between which items have to be placed."""
-    site = Site(*[large_engine() for _ in range(4)])
-    wait_until(lambda: metric_of(site.program, "yardstick_engines_ready") == 4)
-    yield site
-    site.close()
+    with contextlib.closing(Site(*[large_engine() for _ in range(4)])) as site:
+        wait_until(lambda: metric_of(site.program, "yardstick_engines_ready") == 4)
+        yield site
 
 
 @pytest.mark.parametrize("name", ITEMS_FIRST)
@@ -329,12 +326,10 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Site]:
-    """A gateway with a good model and one for each hostile template."""
     bad = [large_engine(model=name, fingerprint=name, template=template) for name, template in TEMPLATES.items()]
-    site = Site(large_engine(), *bad, YARDSTICK_TEXT_SECONDS="4", TUNED='{"template_seconds": 0.5}')
-    wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))
-    yield site
-    site.close()
+    with contextlib.closing(Site(large_engine(), *bad, YARDSTICK_TEXT_SECONDS="4", TUNED='{"template_seconds": 0.5}')) as site:
+        wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))
+        yield site
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -64,14 +64,13 @@ def gateway_process(folder: Path, *keys: dict[str, Any], template: str = VISION_
     """A gateway before an engine that reads images, and the keys ``good`` and ``hostile`` without limits besides ``keys``."""
     file = write(folder / "keys.json", entry("good"), entry("hostile"), *keys)
     limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT)
-    with served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url:
-        program = Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off")
+    with (
+        served(with_vision(max_context=CONTEXT, limits=limits, template=template)) as url,
+        Program("gateway", "--engine", url, "--api-keys-file", str(file), YARDSTICK_ACCESS_LOG="off") as program,
+    ):
         threading.Thread(target=program.process.stderr.read, daemon=True).start()
-        try:
-            wait_until(lambda: metric_of(program.wait_ready(), "yardstick_engines_ready") == 1, 60)
-            yield program
-        finally:
-            program.close()
+        wait_until(lambda: metric_of(program.wait_ready(), "yardstick_engines_ready") == 1, 60)
+        yield program
 
 
 @pytest.fixture(scope="module")
@@ -149,23 +148,18 @@ def latencies(gateway: Program, seconds: float) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["schemas", "images"])
-@pytest.mark.parametrize("key", ["limited", "hostile"])
-def test_a_flood_of_expensive_requests_delays_no_text(tmp_path: Path, key: str, kind: str) -> None:
-    """In one of three attempts: another program may cause a pause."""
-    with gateway_process(tmp_path, entry("limited", requests_per_minute=20)) as gateway:
-        latencies(gateway, 1)
-        for _ in range(3):
-            attack = [*command(), gateway.url, key, "8", "0.01", "1", kind]
-            with subprocess.Popen(attack, stdout=subprocess.PIPE, text=True) as hostile:
-                time.sleep(2)
-                longest = max(map(max, latencies(gateway, 5).values()))
-                output, _ = hostile.communicate(timeout=120)
-            summary = json.loads(output.splitlines()[-1])
-            print(longest, summary)
-            assert not summary["faults"]
-            if key == "limited":
-                answered = {status: count for status, count in summary["answers"].items() if not status.endswith("429")}
-                assert sum(answered.values()) <= 20 + 20
-            if longest <= MOST_SECONDS:
-                return
-        pytest.fail(f"a text took {longest} s")
+def test_a_flood_of_expensive_requests_delays_no_text(gateway: Program, kind: str) -> None:
+    """In one of three attempts: another program may cause a pause. The key has no limits."""
+    latencies(gateway, 1)
+    for _ in range(3):
+        attack = [*command(), gateway.url, "hostile", "6", "0.01", "1", kind]
+        with subprocess.Popen(attack, stdout=subprocess.PIPE, text=True) as hostile:
+            time.sleep(2)
+            longest = max(map(max, latencies(gateway, 3).values()))
+            output, _ = hostile.communicate(timeout=120)
+        summary = json.loads(output.splitlines()[-1])
+        print(longest, summary)
+        assert not summary["faults"]
+        if longest <= MOST_SECONDS:
+            return
+    pytest.fail(f"a text took {longest} s")

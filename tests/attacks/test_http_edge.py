@@ -37,7 +37,6 @@ def gateway(start_gateway: StartGateway) -> Program:
 
 @contextmanager
 def slow(engine: FakeEngine, delay: float = 0.05) -> Iterator[None]:
-    """``engine`` waits before each message."""
     engine.faults.delay = delay
     try:
         yield
@@ -52,16 +51,22 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
 # --- upgrades
 
 
+HTTP2 = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"}
+"""What Java's HttpClient sends."""
+WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_key": "x", "sec_websocket_version": "13"}
+UNKNOWN = {"connection": "keep-alive, Upgrade", "upgrade": "something/1"}
+
+
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "pieces"),
     [
-        {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"},
-        {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_key": "x", "sec_websocket_version": "13"},
-        {"connection": "keep-alive, Upgrade", "upgrade": "something/1"},
+        (HTTP2, "one packet"),
+        (HTTP2, "two packets"),
+        (HTTP2, "many packets"),
+        (WEBSOCKET, "one packet"),
+        (UNKNOWN, "two packets"),
     ],
-    ids=["Java's HttpClient", "websocket", "unknown"],
 )
-@pytest.mark.parametrize("pieces", ["one packet", "two packets", "many packets"])
 def test_an_upgrade_is_ignored_and_the_body_is_read(gateway: Program, headers: dict[str, str], pieces: str) -> None:
     whole = request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers)
     head = len(whole) - len(SCORE)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.attacks.watch import metric_of, total_of
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before, wait_until
 from yardstick_llm.engine import wire
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,34 +50,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
     """On one thread, because threads of several processes wait for each other badly on few cores."""
-    pod = Pod(model, "--name", "tiny", "--threads", "1")
-    yield pod.wait_ready()
-    pod.close()
+    with Pod(model, "--name", "tiny", "--threads", "1") as pod:
+        yield pod.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def pods(pod: Pod, model: Path) -> Iterator[list[Pod]]:
-    other = Pod(model, "--name", "tiny", "--threads", "1")
-    yield [pod, other.wait_ready()]
-    other.close()
-
-
-@contextmanager
-def before(*pods: Pod, **settings: str) -> Iterator[Program]:
-    """A gateway before ``pods``, when it has found them all."""
-    entries = [argument for pod in pods for argument in ("--engine", pod.url)]
-    gateway = Program("gateway", *entries, **{f"YARDSTICK_{name.upper()}": value for name, value in settings.items()})
-    try:
-        gateway.wait_ready()
-        wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == len(pods), 30)
-        yield gateway
-    finally:
-        gateway.close()
+    with Pod(model, "--name", "tiny", "--threads", "1") as other:
+        yield [pod, other]
 
 
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """Processes that stand still for the time of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -114,7 +98,6 @@ class Load:
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether every stream has begun and is far from its end."""
         return bool(self._tokens) and all(10 <= tokens <= 120 for tokens in self._tokens.values())
 
     def _repeat(self, ask: Callable[[httpx.Client, int], None]) -> None:
@@ -156,13 +139,13 @@ class Load:
 @pytest.mark.waits
 @pytest.mark.parametrize("which", STOPPED)
 def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
-    with before(*pods) as gateway:
+    with gateway_before(*pods) as gateway:
         load = Load(gateway)
         with load:
             wait_until(lambda: load.in_the_middle, 60)
             with stopped(STOPPED[which](pods[0])):
                 wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 1, LONGEST_GAP)
-                time.sleep(3)
+                time.sleep(1)
                 assert metric_of(gateway, f'yardstick_engine_requests_in_flight{{engine="{pods[0].url}",model="tiny"}}') == 0
             wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 2)
             steps = pods[0].read("/stats", wire.Stats).steps
@@ -180,7 +163,10 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
 def test_work_that_was_given_up_is_aborted(pod: Pod) -> None:
     """The loop hears of it as soon as it goes on."""
     endless = TEXTS[0] | {"max_tokens": 2000, "stream": True}
-    with before(pod, wait_seconds="1") as gateway, gateway.client.stream("POST", "/v1/completions", json=endless) as answer:
+    with (
+        gateway_before(pod, YARDSTICK_WAIT_SECONDS="1") as gateway,
+        gateway.client.stream("POST", "/v1/completions", json=endless) as answer,
+    ):
         lines = answer.iter_lines()
         next(lines)
         assert pod.read("/stats", wire.Stats).running == 1
@@ -197,7 +183,7 @@ def test_work_that_was_given_up_is_aborted(pod: Pod) -> None:
 @pytest.mark.parametrize("which", STOPPED)
 def test_the_only_engine_is_stopped(pod: Pod, which: str) -> None:
     """Clients are told so within a bounded time, and it works again when it goes on."""
-    with before(pod, wait_seconds="1") as gateway:
+    with gateway_before(pod, YARDSTICK_WAIT_SECONDS="1") as gateway:
         with gateway.client.stream("POST", "/v1/completions", json=TEXTS[0] | {"max_tokens": 1500, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -234,38 +220,33 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
 @pytest.mark.waits
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
-    model = make_checkpoint(
-        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12
-    )
-    pod = Pod(model, "--name", "slow", "--threads", "1")
-    try:
-        pod.wait_ready()
-        with before(pod) as gateway:
-            body = {"query": [5] * 1000, "items": [[9] * 1000], "label_token_ids": [3]}
-            with ThreadPoolExecutor(2) as threads:
-                asking = [threads.submit(gateway.client.post, "/v1/score", json=body, headers=FRESH) for _ in range(2)]
-                longest = 0.0
-                while not all(each.done() for each in asking):
-                    assert pod.client.get("/readyz").status_code == 200
-                    longest = max(longest, metric_of(pod, "yardstick_engine_last_step_seconds"))
-                    time.sleep(0.1)
-            assert longest > 2.5
-            assert [each.result().status_code for each in asking] == [200, 200]
-            assert total_of(gateway, "yardstick_engine_silences_total") == 0
-            assert not any("engine_retries_total{" in line for line in gateway.client.get("/metrics").text.splitlines())
-    finally:
-        pod.close()
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 12}
+    flags = ("--name", "slow", "--threads", "1", "--max-batched-tokens", "9216")
+    with Pod(make_checkpoint(tmp_path, "qwen3", **shape), *flags) as pod, gateway_before(pod) as gateway:
+        body = {"query": [5] * 100, "items": [[item] * 1000 for item in range(9, 17)], "label_token_ids": [3]}
+        with ThreadPoolExecutor(2) as threads:
+            bodies = (body, body | {"items": body["items"][:1]})
+            asking = [threads.submit(gateway.client.post, "/v1/score", json=each, headers=FRESH) for each in bodies]
+            longest = 0.0
+            while not all(each.done() for each in asking):
+                assert pod.client.get("/readyz").status_code == 200
+                longest = max(longest, metric_of(pod, "yardstick_engine_last_step_seconds"))
+                time.sleep(0.1)
+        assert longest > 2.5
+        assert [each.result().status_code for each in asking] == [200, 200]
+        assert total_of(gateway, "yardstick_engine_silences_total") == 0
+        assert not any("engine_retries_total{" in line for line in gateway.client.get("/metrics").text.splitlines())
 
 
 @pytest.mark.slow
 @pytest.mark.waits
 def test_a_gateway_that_was_stopped_itself_blames_no_engine(pods: list[Pod]) -> None:
-    with before(*pods) as gateway:
+    with gateway_before(*pods) as gateway:
         with Load(gateway, streams=2, scores=1) as load:
             time.sleep(0.5)
             with stopped([gateway.process.pid]):
                 time.sleep(4)
-            time.sleep(2)
+            time.sleep(1)
         assert load.streamed > 0
         assert total_of(gateway, "yardstick_engine_silences_total") == 0
         assert metric_of(gateway, "yardstick_engines_ready") == 2

@@ -29,7 +29,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gateway.keys import entry, write
 from tests.processes import Pod, Program, wait_until
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "14"))
 LATENCY_SECONDS = 300.0
 """Shortest soak that checks latencies."""
 QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 4.0
@@ -41,6 +41,7 @@ NICENESS = 19 if SECONDS >= LATENCY_SECONDS else 5
 """Nice value of the hostile clients. Other tests may run beside a short soak; with 19 the clients would get no CPU."""
 INCIDENT_SECONDS = min(60.0, SECONDS / 5)
 """Time between two engines that are stopped or killed. There is one of each at least."""
+STOP_SECONDS = min(10.0, SECONDS / 2)
 LAST_SECONDS = min(30.0, SECONDS / 4)
 """Time from the beginning of the last incident to the end."""
 SLACK_SECONDS = 0.05
@@ -66,8 +67,6 @@ TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3,
 
 
 class Deployment:
-    """Two engines and a gateway with keys."""
-
     def __init__(self, directory: Path) -> None:
         self._model = make_checkpoint(directory / "model", "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
         entries = [entry("good-1"), entry("good-2"), entry("hostile"), entry("limited", requests_per_minute=LIMITED)]
@@ -90,15 +89,13 @@ class Deployment:
         wait_until(lambda: f"yardstick_engines_ready {count}.0" in self.gateway.client.get("/metrics").text, 60)
 
     def stop_and_continue(self, place: int) -> None:
-        """Stop the model's process for ten seconds."""
         pid = self.pods[place].loop_pid
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(10)
+        time.sleep(STOP_SECONDS)
         os.kill(pid, signal.SIGCONT)
         self.wait_engines(2)
 
     def kill_and_start(self, place: int) -> None:
-        """Kill both processes of an engine, then start it again."""
         pod = self.pods[place]
         for pid in (pod.loop_pid, pod.process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -122,8 +119,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @dataclass
 class Sample:
-    """One request of a well-behaved client."""
-
     kind: str
     began: float
     seconds: float

@@ -32,7 +32,6 @@ class Watch:
 
     @property
     def grown_mib(self) -> float:
-        """Memory that the attack cost at its peak."""
         return self.peak_mib - self.idle_mib
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes import FakeEngine
 from tests.gateway.api.test_encoders import encoder
 from tests.gateway.conftest import gateways
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 RERANKER = """
@@ -28,7 +28,6 @@ EMBEDDING_SIZE = 24
 
 @pytest.fixture(scope="session")
 def reranker() -> Iterator[httpx.Client]:
-    """A client of a gateway before a fake reranker."""
     with gateways() as start:
         yield start(FakeEngine(model="reranker", preset=RERANKER))
 
@@ -43,13 +42,9 @@ def embedder() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Program]:
     """A gateway before an engine with the demo model in float32, named ``yardstick-demo``."""
-    pod = Pod(MODELS / "base", "--name", "yardstick-demo", "--dtype", "float32")
-    try:
-        gateway = Program("gateway", "--engine", pod.wait_ready().url)
-        yield gateway.wait_ready()
-        gateway.close()
-    finally:
-        pod.close()
+    flags = ("--dtype", "float32", "--max-total-tokens", "16384")
+    with Pod(MODELS / "base", "--name", "yardstick-demo", *flags) as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,6 @@ def link_installed(pins: list[str], site: Path) -> list[str]:
 
 
 def link(source: Path, target: Path) -> None:
-    """Make ``target`` a hard link."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     target.hardlink_to(source)

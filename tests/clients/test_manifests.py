@@ -26,7 +26,6 @@ def errors(found: list[Manifest], folder: Path) -> list[str]:
 
 
 def beside_a_pool() -> Values:
-    """The example of docs/operations.md with an InferencePool."""
     (text,) = re.findall(r"```yaml\n(# values of the chart\n.*?)```", (ROOT / "docs" / "operations.md").read_text(), flags=re.S)
     values: Values = yaml.safe_load(text)
     return values

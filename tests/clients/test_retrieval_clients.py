@@ -26,14 +26,12 @@ def url_of(client: httpx.Client) -> str:
 
 
 def best(client: httpx.Client, top_n: int = 2) -> list[list[Any]]:
-    """``[index, score]`` of the best documents, by plain HTTP."""
     body = {"query": QUERY, "documents": DOCUMENTS, "top_n": top_n}
     results = client.post("/v1/rerank", json=body).raise_for_status().json()["results"]
     return [[result["index"], pytest.approx(result["relevance_score"], abs=1e-6)] for result in results]
 
 
 def embeddings(client: httpx.Client, texts: list[str], **fields: int | str) -> list[Any]:
-    """The embeddings of ``texts``, by plain HTTP."""
     answer = client.post("/v1/embeddings", json={"input": texts} | fields).raise_for_status().json()
     return [pytest.approx(entry["embedding"], abs=1e-6) for entry in answer["data"]]
 

@@ -26,7 +26,6 @@ FORMS: dict[str, tuple[EndpointName, ...]] = {
 
 @cache
 def declared(endpoint: EndpointName) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields of an endpoint's request."""
     return {field.encode_name: field for field in msgspec.structs.fields(KINDS[endpoint])}
 
 

@@ -31,7 +31,6 @@ _PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.gene
 
 
 def settings() -> str:
-    """Every setting of the gateway."""
     notes = attribute_docstrings(Settings)
     rows = []
     for field in msgspec.structs.fields(Settings):
@@ -53,7 +52,6 @@ def refused() -> str:
 
 
 def ignored() -> str:
-    """Parameters that are ignored."""
     rows: dict[tuple[EndpointName, ...], list[str]] = {}
     for row in IGNORED:
         rows.setdefault(row.endpoints, []).append(f"`{row.name}`")
@@ -61,13 +59,11 @@ def ignored() -> str:
 
 
 def access_log() -> str:
-    """Fields of a line of the access log."""
     notes = attribute_docstrings(AccessLine)
     return _table(("field", "meaning"), [(f"`{name}`", _prose(notes[name])) for name in AccessLine.__struct_fields__])
 
 
 def engine_settings() -> str:
-    """Every option of the engine."""
     options = [option for settings in (EngineSettings, ServerSettings) for option in options_of(settings)]
     rows = [(f"`{option.flag}`", _prose(option.default_text), _engine_meaning(option)) for option in options]
     return _table(("option", "default", "meaning"), rows)
@@ -79,7 +75,6 @@ def _engine_meaning(option: Option) -> str:
 
 
 def conformance() -> str:
-    """Return the table of parameters and endpoints."""
     rows = [(f"`{name}`", *(cells.get(endpoint, "–") for endpoint in ALL)) for name, cells in sorted(table().items())]
     return _table(("parameter", *ALL), rows)
 
@@ -141,7 +136,6 @@ def page(text: str) -> str:
 
 
 def parts_of(text: str) -> list[str]:
-    """Names of the parts in ``text``."""
     return [found["name"] for found in _PART.finditer(text)]
 
 
@@ -158,7 +152,6 @@ def _default(value: Any) -> str:
 
 
 def _prose(docstring: str) -> str:
-    """A docstring as one line of Markdown."""
     return re.sub(r"\s+", " ", docstring).replace("``", "`").replace("|", "\\|").removesuffix(".")
 
 
@@ -168,7 +161,6 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def main() -> None:
-    """Write the pages."""
     for path in PAGES:
         path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -38,24 +38,19 @@ def test_every_status_has_a_row(client: httpx.Client) -> None:
 
 
 SHOWN = [
-    ("scoring.md", "/v1/score", '"object": "scoring"'),
-    ("generation.md", "/v1/length", '"object": "length"'),
-    ("api.md", "/tokenize", '"token_strs": ["re"'),
+    ("scoring.md", "/v1/score", '"object": "scoring"', {"query": "a", "items": ["b"], "labels": [" Yes"]}),
+    ("generation.md", "/v1/length", '"object": "length"', {"input": "a"}),
+    ("api.md", "/tokenize", '"token_strs": ["re"', {"prompt": "red running shoes", "return_token_strs": True}),
 ]
 
 
-@pytest.mark.parametrize(("name", "path", "marker"), SHOWN)
-def test_the_answers_shown_have_the_fields_of_real_ones(client: httpx.Client, name: str, path: str, marker: str) -> None:
+@pytest.mark.parametrize(("name", "path", "marker", "body"), SHOWN)
+def test_the_answers_shown_have_the_fields_of_real_ones(
+    client: httpx.Client, name: str, path: str, marker: str, body: object
+) -> None:
     text = PAGE.with_name(name).read_text(encoding="utf-8")
-    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL) if marker in block]
-    (shown,) = blocks
-    bodies = {
-        "/v1/score": {"query": "a", "items": ["b"], "labels": [" Yes"]},
-        "/v1/length": {"input": "a"},
-        "/tokenize": {"prompt": "red running shoes", "return_token_strs": True},
-    }
-    answer = client.post(path, json=bodies[path]).json()
-    assert fields(shown) == fields(answer)
+    (shown,) = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL) if marker in block]
+    assert fields(shown) == fields(client.post(path, json=body).json())
 
 
 def fields(value: object, path: str = "") -> set[str]:

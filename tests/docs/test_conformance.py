@@ -163,7 +163,6 @@ def server() -> Iterator[httpx.Client]:
 
 
 def shown() -> dict[str, dict[EndpointName, Cell]]:
-    """The table as the page has it."""
     (part,) = re.findall(r"<!-- conformance: .*?-->\n(.*?)<!-- end -->", TEXT, flags=re.DOTALL)
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.strip().splitlines())
     assert tuple(head[1:]) == ALL
@@ -181,7 +180,6 @@ def ignored(answer: httpx.Response) -> list[str]:
 
 @cache
 def schemas(server: httpx.Client) -> dict[str, Any]:
-    """The schemas of the OpenAPI document."""
     found: dict[str, Any] = server.get("/schema/openapi.json").json()["components"]["schemas"]
     return found
 

@@ -21,7 +21,6 @@ OPERATIONAL = {"/metrics", "/health", "/"}
 
 
 def cells(text: str, column: int) -> list[str]:
-    """Cells of the rows of all tables in ``text``."""
     rows = [
         re.split(r" (?<!\\)\| ", line.strip("| ")) for line in text.splitlines() if line.startswith("| ") and "| --- |" not in line
     ]

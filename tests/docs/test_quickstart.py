@@ -22,6 +22,8 @@ from tests.processes import free_port, wait_until
 
 PAGE = ROOT / "docs" / "quickstart.md"
 MOST_SECONDS = 300
+FEW_TOKENS = ("--max-total-tokens", "16384")
+"""Of keys and values, because it takes seconds of CPU to allocate the gigabytes of the default."""
 START_SECONDS = 200
 SERVE = re.compile(r"^\$ (?:\w+=\S+ )?yardstick serve", re.M)
 PUBLISHED: dict[str, tuple[str, Callable[[], Path]]] = {
@@ -33,7 +35,6 @@ are in Q4_1."""
 
 
 def parts() -> dict[str, list[Snippet]]:
-    """The blocks of each quickstart, by its heading."""
     text = PAGE.read_text(encoding="utf-8")
     headings = [(text.count("\n", 0, found.start()) + 1, found[1]) for found in re.finditer(r"^## (.*)$", text, re.M)]
 
@@ -56,7 +57,7 @@ def serve(command: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
     words = shlex.split(command.removeprefix("$ "))
     place = words.index("yardstick")
     variables = dict(word.split("=", 1) for word in words[:place])
-    program = [sys.executable, "-m", "yardstick_llm.gateway.cli", *words[place + 1 :], "--port", str(port)]
+    program = [sys.executable, "-m", "yardstick_llm.gateway.cli", *words[place + 1 :], "--port", str(port), *FEW_TOKENS]
     return subprocess.Popen(program, env=os.environ | variables)
 
 

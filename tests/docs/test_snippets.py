@@ -19,7 +19,7 @@ import pytest
 from tests.fakes import FakeEngine, adapter
 from tests.gateway.conftest import gateways
 from tests.parts import need
-from tests.processes import Pod, Program
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -53,14 +53,8 @@ NOT_RUN = {
     ("docs/models.md", "--lora support"): "names models of the reader",
     ("docs/models.md", '"model": "support"'): "names models of the reader; tests/test_lora_end_to_end.py has such calls",
     ("docs/models.md", "load_lora_adapter"): "names adapters of the reader; tests/test_lora_end_to_end.py has such calls",
-    (
-        "docs/offline.md",
-        "--input pairs.jsonl",
-    ): "names files of the reader; tests/gateway/commands runs the commands",
-    (
-        "docs/offline.md",
-        "--items items.txt",
-    ): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
+    ("docs/offline.md", "--input pairs.jsonl"): "names files of the reader; tests/gateway/commands runs the commands",
+    ("docs/offline.md", "--items items.txt"): "names a file of the reader; tests/gateway/commands/test_lists.py runs the command",
     ("docs/offline.md", "recipes/ray_data.py"): "names a bucket of the reader; tests/examples/recipes runs the command",
     ("docs/generation.md", "examples.thinking_model"): LONG_WORK,
     ("docs/generation.md", "get_weather"): "needs a model with tools; tests/gateway/api/test_tools_api.py calls them",
@@ -78,8 +72,6 @@ PAGES_NOT_RUN = {
 
 
 class Snippet(NamedTuple):
-    """A fenced block."""
-
     page: str
     line: int
     language: str
@@ -102,7 +94,6 @@ class Snippet(NamedTuple):
 
 
 def snippets() -> Iterator[Snippet]:
-    """Return all programs and shell commands of the pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S):
@@ -123,13 +114,9 @@ RUN = [snippet for snippet in ALL if not reasons_of(snippet)]
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
     """A gateway before an engine with the demo models, as ``yardstick serve`` starts them."""
-    pod = Pod(MODELS / "base", "--lenvm-model", str(MODELS / "lenvm"), "--name", "yardstick-demo")
-    try:
-        gateway = Program("gateway", "--engine", pod.wait_ready().url)
-        yield gateway.wait_ready()
-        gateway.close()
-    finally:
-        pod.close()
+    flags = ("--lenvm-model", str(MODELS / "lenvm"), "--max-total-tokens", "16384")
+    with Pod(MODELS / "base", "--name", "yardstick-demo", *flags) as pod, gateway_before(pod) as gateway:
+        yield gateway
 
 
 def test_each_snippet_runs_or_has_one_reason() -> None:
@@ -146,13 +133,6 @@ def test_snippets_run(demo: Program, snippet: Snippet) -> None:
         need("curl")
     assert SERVER.search(snippet.text), "it names the server of `yardstick serve`"
     snippet._replace(text=SERVER.sub(demo.url, snippet.text)).run()
-
-
-@pytest.mark.slow
-def test_the_first_example_of_structured_output_always_ends(demo: Program) -> None:
-    (first,) = [snippet for snippet in RUN if "class Shoe" in snippet.text]
-    for _ in range(5):
-        test_snippets_run(demo, first)
 
 
 @pytest.mark.slow

@@ -134,11 +134,7 @@ EVERYTHING: Values = {
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}], "watch": True},
     "tracing": {"endpoint": "http://collector.observability:4318", "ratio": 0.1, "headersSecret": "collector"},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
-    "loadTest": {
-        "enabled": True,
-        "workers": 4,
-        "results": {"existingClaim": "results"},
-    },
+    "loadTest": {"enabled": True, "workers": 4, "results": {"existingClaim": "results"}},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "rules": {
@@ -221,7 +217,6 @@ def _manifests(values: str, version: str, name: str) -> list[Manifest]:
 
 
 def one(found: list[Manifest], kind: str, name: str) -> Manifest:
-    """The one object of this kind and name."""
     (manifest,) = [m for m in found if (m["kind"], m["metadata"]["name"]) == (kind, name)]
     return manifest
 

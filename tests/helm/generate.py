@@ -8,7 +8,6 @@ from tests.helm.schema import schema
 
 
 def main() -> None:
-    """Write them all."""
     (CHART / "values.schema.json").write_text(schema())
     (CHART / "README.md").write_text(readme())
     GOLDEN.mkdir(exist_ok=True)

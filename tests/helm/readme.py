@@ -57,7 +57,6 @@ def readme() -> str:
 
 
 def described() -> Iterator[Described]:
-    """Every key, in order."""
     text = (CHART / "values.yaml").read_text()
     defaults = yaml.safe_load(text)
     above: list[str] = []

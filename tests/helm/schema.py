@@ -47,7 +47,6 @@ def schema() -> str:
 
 
 def key() -> dict[str, Any]:
-    """The schema of an entry of ``auth.keys``."""
     made = msgspec.json.schema(ApiKey)["$defs"]["ApiKey"]
     fields = {name: plain(field) for name, field in made["properties"].items()}
     return {"type": "object", "required": made["required"], "additionalProperties": False, "properties": fields}

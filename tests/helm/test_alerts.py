@@ -27,7 +27,6 @@ Series = dict[str, str]
 
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of rules."""
     file = tmp_path_factory.mktemp("rules") / "rules.yaml"
     file.write_text(yaml.safe_dump(one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]))
     return file
@@ -205,11 +204,7 @@ TESTS = [
     slow("quick scores", times(SECONDS, 1, route="/v1/score")),
     slow(
         "slow scores, embeddings and texts",
-        [
-            *times(SECONDS, 5, route="/v1/score"),
-            *times(SECONDS, 5, route="/v1/embeddings"),
-            *times(SECONDS, 10, route="/tokenize"),
-        ],
+        [*times(SECONDS, 5, route="/v1/score"), *times(SECONDS, 5, route="/v1/embeddings"), *times(SECONDS, 10, route="/tokenize")],
         "/tokenize",
         "/v1/embeddings",
         "/v1/score",
@@ -342,20 +337,20 @@ def test_alerts_fire_when_they_should(rules: Path) -> None:
     promtool("check", "rules", rules)
     told = [(test, test["alert_rule_test"][0]) for test in TESTS]
     firing = {alert["alertname"]: test for test, alert in told if alert["exp_alerts"]}
-    run_cases(rules, [*TESTS, *map(elsewhere, firing.values())], "1m")
+    run_cases(rules, [*TESTS, *map(elsewhere, firing.values())], "1m", budgets=False)
 
 
 def test_error_budgets(rules: Path) -> None:
+    run_cases(rules, BUDGETS, f"{HOURS}h", budgets=True)
+
+
+def run_cases(rules: Path, cases: list[dict[str, Any]], evaluation_interval: str, *, budgets: bool) -> None:
+    """With the rules of budgets, or with all others: promtool evaluates each rule in every case."""
     (group,) = yaml.safe_load(rules.read_text())["groups"]
-    own = rules.with_name("budgets.yaml")
-    alerts = [rule for rule in group["rules"] if rule["alert"].endswith("Budget")]
-    own.write_text(yaml.safe_dump({"groups": [group | {"rules": alerts}]}))
-    run_cases(own, BUDGETS, f"{HOURS}h")
-
-
-def run_cases(rules: Path, cases: list[dict[str, Any]], evaluation_interval: str) -> None:
-    file = rules.with_name("tests.yaml")
-    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": evaluation_interval, "tests": cases}))
+    chosen = [rule for rule in group["rules"] if rule["alert"].endswith("Budget") == budgets]
+    some, file = rules.with_name("some.yaml"), rules.with_name("tests.yaml")
+    some.write_text(yaml.safe_dump({"groups": [group | {"rules": chosen}]}))
+    file.write_text(yaml.safe_dump({"rule_files": [some.name], "evaluation_interval": evaluation_interval, "tests": cases}))
     promtool("test", "rules", file)
 
 
@@ -474,11 +469,7 @@ ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
         pytest.param(1, [], {"1m": None}, id="no series is no idle pool"),
         pytest.param(
             1,
-            [
-                IDLE,
-                gauge("yardstick_engine_requests_running", ENGINE, 30),
-                gauge("yardstick_engine_requests_waiting", ENGINE, 12),
-            ],
+            [IDLE, gauge("yardstick_engine_requests_running", ENGINE, 30), gauge("yardstick_engine_requests_waiting", ENGINE, 12)],
             {"1m": 42},
             id="requests of engines",
         ),

@@ -41,7 +41,7 @@ from yardstick_llm.gateway.settings import PREFIX, Settings
 from yardstick_llm.gateway.workers.queue import Capacity
 from yardstick_llm.gateway.workers.workers import Workers
 
-VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
+VERSIONS = ("v1.25.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet"}
 """Kinds that are not Kubernetes's own; ``tests/clients/test_manifests.py`` validates them."""
 POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
@@ -50,7 +50,6 @@ ADDED = {"prepare", "sidecar"}
 
 
 def pods(found: list[Manifest]) -> list[dict[str, Any]]:
-    """The specification of every pod."""
     templates = [m if m["kind"] == "Pod" else m["spec"]["template"] for m in found if m["kind"] in POD_KINDS]
     groups = [m["spec"]["leaderWorkerTemplate"] for m in found if m["kind"] == "LeaderWorkerSet"]
     templates += [group[template] for group in groups for template in ("leaderTemplate", "workerTemplate")]
@@ -68,7 +67,7 @@ def test_helm_has_nothing_to_say_about_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [*[pytest.param(old, marks=pytest.mark.slow) for old in VERSIONS[:-1]], VERSIONS[-1]])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("values", SETS.values(), ids=SETS)
 def test_kubernetes_takes_it(values: Values, version: str):
     for manifest in manifests(values, version):
@@ -85,24 +84,17 @@ def test_it_renders_what_it_rendered(name: str):
     ("values", "words"),
     [
         ({"engine": {"modle": "x"}}, "additional properties 'modle' not allowed"),
-        ({"gateway": {"ingress": {"hosts": ["a"]}}}, "additional properties 'hosts' not allowed"),
-        ({"nonsense": 1}, "additional properties 'nonsense' not allowed"),
         ({"gateway": {"replicas": "two"}}, "got string, want integer"),
         ({"gateway": {"autoscaling": {"targetCPU": 70}}}, "got number, want string"),
         ({"engine": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}}, "missing properties 'maxSkew'"),
-        ({"image": {"digests": {"engine": "sha256:1"}}}, "additional properties 'engine' not allowed"),
         ({"engine": {"dtype": "int8"}}, "value must be one of"),
         ({"engine": {"resources": {"limits": {"cpu": "lots"}}}}, "does not match pattern"),
         ({"pools": {"default": {}}}, "'not' failed"),
         ({"pools": {"Big": {}}}, "does not match pattern"),
-        ({"pools": {"big": {"modle": "x"}}}, "additional properties 'modle' not allowed"),
         ({"gateway": {"settings": {"engines": "http://a"}}}, "additional properties 'engines' not allowed"),
-        ({"gateway": {"settings": {"max_inflight": 9}}}, "additional properties 'max_inflight' not allowed"),
-        ({"gateway": {"settings": {"max_in_flight": "many"}}}, "got string, want integer"),
         ({"gateway": {"settings": {"max_in_flight": 0}}}, "minimum"),
         ({"gateway": {"settings": {"access_log": False}}}, "value must be one of 'json', 'off'"),
         ({"gateway": {"settings": {"cors_origins": ["https://a"]}}}, "got array, want string"),
-        ({"gateway": {"service": {"port": 0}}}, "minimum"),
         ({"auth": {"keys": [{"name": "a", "sha256": "ys-notahash"}]}}, "does not match pattern"),
         ({"redis": {"url": "http://a"}}, "does not match pattern"),
     ],
@@ -114,10 +106,7 @@ def test_the_schema_refuses(values: Values, words: str):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"engine": {"enabled": False}}, "there is no engine"),
-        ({"auth": {"generateFirstKey": False}}, "there is no API key"),
-    ],
+    [({"engine": {"enabled": False}}, "there is no engine"), ({"auth": {"generateFirstKey": False}}, "there is no API key")],
 )
 def test_what_cannot_work_is_refused_in_words(values: Values, words: str):
     with pytest.raises(helm().HelmError, match=words):
@@ -346,7 +335,6 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 
 
 def metric_names() -> set[str]:
-    """Every series that gateway and engine can write."""
     telemetry = Telemetry()
     workers = Workers(Capacity(1, 1, 1, 1), telemetry)
     Pool({}, lambda *_: pytest.fail("no engine"), telemetry, workers, probe_seconds=1, silence_seconds=1, startup_seconds=1)

@@ -96,6 +96,5 @@ def test_it_may_read_metrics_of_gateways_and_engines(url: str) -> None:
 
 
 def admits(rule: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a rule names pods with these labels."""
     selectors = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
     return any(selector.items() <= labels.items() for selector in selectors)

@@ -18,7 +18,6 @@ GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
 
 
 def engine_of(found: list[Manifest], name: str = "yardstick-engine") -> dict[str, Any]:
-    """The pod of a pool."""
     return one(found, "StatefulSet", name)["spec"]["template"]["spec"]
 
 
@@ -241,7 +240,6 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
 
 
 def run_with_a_python_that_prints(container: dict[str, Any], folder: Path, **environment: str) -> list[str]:
-    """The arguments of ``python`` in the command of a container."""
     program = folder / "python"
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     program.chmod(0o755)

@@ -64,7 +64,6 @@ def answer(writer: asyncio.StreamWriter, body: bytes | dict[str, Any], status: s
 
 
 def stream(writer: asyncio.StreamWriter) -> None:
-    """Begin a stream of events."""
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
 
 
@@ -78,7 +77,6 @@ def end(writer: asyncio.StreamWriter) -> None:
 
 
 def scores(request: Request) -> dict[str, Any]:
-    """The good answer to a score request."""
     return {"scores": [[0.25, 0.75]] * len(request.body["items"]), "usage": {"prompt_tokens": 7, "total_tokens": 7}}
 
 

@@ -62,55 +62,40 @@ async def hanging(request: Request, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(30)
 
 
-async def closing(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.close()
+def raw(content: bytes, *, stalls: bool = False) -> Handler:
+    """Writes these bytes, and closes the connection or keeps it."""
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(content)
+        await writer.drain()
+        if stalls:
+            await asyncio.sleep(30)
+        writer.close()
+
+    return handler
 
 
-async def cut_short(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"scores": [[')
-    await writer.drain()
-    writer.close()
+def answering(body: bytes | dict[str, Any]) -> Handler:
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> None:
+        answer(writer, body)
 
-
-async def no_json(request: Request, writer: asyncio.StreamWriter) -> None:
-    answer(writer, b"<html>")
-
-
-async def no_http(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"SSH-2.0-OpenSSH_9\r\n\r\n")
-    await writer.drain()
-    writer.close()
-
-
-async def too_few_items(request: Request, writer: asyncio.StreamWriter) -> None:
-    answer(writer, {"scores": [[0.5, 0.5]]})
-
-
-async def too_few_labels(request: Request, writer: asyncio.StreamWriter) -> None:
-    answer(writer, {"scores": [[0.5], [0.5]]})
-
-
-async def stalling(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
-    await writer.drain()
-    await asyncio.sleep(30)
+    return handler
 
 
 FAULTS: list[tuple[Handler, str, str]] = [
     (refusing, "status", "Too much to do; key ***."),
     (hanging, "timeout", ""),
-    (stalling, "timeout", ""),
-    (closing, "lost", "disconnected"),
-    (cut_short, "cut", ""),
-    (no_json, "bad_body", "malformed"),
-    (no_http, "bad_body", "HTTP"),
-    (too_few_items, "bad_body", "1 score lists for 2 items"),
-    (too_few_labels, "bad_body", "an item has not 2 scores"),
+    (raw(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n", stalls=True), "timeout", ""),
+    (raw(b""), "lost", "disconnected"),
+    (raw(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"scores": [['), "cut", ""),
+    (answering(b"<html>"), "bad_body", "malformed"),
+    (raw(b"SSH-2.0-OpenSSH_9\r\n\r\n"), "bad_body", "HTTP"),
+    (answering({"scores": [[0.5, 0.5]]}), "bad_body", "1 score lists for 2 items"),
+    (answering({"scores": [[0.5], [0.5]]}), "bad_body", "an item has not 2 scores"),
 ]
 
 
 def in_turn(handlers: Iterable[Handler]) -> Handler:
-    """Each request has the next handler."""
     left = list(handlers)
 
     async def handle(request: Request, writer: asyncio.StreamWriter) -> None:

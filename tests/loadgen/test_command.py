@@ -71,7 +71,6 @@ YARDSTICK_LOAD, LOADGEN = "yardstick_llm.gateway.cli load", "yardstick_llm.loadg
 
 
 def yardstick(*arguments: str, program: str = LOADGEN, text: str | None = None, **environment: str) -> Any:
-    """``yardstick load …``; stdout, stderr and returncode."""
     return subprocess.run(
         [sys.executable, "-m", *program.split(), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment,
@@ -85,7 +84,6 @@ def yardstick(*arguments: str, program: str = LOADGEN, text: str | None = None, 
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Any:
-    """The URL of a gateway that asks for a key, and the key."""
     file = tmp_path / "keys.json"
     made = subprocess.run(
         [sys.executable, "-m", "yardstick_llm.gateway.cli", "keys", "new", "me", "--file", str(file)],

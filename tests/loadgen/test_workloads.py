@@ -22,16 +22,20 @@ from yardstick_llm.loadgen.scenario import load
 from yardstick_llm.loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
 
 
+def asks(workload: AnyWorkload, count: int, share: Share | None = None, model: str | None = None) -> list[Any]:
+    return list(islice(workload.asks(Content(0, share or Share(), 0), model), count))
+
+
 def bodies(workload: AnyWorkload, count: int, share: Share | None = None, model: str | None = None) -> list[bytes]:
-    return [ask.body for ask in islice(workload.asks(Content(0, share or Share(), 0), model), count)]
+    return [ask.body for ask in asks(workload, count, share, model)]
 
 
-def documents(workload: AnyWorkload, count: int, **more: Any) -> list[dict[str, Any]]:
-    return [json.loads(body) for body in bodies(workload, count, **more)]
+def asked(workload: AnyWorkload, count: int, share: Share | None = None, model: str | None = None) -> list[dict[str, Any]]:
+    return [json.loads(body) for body in bodies(workload, count, share, model)]
 
 
 def test_the_standard_workload() -> None:
-    (first, second) = documents(Score(), 2, model="ranker")
+    (first, second) = asked(Score(), 2, model="ranker")
     assert first.keys() == {"model", "label_token_ids", "query", "items"}
     assert (first["model"], len(first["query"]), [len(item) for item in first["items"]]) == ("ranker", 120, [180] * 10)
     assert all(0 <= token < 1000 for item in first["items"] for token in item)
@@ -62,16 +66,16 @@ def test_the_gateway_understands_every_body(workload: AnyWorkload, kind: type[ms
 
 
 def test_fields_of_generation() -> None:
-    (chat,) = documents(Chat(logprobs=5, system="Be brief.", prompts=("Hi",)), 1)
+    (chat,) = asked(Chat(logprobs=5, system="Be brief.", prompts=("Hi",)), 1)
     assert chat["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert (chat["logprobs"], chat["top_logprobs"], chat["stream"]) == (True, 5, True)
     assert chat["stream_options"] == {"include_usage": True}
-    (plain,) = documents(Completions(stream=False, input="tokens", prompt_length=9), 1)
+    (plain,) = asked(Completions(stream=False, input="tokens", prompt_length=9), 1)
     assert len(plain["prompt"]) == 9
     assert "stream" not in plain
     guidance = {"mode": "centered_exp", "scale": -10.0}
-    assert documents(Chat(length_guidance=guidance), 1)[0]["length_guidance"] == guidance
-    seeds = [document["seed"] for document in documents(Chat(), 50)]
+    assert asked(Chat(length_guidance=guidance), 1)[0]["length_guidance"] == guidance
+    seeds = [document["seed"] for document in asked(Chat(), 50)]
     assert len(set(seeds)) == 50
 
 
@@ -81,18 +85,18 @@ def share_repeated(workload: Score, count: int = 600) -> tuple[float, float, flo
     items: set[str] = set()
     pairs: set[tuple[str, str]] = set()
     found = [0, 0, 0]
-    asked = 0
-    for document in documents(workload, count):
+    total = 0
+    for document in asked(workload, count):
         query, now = json.dumps(document["query"]), [json.dumps(item) for item in document["items"]]
         assert len(set(now)) == len(now), "no item twice in a request"
         found[0] += query in queries
         found[1] += sum(item in items for item in now)
         found[2] += sum((query, item) in pairs for item in now)
-        asked += len(now)
+        total += len(now)
         queries.add(query)
         items.update(now)
         pairs.update((query, item) for item in now)
-    return found[0] / count, found[1] / asked, found[2] / asked
+    return found[0] / count, found[1] / total, found[2] / total
 
 
 def test_shares_of_repeats() -> None:
@@ -138,17 +142,13 @@ def write(folder: Path, *documents: Any) -> Data:
     return Data(file=str(file))
 
 
-def asked(workload: AnyWorkload, count: int, share: Share | None = None) -> list[dict[str, Any]]:
-    return [json.loads(ask.body) for ask in islice(workload.asks(Content(0, share or Share(), 0), None), count)]
-
-
 def test_each_kind_takes_its_fields(tmp_path: Path) -> None:
     pairs = write(tmp_path, {"query": "shoes", "items": [" red", " blue"], "id": 7}, "", {"query": [1, 2], "items": [[3], [4, 5]]})
     first, second, third = asked(Score(data=pairs), 3)
     assert (first["query"], first["items"]) == ("shoes", [" red", " blue"])
     assert (second["query"], second["items"]) == ([1, 2], [[3], [4, 5]])
     assert third == first, "from the beginning again"
-    assert [ask.items for ask in islice(Rerank(data=pairs).asks(Content(0, Share(), 0), None), 2)] == [2, 2]
+    assert [ask.items for ask in asks(Rerank(data=pairs), 2)] == [2, 2]
     assert asked(Rerank(data=pairs), 1)[0]["documents"] == [" red", " blue"]
     assert asked(Embeddings(data=pairs), 1)[0]["input"] == [" red", " blue"]
 
@@ -160,7 +160,7 @@ def test_each_kind_takes_its_fields(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     talk = write(tmp_path, {"messages": messages})
     assert asked(Chat(data=talk), 1)[0]["messages"] == messages, "unchanged, as one request"
-    (ask,) = islice(Chat(data=talk, turns=5).asks(Content(0, Share(), 0), None), 1)
+    (ask,) = asks(Chat(data=talk, turns=5), 1)
     assert json.loads(ask.body)["messages"] == messages[:1]
     assert ask.later == (b'"c"',), "the file's answers are left out, as the server gives its own"
 
@@ -171,10 +171,10 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
     source = Data(file=str(file), format="sharegpt")
     assert [body["prompt"] for body in asked(Completions(data=source), 3)] == ["Hi “you”", "Why?", "Hi “you”"]
     system = {"role": "system", "content": "Be brief."}
-    one, two = islice(Chat(data=source, turns=2).asks(Content(0, Share(), 0), None), 2)
+    one, two = asks(Chat(data=source, turns=2), 2)
     assert json.loads(one.body)["messages"] == [system, {"role": "user", "content": "Hi “you”"}]
     assert (one.later, two.later) == ((b'"Bye"',), ())
-    (single,) = islice(Chat(data=source).asks(Content(0, Share(), 0), None), 1)
+    (single,) = asks(Chat(data=source), 1)
     assert (json.loads(single.body)["messages"], single.later) == (json.loads(one.body)["messages"], ())
 
 

@@ -20,14 +20,12 @@ rotel = pytest.importorskip("rotel", reason="Rotel has wheels for some platforms
 
 @pytest.fixture
 def behind() -> Iterator[Collector]:
-    """The server behind the collector."""
     with collecting() as collector:
         yield collector
 
 
 @pytest.fixture
 def url(behind: Collector) -> Iterator[str]:
-    """The collector's OTLP/HTTP port."""
     grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
     program = Path(rotel.__file__).with_name("rotel-agent")
     listening = ["--otlp-grpc-endpoint", grpc, "--otlp-http-endpoint", http, "--batch-timeout", "50ms"]

@@ -27,19 +27,20 @@ from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.kernels.int8 import instructions
 
 
-def bench(*arguments: str) -> dict:
-    """The last line on standard output."""
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in the process of the tests, which saves imports; otherwise they restart it with an engine's variables."""
+    monkeypatch.setattr("benchmarks.__main__._restart_as_engine", lambda *_: None)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_the_engine_beats_transformers():
-    summary = bench("score", "--repeats", "3")
+    command = [sys.executable, "-m", "benchmarks", "score", "--repeats", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout.splitlines()[-1])
     assert summary["largest_difference"] <= 1e-4
     assert summary["ratio"] >= 1.2, "docs/benchmarks has the ratio of a quiet machine; this is a bound that a busy one holds too"
 
@@ -74,8 +75,6 @@ def test_a_batch_of_prompts_may_end_within_a_request(tmp_path):
 FORMATS_TRIED = (
     Format("float32"),
     Format("float32", "fp8"),
-    Format("bfloat16", "fp8"),
-    Format("float32", "int8"),
     Format("bfloat16", "int8"),
     Format("float32", kv_dtype="fp8"),
     Format("bfloat16", "fp8", "fp8"),
@@ -90,7 +89,7 @@ def base():
 @pytest.mark.slow
 def test_the_demo_model_stays_what_it_is(base, monkeypatch):
     monkeypatch.setattr(accuracy, "FORMATS", FORMATS_TRIED)
-    sizes = dataclasses.replace(QUICK, questions=150)
+    sizes = dataclasses.replace(QUICK, questions=100)
     found = accuracy.costs(base, demo_material(sizes), sizes)
     assert found["float32"]["auc"] == 1.0
     assert found["float32"]["largest"] == 0.0
@@ -119,21 +118,9 @@ def test_the_command_of_accuracy(tmp_path, capsys, monkeypatch):
     assert not torch.cuda.is_available() or "float32, FP8" not in summary["random"]
 
 
-@pytest.mark.slow
-def test_cached_items_are_faster(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--items 12 --per-request 6 --item-tokens 60 --query-tokens 4 --rounds 1"
-    assert main(["catalogue", *sizes.split()]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["all cached, ratio"] > 1
-    assert report["none cached, ratio"] < report["all cached, ratio"]
-
-
-@pytest.mark.parametrize("form", [["--dtype", "bfloat16"], ["--quantize", "fp8"]])
-def test_many_requests_name_known_items(
-    form: list[str], tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_requests_name_known_items(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --items 12 --per-request 6 --item-tokens 30 --query-tokens 4 --rounds 2 --in-flight 5"
-    command = ["catalogue", *sizes.split(), *form, "--out", str(tmp_path)]
+    command = ["catalogue", *sizes.split(), "--quantize", "fp8", "--out", str(tmp_path)]
     assert main([*command, "--limit", "0"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["round 0"]
     assert main([*command, "--continue"]) == 0
@@ -209,30 +196,18 @@ def test_the_command_of_length(tmp_path: Path, in_this_process: None, capsys: py
 
 @pytest.mark.slow
 def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_checkpoint(tmp_path / "model", "qwen3")
-    arguments = ["--model", str(model), "--rounds", "1", "--formats", "float32", "--out", str(tmp_path / "out")]
-    assert peers.main([*arguments, "--openvino", sys.executable]) == 0
+    forms = peers.FORMATS if instructions() else ("float32",)  # else the processor does not multiply bytes
+    arguments = ["--model", str(make_checkpoint(tmp_path / "model", "qwen3")), "--rounds", "1", "--formats", ",".join(forms)]
+    assert peers.main([*arguments, "--out", str(tmp_path / "out"), "--openvino", sys.executable]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["left_out"]["llamacpp, float32"] == "--llamacpp names no Python"
     assert "exit code 1" in summary["left_out"]["openvino, float32"]  # this environment has no OpenVINO
-    assert summary["ratios"].keys() == {"Yardstick, float32", "transformers, float32"}
+    ours = {f"Yardstick, {form}" for form in forms}
+    assert summary["cpu_ratios"].keys() == summary["ratios"].keys() == ours | {"transformers, float32"}
     assert summary["largest_difference"]["transformers, float32"] < 1e-4
+    assert "int8" not in forms or 1e-4 < summary["largest_difference"]["Yardstick, int8"] < 1
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     assert "left out: openvino, float32" in (tmp_path / "out" / "tables.txt").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
-def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_checkpoint(tmp_path / "model", "qwen3")
-    assert peers.main(["--model", str(model), "--rounds", "1"]) == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 1e-4 < summary["largest_difference"]["Yardstick, int8"] < 1
-    assert (
-        summary["cpu_ratios"].keys()
-        == summary["ratios"].keys()
-        == {f"Yardstick, {form}" for form in peers.FORMATS} | {"transformers, float32"}
-    )
 
 
 @pytest.mark.slow

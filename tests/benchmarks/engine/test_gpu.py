@@ -88,23 +88,6 @@ def test_the_programs_of_a_run_accept_their_arguments(
             program()
 
 
-def test_a_call_that_continues_runs_what_failed_after_what_did_not_begin(tmp_path: Path) -> None:
-    clock, runs = Clock(), []
-    ends = {"tests": "out of time after 9 s", "offline": "exit code 1", "online": "incomplete"}
-    todo = [Part(name, [name], 50, resumes=name != "tests") for name in (*ends, "kernels", "length")]
-
-    def start(part: Part, log: Path, seconds: float, again: bool) -> str:
-        runs.append(part.name)
-        clock.now += 50
-        return ends.get(part.name, WELL)
-
-    run_parts(todo, tmp_path, 150.0, clock=clock, start=start)
-    assert runs == ["tests", "offline", "online"]
-    runs.clear()
-    run_parts(todo, tmp_path, 200.0, resume=True, clock=clock, start=start)
-    assert runs == ["online", "kernels", "length", "offline"]
-
-
 def test_the_archive_is_whole_while_parts_write(tmp_path: Path) -> None:
     """It is written before the call ends, which may be killed, and has no models."""
     out, target = tmp_path / "run", tmp_path / "run.tar.gz"

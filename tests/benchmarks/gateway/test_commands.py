@@ -26,7 +26,7 @@ def test_it_counts_the_gateway_and_its_workers(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str]) -> None:
     here = str(Path(__file__).parents[3])
-    assert main(["gateway", "--requests", "40", "--rounds", "1", "--against", here]) == 0
+    assert main(["gateway", "--requests", "10", "--rounds", "1", "--against", here]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["memory, hit"] > 0
     assert min(summary["ratios"].values()) > 0
@@ -35,13 +35,13 @@ def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_encoders_and_all_libraries_compute_the_same(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["encoders", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["encoders", "--quick", "--formats", "float32", "--out", str(tmp_path)]) == 0
     summary = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert set(summary["left_out"]) <= {"sentence-transformers, int8", "int8"}
+    assert summary["left_out"] == {}
     assert {"sentence-transformers, float32", "onnxruntime, float32", "openvino, float32"} <= set(summary["versions"])
     assert len(summary["texts_per_s"]) == 6
     for programs in summary["texts_per_s"].values():
         assert all(rate["median"] > 0 for rate in programs.values())
-        assert len(programs) == 1 + len(summary["versions"]) + ("Yardstick, int8" in programs)
-    assert 0 < max(summary["largest_difference"].values()) < 0.05, "int8 is close to float32"
+        assert len(programs) == 1 + len(summary["versions"])
+    assert max(summary["largest_difference"].values()) < 1e-4
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6

@@ -8,9 +8,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from examples.demo_models.corpus.catalogue import ATTRIBUTES, HELD_OUT_SYNONYMS, WORDS, draw_product, is_held_out
-from examples.demo_models.corpus.documents import (
-    description_document,
-)
+from examples.demo_models.corpus.documents import description_document
 from examples.demo_models.corpus.relevance import Question, draw_question, draw_test_question
 from examples.demo_models.prompts import CHAT_TEMPLATE, END, chat
 

@@ -15,7 +15,6 @@ MARK = "<!-- python -m examples.demo_models.steered -->\n"
 
 
 def rows_of_the_page() -> list[list[str]]:
-    """Cells of the table."""
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(MARK) + len(MARK) :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -7,6 +7,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from examples.recipes import compare_rerankers, guard, judge, shop
 from tests import weights
 from tests.clients.environments import python_environment, run
-from tests.processes import Pod, Program, wait_until
+from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,18 +33,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Program]:
-    """A gateway before the three models of the page."""
     names = {"all-MiniLM-L6-v2": weights.minilm(), "SmolLM2-135M-Instruct": weights.smollm2(), "yardstick-demo": MODELS / "base"}
-    pods = [Pod(path, "--name", name) for name, path in names.items()]
-    try:
-        gateway = Program("gateway", *[argument for pod in pods for argument in ("--engine", pod.wait_ready().url)])
-        gateway.wait_ready()
-        wait_until(lambda: len(gateway.client.get("/v1/models").json()["data"]) == len(names), 60)
-        yield gateway
-        gateway.close()
-    finally:
-        for pod in pods:
-            pod.close()
+    with ExitStack() as stack:
+        few = ("--max-total-tokens", "16384")
+        pods = [stack.enter_context(Pod(path, "--name", name, *few)) for name, path in names.items()]
+        yield stack.enter_context(gateway_before(*pods))
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +120,13 @@ def test_ray_data_adds_the_scores_on_one_cpu(server: Program, folder: Path, tmp_
 
 def test_a_student_learns_the_order_of_its_teacher(server: Program, folder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:600]))
+    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:360]))
     script = ROOT / "examples" / "recipes" / "distil.py"
     command = [str(python_environment("sentence") / "bin" / "python"), "-W", "ignore", str(script), str(pairs), "--url", server.url]
     student = tmp_path / "student"
     run([*command, "--train", str(student), "--student", str(weights.minilm())], tmp_path, script, 300, {"OMP_NUM_THREADS": "1"})
-    pod = Pod(student, "--name", "student")
-    try:
-        gateway = Program("gateway", "--engine", pod.wait_ready().url)
-        compared = ["--compare", server.url, "all-MiniLM-L6-v2", "--compare", gateway.wait_ready().url, "student"]
+    with Pod(student, "--name", "student") as pod, gateway_before(pod) as gateway:
+        compared = ["--compare", server.url, "all-MiniLM-L6-v2", "--compare", gateway.url, "student"]
         printed = run([*command, *compared], tmp_path, script, 300, {})
-        gateway.close()
-    finally:
-        pod.close()
     before, after = (float(line.split()[1]) for line in printed.splitlines()[-2:])
     assert after > before + 0.03

@@ -124,7 +124,6 @@ def make_score(rng: random.Random, name: str, items: int = 8, query: int = 60) -
     return wire.Score(name, random_tokens(rng, 0, query), [random_tokens(rng, 1, 40) for _ in range(items)], wire.Labels(LABELS))
 
 
-@of_each_shape
 @in_both_loops
 def test_scores_equal_each_prompt_alone(build, reference):
     rng = random.Random(1)
@@ -134,41 +133,6 @@ def test_scores_equal_each_prompt_alone(build, reference):
     for message in messages:
         assert_close(replies[message.id].rows, expected_scores(reference, message))
         assert replies[message.id].computed_tokens <= len(message.prefix) + sum(map(len, message.branches))
-
-
-@pytest.mark.parametrize(
-    ("build", "settings"),
-    [
-        (True, {}),
-        pytest.param(False, {"max_batched_tokens": 7}, marks=pytest.mark.slow),
-        pytest.param(True, {"max_total_tokens": 130}, marks=pytest.mark.slow),
-        pytest.param(False, {"max_total_tokens": 130, "max_batched_tokens": 33}, marks=pytest.mark.slow),
-        (True, {"max_total_tokens": 130, "max_batched_tokens": 33}),
-    ],
-    indirect=["build"],
-)
-def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference, settings):
-    rng = random.Random(2)
-    message = make_score(rng, "first", query=50)
-    expected = expected_scores(reference, message)
-    loop = build(**settings)
-    writer = wire.Generate("writer", random_tokens(rng, 10, 10), wire.Sampling(max_tokens=60, ignore_eos=True, seed=3))
-    order = list(range(len(message.branches)))
-    rng.shuffle(order)
-    shuffled = wire.Score("shuffled", message.prefix, [message.branches[i] for i in order], wire.Labels(LABELS))
-    others = [make_score(rng, f"other{i}", items=3) for i in range(5)]
-    replies = run(loop, message, checked=True)  # cold
-    again = run(
-        loop, writer, *others, wire.Score("warm", *[getattr(message, n) for n in ("prefix", "branches", "readout")]), shuffled
-    )
-    results = {reply.id: reply for reply in replies + again if isinstance(reply, wire.Scored)}
-    assert_close(results["first"].rows, expected)
-    assert_close(results["warm"].rows, expected)
-    assert_close(results["shuffled"].rows, [expected[i] for i in order])
-    for other in others:
-        assert_close(results[other.id].rows, expected_scores(reference, other))
-    if not settings:
-        assert results["warm"].cached_tokens == len(message.prefix)
 
 
 @pytest.mark.slow
@@ -184,7 +148,6 @@ def test_greedy_generation_of_200_tokens(build, reference):
 
 
 @pytest.mark.slow
-@often_overlapped
 def test_preempted_generations_go_on_unchanged(build, reference):
     rng = random.Random(4)
     prompts = [random_tokens(rng, 20, 30) for _ in range(4)]

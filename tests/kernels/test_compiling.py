@@ -122,7 +122,8 @@ def elementwise() -> dict[str, Launch]:
 
 
 def attention() -> dict[str, Launch]:
-    """Groups of 2 heads with codes and of 7 heads, which are padded to 8; Gemma 2's windows; float32 without tensor cores, because they round."""
+    """Groups of 2 heads with codes and of 7 heads, which are padded to 8; Gemma 2's windows; float32 without tensor cores, because
+    they round."""
     from tests.kernels import test_branch_attention as branch
     from tests.kernels import test_paged_attention as paged
     from tests.kernels import test_whole_attention as whole

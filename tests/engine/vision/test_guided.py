@@ -22,6 +22,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.lenvm import load_lenvm
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import attention_layout, branch_attention
 
 SMALLER = TEXT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -112,6 +113,8 @@ def test_captured_passes_place_candidates_behind_images(
     """The stand-in for CUDA graphs replays passes whose positions are less than their numbers of tokens."""
     monkeypatch.setattr(build, "make_graphs", lambda *_: ())
     monkeypatch.setattr(build, "PARTS", (2,))
+    monkeypatch.setattr(attention_layout, "PROGRAMS", 8)  # less padding for the interpreter
+    monkeypatch.setattr(branch_attention, "PROGRAMS", 4)
     monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
     base, length = map(str, pair)

@@ -24,7 +24,8 @@ from tests.engine.adapters import write_adapter
 from tests.engine.integrity import check
 from tests.engine.late import GPU, LateGpu, computing
 from tests.engine.lenvm.plain import GAMMA
-from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
+from tests.engine.lenvm.writing import make_pair, some_messages
+from tests.engine.parity import some_tokens
 from tests.engine.test_loop import make_score
 from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.adapters import ATTENTION, merge, some_tokens, write_adapter
+from tests.engine.adapters import ATTENTION, merge, write_adapter
+from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
-from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter
+from tests.engine.adapters import ALL, ATTENTION, merge, write_adapter
 from tests.engine.lenvm.plain import GAMMA, Plain
 from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
 from tests.engine.models.published_files import write_quantised
-from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
+from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run
 from tests.engine.test_lora import digests
 from yardstick_llm.engine import wire

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.adapters import some_tokens, write_adapter
+from tests.engine.adapters import write_adapter
 from tests.engine.late import computing
+from tests.engine.parity import some_tokens
 from tests.engine.test_graphs import a_segment
 from tests.engine.test_late_gpu import Late, alike, never, plain
 from tests.engine.test_loop import run

@@ -71,7 +71,7 @@ def text_of(tokenizer: tokenizers.Tokenizer, tokens: list[int]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", seeds(slow=1, deep=10))
+@pytest.mark.parametrize("seed", seeds(slow=1, deep=20))
 def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
     rng = random.Random(100 + seed)
     schemas = {f"r{place}": random_schema(rng) for place in range(50)}

@@ -31,10 +31,10 @@ from tests.engine.lenvm.writing import (
     make_pair,
     run,
     some_messages,
-    some_tokens,
     tokens_of,
     verify,
 )
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment

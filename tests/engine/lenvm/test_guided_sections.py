@@ -14,7 +14,8 @@ import torch
 
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
-from tests.engine.lenvm.writing import build_guided, guidance, run, some_tokens, tokens_of
+from tests.engine.lenvm.writing import build_guided, guidance, run, tokens_of
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 

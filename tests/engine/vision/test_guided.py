@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
-from tests.engine.lenvm.writing import build_guided, guidance, guided, run, some_tokens, verify
+from tests.engine.lenvm.writing import build_guided, guidance, guided, run, verify
+from tests.engine.parity import some_tokens
 from tests.engine.recording import Recorder
 from tests.engine.vision.models import IMAGE_PAD, TEXT, Reference, make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
@@ -58,11 +59,7 @@ def images() -> list[wire.Image]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "settings"),
-    [
-        ("compact", {}),
-        pytest.param("overlapped", {"max_batched_tokens": 17, "max_total_tokens": 220}, marks=pytest.mark.slow),
-    ],
+    ("form", "settings"), [("compact", {}), ("overlapped", {"max_batched_tokens": 17, "max_total_tokens": 220})]
 )
 def test_guided_draws_equal_plain_forwards(form: str, settings: dict, pair: tuple[Path, Path], images: list[wire.Image]) -> None:
     rng, plain = random.Random(4), VisionPlain(*pair, images)

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -64,19 +63,9 @@ def workers(pid: int) -> list[int]:
     ]
 
 
-def scored(settings: EngineSettings) -> wire.Scored:
-    """Return the scores of one process."""
-    loop = build_loop(settings)
-    loop.submit(SCORE)
-    replies: list[wire.Reply] = []
-    while not loop.idle:
-        replies += loop.step()
-    return replies[0]
-
-
-def answers(model: Path) -> dict[str, list[wire.Reply]]:
+def answers(model: Path, **given: str) -> dict[str, list[wire.Reply]]:
     """Return the answers of one process."""
-    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
+    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS, **given))
     loop.submit(SCORE)
     loop.submit(GENERATE)
     replies: dict[str, list[wire.Reply]] = {"s": [], "g": []}
@@ -166,8 +155,7 @@ def test_two_processes_give_the_numbers_of_one_and_end_together(
 def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, codes: dict[str, str]):
     """Each finds scales of weights for its own part, so the numbers are not those of one process, and no further from the
     unquantised. Keys and values have scales for each head, so only a code that rounds to the other side differs."""
-    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
-    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, **codes)))
+    plain, alone = (torch.tensor(answers(qwen3, **given)["s"][0].rows) for given in ({}, codes))
     pod = start(qwen3, *(text for name, value in codes.items() for text in (f"--{name.replace('_', '-')}", value)))
     found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
     assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()

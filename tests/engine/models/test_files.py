@@ -24,11 +24,13 @@ from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import write_adapter
 from tests.processes import Pod
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models import download
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.lenvm import GAMMA_FILE
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, locate, split_revision, tokenizer_files
+from yardstick_llm.engine.settings import EngineSettings
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -341,27 +343,38 @@ def test_a_revision_is_pinned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The branches of a model and of an adapter may move while they start, so each is looked up once."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
-    write_adapter(checkpoint, AutoModelForCausalLM.from_pretrained(checkpoint))
+    """The branch may move while they start, so it is looked up once."""
 
     class Checkpoint(Hub):
-        root = checkpoint
+        root = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
         resolved: ClassVar[list[str]] = []
 
     with hub(Checkpoint) as endpoint:
         for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
             monkeypatch.setenv(f"HF_{name}", value)
-        arguments = ["--revision", "v1", "--lora", "sql=me/value@main", "--max-total-tokens", "512", "--threads", "1"]
-        pod = Pod("me/value", *arguments, "--device", "cpu")
+        arguments = ["--revision", "v1", "--tensor-parallel", "2", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1"]
+        pod = Pod("me/value", *arguments)
         try:
             info = pod.wait_ready().read("/info", wire.Info)
-            assert [adapter.name for adapter in pod.read("/adapters", wire.Adapters).adapters] == ["sql"]
             assert "yardstick_engine_slots 512.0" in pod.client.get("/metrics").text, "metrics before the first step"
         finally:
             pod.close()
     assert info.model == "value"
-    assert sorted(Checkpoint.resolved) == ["main", "v1"]
+    assert Checkpoint.resolved == ["v1"]
+
+
+@pytest.mark.slow
+def test_an_engine_loads_an_adapter_of_a_pinned_revision(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1)
+
+    class Adapter(Hub):
+        root = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base))
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Adapter) as endpoint, hub_of(endpoint, tmp_path):
+        loop = build_loop(EngineSettings(model=str(base), name="t", max_total_tokens=512, lora=["sql=me/value@v1"]))
+    assert [adapter.name for adapter in loop.adapters.description.adapters] == ["sql"]
+    assert Adapter.resolved == ["v1"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,3 @@ def merge(model: PreTrainedModel, directory: Path, *, head: bool = True) -> PreT
     if head and "base_model.model.score.weight" in tensors:
         model.score.weight.copy_(tensors["base_model.model.score.weight"])
     return model
-
-
-def some_tokens(rng: random.Random, low: int, high: int) -> list[int]:
-    """Token ids of a test's model."""
-    return [rng.randrange(3, 320) for _ in range(rng.randint(low, high))]

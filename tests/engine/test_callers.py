@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.integrity import check
 from tests.engine.tenants import Clock
+from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.checks import MAX_CALLER_CHARACTERS
@@ -60,16 +60,6 @@ def lines() -> Iterator[list[logging.LogRecord]]:
 def score(name: str, tenant: str = "", **extra) -> wire.Score:
     caller = wire.Caller(request_id=f"client-{name}", tenant=tenant)
     return wire.Score(name, TOKENS, [TOKENS], wire.Labels([1]), caller=caller, **extra)
-
-
-def run(loop: Loop, *messages: wire.Request) -> list[wire.Reply]:
-    for message in messages:
-        loop.submit(message)
-    replies = []
-    while not loop.idle:
-        replies += loop.step()
-        check(loop._scheduler)
-    return replies
 
 
 def test_the_time_in_the_queue_is_told(build):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -20,7 +17,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.loader import fingerprint
-from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_part, part_of
+from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, Workers, load_part, part_of
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import instructions
 
@@ -66,19 +63,9 @@ def workers(pid: int) -> list[int]:
     ]
 
 
-def scored(settings: EngineSettings) -> wire.Scored:
-    """Return the scores of one process."""
-    loop = build_loop(settings)
-    loop.submit(SCORE)
-    replies: list[wire.Reply] = []
-    while not loop.idle:
-        replies += loop.step()
-    return replies[0]
-
-
-def answers(model: Path) -> dict[str, list[wire.Reply]]:
+def answers(model: Path, **given: str) -> dict[str, list[wire.Reply]]:
     """Return the answers of one process."""
-    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
+    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS, **given))
     loop.submit(SCORE)
     loop.submit(GENERATE)
     replies: dict[str, list[wire.Reply]] = {"s": [], "g": []}
@@ -100,68 +87,13 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
     return prompt + [value for reply in first for value in [*reply.logprobs.chosen, *reply.logprobs.top[0]]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [
-        *[(family, ()) for family in ("qwen2", "gemma2", "qwen2_moe")],
-        *[(family, ("--expert-parallel", "2")) for family in ("qwen2_moe", "granitemoe")],
-    ],
-    indirect=["model"],
-)
-def test_two_processes_give_the_numbers_of_one(model: Path, more: tuple[str, ...], start):
-    """With biases of queries, keys and values, with norms behind the sums, with experts and with whole experts."""
-    alone, pod = answers(model), start(model, *more)
-    for _ in range(2):  # the second time on cached keys and values
-        status, scored = pod.ask("/score", SCORE)
-        assert status == 200
-        torch.testing.assert_close(scored.rows, alone["s"][0].rows, rtol=0, atol=1e-5)
-        generated = pod.stream(GENERATE)
-        assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
-        torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
-    (worker,) = workers(pod.loop_pid)
-    assert alive(worker)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["fp8", pytest.param("int8", marks=pytest.mark.skipif(not instructions(), reason="no VNNI"))])
-def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, quantize: str):
-    """Each finds scales for its own part, so the numbers are not those of one process, and no further from the unquantised."""
-    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
-    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, quantize=quantize)))
-    pod = start(qwen3, "--quantize", quantize)
-    found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
-    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
-    assert 0 < (found - alone).norm() < 2 * (alone - plain).norm()
-    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, quantize, 2)
-    assert quantize in pod.read("/info", wire.Info).arithmetic
-
-
-@pytest.mark.slow
-def test_two_processes_keep_the_keys_and_values_of_one_in_fp8(qwen3: Path, start):
-    """Each head has its own scale, so only a code that rounds to the other side differs."""
-    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
-    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, kv_dtype="fp8")))
-    pod = start(qwen3, "--kv-dtype", "fp8")
-    found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
-    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
-    assert (found - alone).norm() < 0.5 * (alone - plain).norm()
-    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, None, 2, "fp8")
-
-
-@pytest.mark.slow
-def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
-    pod = start(qwen3)
-    (worker,) = workers(pod.loop_pid)
+def killed_loop(pod: Pod, worker: int) -> None:
     os.kill(pod.loop_pid, signal.SIGKILL)
     wait_until(lambda: not alive(worker))
     assert pod.process.wait(40) == 1
 
 
-@pytest.mark.slow
-def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
-    pod = start(qwen3)
-    (worker,) = workers(pod.loop_pid)
+def killed_worker_in_a_step(pod: Pod, worker: int) -> None:
     reader, replies = wire.FrameReader(), []
     message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=1000, ignore_eos=True))
     with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
@@ -174,15 +106,63 @@ def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
     assert pod.process.stderr.read().splitlines()[-1] == "engine: The engine's loop ended with exit code 1."
 
 
-@pytest.mark.slow
-def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
-    pod = start(qwen3)
-    (worker,) = workers(pod.loop_pid)
+def killed_idle_worker(pod: Pod, worker: int) -> None:
     os.kill(worker, signal.SIGKILL)
     assert pod.process.wait(40) == 1
     lines = pod.process.stderr.read().splitlines()
     assert any("process 1 of the model ended with exit code -9" in line for line in lines)
     assert lines[-1].startswith("engine: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "more", "end"),
+    [
+        ("qwen2", (), killed_loop),
+        ("gemma2", (), killed_worker_in_a_step),
+        ("qwen2_moe", (), killed_idle_worker),
+        ("qwen2_moe", ("--expert-parallel", "2"), killed_idle_worker),
+        ("granitemoe", ("--expert-parallel", "2"), killed_loop),
+    ],
+    indirect=["model"],
+)
+def test_two_processes_give_the_numbers_of_one_and_end_together(
+    model: Path, more: tuple[str, ...], end: Callable[[Pod, int], None], start
+):
+    """With biases of queries, keys and values, with norms behind the sums, with experts and with whole experts."""
+    alone, pod = answers(model), start(model, *more)
+    for _ in range(2):  # the second time on cached keys and values
+        status, scored = pod.ask("/score", SCORE)
+        assert status == 200
+        torch.testing.assert_close(scored.rows, alone["s"][0].rows, rtol=0, atol=1e-5)
+        generated = pod.stream(GENERATE)
+        assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
+        torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
+    (worker,) = workers(pod.loop_pid)
+    end(pod, worker)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codes",
+    [
+        {"quantize": "fp8"},
+        pytest.param({"quantize": "int8"}, marks=pytest.mark.skipif(not instructions(), reason="no VNNI")),
+        {"kv_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, codes: dict[str, str]):
+    """Each finds scales of weights for its own part, so the numbers are not those of one process, and no further from the
+    unquantised. Keys and values have scales for each head, so only a code that rounds to the other side differs."""
+    plain, alone = (torch.tensor(answers(qwen3, **given)["s"][0].rows) for given in ({}, codes))
+    pod = start(qwen3, *(text for name, value in codes.items() for text in (f"--{name.replace('_', '-')}", value)))
+    found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
+    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
+    assert (found - alone).norm() < (2 if "quantize" in codes else 0.5) * (alone - plain).norm()
+    info = pod.read("/info", wire.Info)
+    assert info.fingerprint == fingerprint(qwen3, torch.float32, codes.get("quantize"), 2, codes.get("kv_dtype", "auto"))
+    assert codes.get("quantize", "") in info.arithmetic
 
 
 @pytest.mark.parametrize(
@@ -229,14 +209,7 @@ def test_another_models_weights_are_refused(qwen3: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_what_keeps_a_worker_from_loading_is_told(tmp_path: Path):
-    result = subprocess.run([sys.executable, "-c", JOIN, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert result.stderr.splitlines()[-1].startswith("yardstick_llm.engine.models.files.ModelError: There is no config.json")
-
-
-JOIN = """
-import sys, torch
-from yardstick_llm.engine.runner.distributed.shard import Workers
-from yardstick_llm.engine.settings import EngineSettings
-Workers(EngineSettings(model=sys.argv[1], name="t", tensor_parallel=2)).join(torch.device("cpu"))
-"""
-"""Rank 0, which finds nothing wrong itself."""
+    """Here rank 0 finds nothing wrong itself."""
+    workers = Workers(EngineSettings(model=str(tmp_path), name="t", tensor_parallel=2))
+    with workers._listener, workers._processes[0], pytest.raises(ModelError, match=r"There is no config\.json"):
+        workers.join(torch.device("cpu"))

@@ -21,15 +21,12 @@ TEXT = texts()
 
 FLOODS = {
     "scores beside scores": (MEDIUM, MEDIUM, {}),
-    "small scores beside large ones": (SMALL, LARGE, {}),
     "scores beside a mixture": (MEDIUM, mixed(LARGE, LARGE, TEXT), {}),
     "texts beside scores": (texts(200, 8), MEDIUM, {}),
-    "few places, scores": (MEDIUM, MEDIUM, {"running": 4}),
     "few places, texts": (texts(100, 20), texts(100, 20), {"running": 4, "tokens": 256}),
     "few slots, scores": (MEDIUM, MEDIUM, {"slots": 2048}),
     "few slots, texts": (TEXT, TEXT, {"slots": 1024}),
 }
-QUICK = ("scores beside scores", "texts beside scores")
 
 
 def p99(victim: Tenant, flood: Tenant, **engine) -> float:
@@ -37,7 +34,7 @@ def p99(victim: Tenant, flood: Tenant, **engine) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in FLOODS])
+@pytest.mark.parametrize("case", FLOODS)
 def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(case: str):
     victim, other, engine = FLOODS[case]
     busy, *flooded = (p99(Tenant("b", victim, pause=0.3), Tenant("a", other, at_once), **engine) for at_once in (3, 64, 256))

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
 from tests.encoders import make_whole
-from tests.engine.adapters import some_tokens, write_adapter
+from tests.engine.adapters import write_adapter
+from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop

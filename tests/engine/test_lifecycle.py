@@ -86,19 +86,13 @@ def test_a_file_that_goes_away_or_is_emptied_keeps_the_last_token(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_health_port_has_health_and_nothing_else(start: Callable[..., Pod]):
-    port = free_port()
-    start("--health-port", str(port))
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as health:
-        wait_until(lambda: health.get("/readyz").status_code == 200)
-        assert health.get("/livez").status_code == health.get("/metrics").status_code == 200
-        assert health.get("/info").status_code == health.post("/score").status_code == 404
-
-
-@pytest.mark.slow
 def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(start: Callable[..., Pod]):
     port = free_port()
     pod = start("--health-port", str(port))
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as health:
+        wait_until(lambda: health.get("/readyz").status_code == 200)
+        assert health.get("/livez").status_code == health.get("/metrics").status_code == 200
+        assert health.get("/info").status_code == health.post("/score").status_code == 404, "it has health and nothing else"
     stream = Stream(pod, LONG)
     pod.process.send_signal(signal.SIGTERM)
     wait_until(lambda: pod.client.get("/readyz").status_code == 503)

@@ -57,15 +57,7 @@ def test_scores_equal_transformers(max_context: int | None, prefix: int, checkpo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("max_context", "length", "count"),
-    [
-        (None, 50, 20),
-        (LONG, ORIGINAL + 1, 40),
-        pytest.param(None, 50, 200, marks=pytest.mark.slow),
-        pytest.param(LONG, ORIGINAL + 1, 200, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("max_context", "length", "count"), [(None, 50, 200), (LONG, ORIGINAL + 1, 40)])
 def test_greedy_tokens_equal_transformers(
     max_context: int | None, length: int, count: int, checkpoint: Path, reference: Reference
 ) -> None:

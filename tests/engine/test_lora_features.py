@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
-from tests.engine.adapters import ALL, ATTENTION, merge, some_tokens, write_adapter
+from tests.engine.adapters import ALL, ATTENTION, merge, write_adapter
 from tests.engine.lenvm.plain import GAMMA, Plain
 from tests.engine.lenvm.writing import guidance, guided, make_pair, verify
 from tests.engine.models.published_files import write_quantised
-from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of
+from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run
 from tests.engine.test_lora import digests
 from yardstick_llm.engine import wire
@@ -55,14 +55,7 @@ def scores(loop: Loop, digest: str, prompts: list[list[int]]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        ("phi3", FUSED),
-        pytest.param("qwen2_moe", ALL, marks=pytest.mark.slow),
-        *[pytest.param(name, ATTENTION, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_moe")],
-    ],
-)
+@pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("qwen2_moe", ALL), ("qwen3_moe", ATTENTION)])
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "at once"])
 def test_fused_projections_and_experts(
     tmp_path: Path, family: str, targets: tuple[str, ...], deferred: bool, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +146,7 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("phi3", "qwen2"))])
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
 def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
     last bit changes others behind it, so some prompts differ more. Additions are made as on a GPU."""
@@ -178,12 +171,11 @@ def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["whole", pytest.param("overlapped", marks=pytest.mark.slow)])
-def test_the_length_model_guides_an_adapter(tmp_path: Path, form: str) -> None:
+def test_the_length_model_guides_an_adapter(tmp_path: Path) -> None:
     """Candidates and their probabilities are those of the merged weights, and the length model is unchanged."""
     base, length = make_pair(tmp_path, "qwen3+llama")
     adapter = write_adapter(tmp_path / "a", load(base))
-    loop = build(base, adapter, lenvm_model=str(length), lenvm_gamma=GAMMA, overlap=form == "overlapped")
+    loop = build(base, adapter, lenvm_model=str(length), lenvm_gamma=GAMMA, overlap=True)
     rng, plain = random.Random(4), [Plain(base, length), Plain(base, length)]
     merge(plain[1].base, adapter)
     modes: list[dict[str, Any]] = [{"scale": 3.0}, {"constraint": "le", "target_length": 4}, {"mode": "length_mul", "scale": 2.0}]
@@ -200,12 +192,11 @@ def test_the_length_model_guides_an_adapter(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_grammar_restricts_an_adapter(tmp_path: Path, overlap: bool) -> None:
+def test_a_grammar_restricts_an_adapter(tmp_path: Path) -> None:
     """The most probable of the letters that the grammar allows, by merged weights; requests of both models share the steps."""
     model = make_checkpoint(tmp_path / "base", "qwen3")
     adapters = [write_adapter(tmp_path / f"a{seed}", load(model), seed=seed) for seed in range(2)]
-    loop, rng = build(model, *adapters, overlap=overlap, threads=1), random.Random(5)
+    loop, rng = build(model, *adapters, overlap=True, threads=1), random.Random(5)
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     letters = [tokenizer.token_to_id(letter) for letter in "abcdefgh"]
     sampling, prompt = wire.Sampling(max_tokens=20, temperature=0), some_tokens(rng, 10, 10)

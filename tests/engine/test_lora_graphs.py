@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.adapters import some_tokens, write_adapter
+from tests.engine.adapters import write_adapter
 from tests.engine.late import computing
+from tests.engine.parity import some_tokens
 from tests.engine.test_graphs import a_segment
 from tests.engine.test_late_gpu import Late, alike, never, plain
 from tests.engine.test_loop import run
@@ -47,12 +48,11 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def messages(digests: list[str], rng: random.Random) -> list[wire.Request]:
-    """Greedy and drawn sequences and scores of each, in any order, which share steps."""
+    """Texts and scores of each, in any order, which share steps."""
     found: list[wire.Request] = []
     for index, digest in enumerate(digests):
-        for kind, given in (("greedy", {"temperature": 0.0}), ("drawn", {"seed": index, "temperature": 0.8})):
-            sampling = wire.Sampling(max_tokens=4, ignore_eos=True, **given)
-            found.append(wire.Generate(f"{kind} {index}", some_tokens(rng, 2, 4), sampling, logprobs=1, adapter=digest))
+        sampling = wire.Sampling(max_tokens=4, ignore_eos=True, seed=index, temperature=0.8 * (index % 2))
+        found.append(wire.Generate(f"text {index}", some_tokens(rng, 2, 4), sampling, logprobs=0, adapter=digest))
         found.append(wire.Score(f"score {index}", [5, 6], [[7], [8, 9]], wire.Labels([5, 17]), adapter=digest))
     rng.shuffle(found)
     return found
@@ -72,7 +72,7 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, mon
             with computing(late.gpu):
                 lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
                 given = {"max_loras_device": 2, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
-                loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
                 layer = loop._runner._decoder.layers[0]
                 assert layer.attention.qkv_proj.defers
                 assert isinstance(layer.mlp.gate, linear.AdaptedGate)
@@ -113,9 +113,9 @@ def test_whole_modules_of_adapters_beside_graphs(base: Path, tmp_path: Path, who
             with computing(late.gpu):
                 given = {"max_loras_device": 1, "max_lora_rank": 4, "lora_modules": "all", "max_batched_tokens": 16}
                 lora = [f"{path.name}={path}" for path in paths]
-                loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
                 digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
-                replies = run(loop, *messages(digests, random.Random(1)))
+                replies = [*run(loop, *messages(digests, random.Random(1))), *run(loop, *messages([""], random.Random(2)))]
             assert late.gpu.overwritten == []
             assert (loop.stats.replayed_steps > 0) == (graphs == "on")
             assert (loop.stats.replayed_steps == loop.stats.steps) == (graphs == "on" and whole == "lm_head")

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.adapters import merge, some_tokens, write_adapter
+from tests.engine.adapters import merge, write_adapter
 from tests.engine.integrity import check
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop

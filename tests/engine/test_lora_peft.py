@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
-from tests.engine.adapters import some_tokens
+from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.engine.integrity import SlotContents, check
+from tests.engine.tenants import Clock
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.kvcache.prefix_cache import SlotPool
@@ -23,14 +24,6 @@ from yardstick_llm.engine.requests.generation import GenerateRequest
 from yardstick_llm.engine.scheduling import scheduler as scheduling
 from yardstick_llm.engine.scheduling.allocation import TURN, AdapterTurns, Allocator
 from yardstick_llm.engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(

@@ -191,14 +191,12 @@ def test_a_lost_loop_ends_the_pod(own_pod: Pod):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["absent", pytest.param("acme/absent", marks=pytest.mark.slow)])
-def test_a_missing_model_is_one_line(name: str, tmp_path: Path):
-    command = [sys.executable, "-m", "yardstick_llm.engine", "--model", name, "--port", str(free_port())]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+def test_a_missing_model_is_one_line():
+    command = [sys.executable, "-m", "yardstick_llm.engine", "--model", "absent", "--port", str(free_port())]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("engine: ")
-    assert "absent" in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("engine: absent is not a directory")
 
 
 def test_a_port_in_use_is_one_line(pod: Pod, qwen3: Path):

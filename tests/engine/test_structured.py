@@ -21,9 +21,7 @@ from tests.engine.depth import seeds
 from tests.engine.integrity import check
 from tests.json_schemas import random_schema
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
-from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.engine.structured import constraint
 from yardstick_llm.gateway.output.constraint import of_choice, of_json_object, of_json_schema, of_regex
 
@@ -71,11 +69,13 @@ def text_of(tokenizer: tokenizers.Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
 
-def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count: int) -> int:
-    """Every output that ends by itself is valid. Returns how many do."""
-    rng = random.Random(seed)
-    schemas = {f"r{place}": random_schema(rng) for place in range(count)}
-    replies = run(loop, *(asked(name, of_json_schema(schema), seed=seed) for name, schema in schemas.items()), seconds=1000)
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", seeds(slow=1, deep=20))
+def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
+    rng = random.Random(100 + seed)
+    schemas = {f"r{place}": random_schema(rng) for place in range(50)}
+    replies = run(build(), *(asked(name, of_json_schema(schema), seed=seed) for name, schema in schemas.items()), seconds=1000)
     finished = 0
     for name, schema in schemas.items():
         failed = [reply for reply in replies if reply.id == name and isinstance(reply, wire.Failed)]
@@ -86,21 +86,7 @@ def check_schemas(loop: Loop, tokenizer: tokenizers.Tokenizer, seed: int, count:
             text = text_of(tokenizer, tokens)
             validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
             validator.validate(json.loads(text))
-    return finished
-
-
-@pytest.mark.slow
-def test_every_finished_output_is_valid(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
-    assert check_schemas(build(), tokenizer, seed=1, count=16) > 11
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", seeds(slow=1, deep=10))
-def test_a_hundred_schemas(qwen3: Path, tokenizer: tokenizers.Tokenizer, seed: int) -> None:
-    loop = build_loop(EngineSettings(model=str(qwen3), name="test", max_total_tokens=16_384, threads=1))
-    assert check_schemas(loop, tokenizer, seed=100 + seed, count=100) > 75
-    loop.close()
+    assert finished > 35
 
 
 def test_text_never_becomes_a_control_token(build: Build, tokenizer: tokenizers.Tokenizer) -> None:
@@ -135,27 +121,17 @@ def test_patterns_choices_and_grammars(build: Build, tokenizer: tokenizers.Token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "items", "beside_tokens", "slots"),
-    [
-        (True, 2, 24, 130),
-        pytest.param(False, 2, 24, 130, marks=pytest.mark.slow),
-        pytest.param(True, 6, 60, 260, marks=pytest.mark.slow),
-    ],
-    indirect=["build"],
-)
-def test_company_preemption_and_resumption_change_nothing(
-    build: Build, tokenizer: tokenizers.Tokenizer, items: int, beside_tokens: int, slots: int
-) -> None:
+@pytest.mark.parametrize("build", [True, False], ids=["overlapped", "plain"], indirect=True)
+def test_company_preemption_and_resumption_change_nothing(build: Build) -> None:
     """A request draws equal tokens alone, beside others in few slots, and resumed after some of its tokens."""
     strings = {"type": "string", "maxLength": 9}
-    grammar = of_json_schema({"type": "array", "items": strings, "minItems": items, "maxItems": items + 3})
+    grammar = of_json_schema({"type": "array", "items": strings, "minItems": 2, "maxItems": 5})
     message = asked("one", grammar, max_tokens=120, n=3)
     alone = run(build(), message)
     expected = [sequence(alone, "one", index) for index in range(3)]
     assert len({tuple(tokens) for tokens, _ in expected}) == 3
-    loop = build(max_total_tokens=slots, max_batched_tokens=40)
-    others = [asked(f"o{i}", of_json_object() if i % 2 else "", seed=i, max_tokens=beside_tokens, n=2) for i in range(6)]
+    loop = build(max_total_tokens=130, max_batched_tokens=40)
+    others = [asked(f"o{i}", of_json_object() if i % 2 else "", seed=i, max_tokens=24, n=2) for i in range(6)]
     beside = run(loop, *others, message)
     assert [sequence(beside, "one", index) for index in range(3)] == expected
     assert sequence(beside, "o0")[1] is not None

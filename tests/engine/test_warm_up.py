@@ -13,7 +13,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
 from tests.engine.adapters import ALL, write_adapter
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
-from tests.engine.lenvm.writing import run, some_tokens
+from tests.engine.lenvm.writing import run
+from tests.engine.parity import some_tokens
 from tests.engine.variants import Variants
 from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
@@ -111,13 +112,7 @@ def nothing_new(variants: Variants, loop: Loop, requests: list[wire.Request], se
     assert not variants.jiterated
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "kv_dtype"),
-    [
-        (ODD_VOCABULARY, "auto"),
-        pytest.param(320, "fp8", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("vocab_size", "kv_dtype"), [(ODD_VOCABULARY, "auto"), pytest.param(320, "fp8", marks=pytest.mark.slow)])
 def test_scores_and_generations(variants: Variants, tmp_path: Path, vocab_size: int, kv_dtype: str) -> None:
     model = make_checkpoint(tmp_path, "qwen3", **SHAPE, vocab_size=vocab_size)
     loop = build_loop(settings(model, kv_dtype=kv_dtype))
@@ -135,7 +130,7 @@ def test_windows_soft_caps_and_experts(variants: Variants, tmp_path: Path, famil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("scores", "fp8"))])
+@pytest.mark.parametrize("kind", ["embeddings", "scores", "fp8"])
 def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
     """Adapters of any rank, in steps of few and many rows, beside requests without one; ``fp8``: over a base in FP8."""
     model_class = HEADLESS["qwen3"] if kind == "embeddings" else None

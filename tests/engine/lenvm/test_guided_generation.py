@@ -31,10 +31,10 @@ from tests.engine.lenvm.writing import (
     make_pair,
     run,
     some_messages,
-    some_tokens,
     tokens_of,
     verify,
 )
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
@@ -187,27 +187,19 @@ def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"scale": 0.0},
-        {"mode": "value_bias"},
-        {"mode": "mul", "scale": -2.0},
-        {"mode": "linear", "scale": 1.0},
-        {"mode": "exp", "scale": 1.0},
-        {"mode": "length_mul", "scale": 1.0},
-    ],
-)
-def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
-    build = partial(build_guided, checkpoints, "compact")
-    sampling = wire.Sampling(max_tokens=20, seed=5, ignore_eos=True, min_p=0.05)
-    loops = [build(), build()]
-    free, same = (
+def test_neutral_settings_are_the_unguided_request(checkpoints):
+    sampling, loop = wire.Sampling(max_tokens=20, seed=5, ignore_eos=True, min_p=0.05), build_guided(checkpoints, "compact")
+    neutral = [{"mode": mode, "scale": 1.0} for mode in ("linear", "exp", "length_mul")]
+    neutral += [{"scale": 0.0}, {"mode": "value_bias"}, {"mode": "mul", "scale": -2.0}]
+    free, *others = (
         run(loop, wire.Generate("g", [5, 6, 7], sampling, logprobs=2, length_guidance=some))["g"]
-        for loop, some in zip(loops, (None, wire.LengthGuidance(**settings)), strict=True)
+        for some in (None, *(wire.LengthGuidance(**settings) for settings in neutral))
     )
-    assert [(delta.tokens, delta.logprobs) for delta in same] == [(delta.tokens, delta.logprobs) for delta in free]
-    assert loops[1].stats.lenvm_tokens == 0
+    for same in others:
+        for found, expected in zip(same, free, strict=True):
+            assert (found.tokens, found.logprobs.top_tokens) == (expected.tokens, expected.logprobs.top_tokens)
+            assert found.logprobs.top[0] == pytest.approx(expected.logprobs.top[0], abs=1e-5)
+    assert loop.stats.lenvm_tokens == 0
 
 
 def test_values_of_several_tokens_at_a_time(build: Build):
@@ -303,7 +295,7 @@ def test_a_target_in_characters_is_corrected_while_writing(build: Build):
         written.add(output[:place], spellings)
         aims.add(aim := round(written.left(60)))
         alone = guided("a", [*prompt, *output[:place]], guidance(constraint="eq", target_length=aim), max_tokens=1)
-        assert tokens_of(run(build(), alone)["a"]) == [token]
+        assert tokens_of(run(loop, alone)["a"]) == [token]
     assert len(aims) > 5
 
 

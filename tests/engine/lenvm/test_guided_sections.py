@@ -14,7 +14,8 @@ import torch
 
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
-from tests.engine.lenvm.writing import build_guided, guidance, run, some_tokens, tokens_of
+from tests.engine.lenvm.writing import build_guided, guidance, run, tokens_of
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.loop import Loop
 
@@ -43,9 +44,10 @@ def sections(output: list[int], thinking: wire.Thinking) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])
-@pytest.mark.parametrize("prompt", THINKING)
 @pytest.mark.parametrize(
-    ("build", "settings"), [pytest.param("compact", {}, marks=pytest.mark.slow), ("overlapped", TIGHT)], indirect=["build"]
+    ("build", "settings", "prompt"),
+    [("compact", {}, "opened"), ("overlapped", TIGHT, "opened"), ("overlapped", TIGHT, "opens")],
+    indirect=["build"],
 )
 def test_only_the_draws_of_one_section_are_guided(build: Build, plain: Plain, applies_to, prompt: str, settings):
     """The others are those of the request without guidance. Closing the section is made as probable as it takes."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import no_waiting
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
-from tests.engine.lenvm.writing import guidance, guided, run, some_tokens, tokens_of, verify
+from tests.engine.lenvm.writing import guidance, guided, run, tokens_of, verify
+from tests.engine.parity import some_tokens
 from tests.engine.recording import Recorder
 from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.loop import build
@@ -221,10 +222,7 @@ def found_of(rng: random.Random, rows: int, columns: int, device: torch.device) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "buckets"),
-    [pytest.param(8, (2, 3), marks=pytest.mark.slow), (5, (2, 3))],
-)
+@pytest.mark.parametrize(("width", "buckets"), [(8, (2, 3)), (5, (2, 3))])
 @torch.inference_mode()
 def test_a_counted_pass_computes_what_the_full_pass_does(
     checkpoints,

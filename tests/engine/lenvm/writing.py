@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.integrity import check
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
+from tests.engine.parity import some_tokens
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
@@ -53,10 +54,6 @@ def run(loop: Loop, *messages: wire.Request) -> dict[str, list[wire.Reply]]:
 
 def tokens_of(replies: list[wire.Reply], index: int = 0) -> list[int]:
     return [token for reply in replies if reply.index == index for token in reply.tokens]
-
-
-def some_tokens(rng: random.Random, low: int, high: int) -> list[int]:
-    return [rng.randrange(3, 320) for _ in range(rng.randint(low, high))]
 
 
 def guided(name: str, prompt: list[int], guidance: wire.LengthGuidance, **sampling) -> wire.Generate:

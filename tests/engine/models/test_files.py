@@ -24,10 +24,13 @@ from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import write_adapter
 from tests.processes import Pod
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.models import download
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.lenvm import GAMMA_FILE
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.source import MAX_PRESET_BYTES, PRESET_FILE, locate, split_revision, tokenizer_files
+from yardstick_llm.engine.settings import EngineSettings
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -261,8 +264,9 @@ def hub(handler: type[Hub] = Hub) -> Iterator[str]:
         server.server_close()
 
 
-def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> Path:
-    """Locate a model with other values of what the hub's library reads from its environment when it is imported."""
+@contextmanager
+def hub_of(endpoint: str, cache: Path) -> Iterator[None]:
+    """Other values of what the hub's library reads from its environment when it is imported."""
     values = {
         "ENDPOINT": endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
@@ -273,13 +277,12 @@ def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setattr(f"huggingface_hub.constants.{name}", value)
+        yield
+
+
+def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> Path:
+    with hub_of(endpoint, cache):
         return locate(hub_id, revision)
-
-
-def environment(endpoint: str, cache: Path) -> dict[str, str]:
-    """The environment of a process that downloads from the hub at ``endpoint``."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    return given | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
 def test_pickled_weights_are_downloaded_where_there_are_no_others(tmp_path: Path) -> None:
@@ -343,7 +346,7 @@ def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatc
     """The branch may move while they start, so it is looked up once."""
 
     class Checkpoint(Hub):
-        root = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+        root = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
         resolved: ClassVar[list[str]] = []
 
     with hub(Checkpoint) as endpoint:
@@ -352,13 +355,26 @@ def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatc
         arguments = ["--revision", "v1", "--tensor-parallel", "2", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1"]
         pod = Pod("me/value", *arguments)
         try:
-            pod.wait_ready()
-            info = pod.read("/info", wire.Info)
+            info = pod.wait_ready().read("/info", wire.Info)
             assert "yardstick_engine_slots 512.0" in pod.client.get("/metrics").text, "metrics before the first step"
         finally:
             pod.close()
     assert info.model == "value"
     assert Checkpoint.resolved == ["v1"]
+
+
+@pytest.mark.slow
+def test_an_engine_loads_an_adapter_of_a_pinned_revision(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1)
+
+    class Adapter(Hub):
+        root = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base))
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Adapter) as endpoint, hub_of(endpoint, tmp_path):
+        loop = build_loop(EngineSettings(model=str(base), name="t", max_total_tokens=512, lora=["sql=me/value@v1"]))
+    assert [adapter.name for adapter in loop.adapters.description.adapters] == ["sql"]
+    assert Adapter.resolved == ["v1"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x"])
@@ -369,69 +385,42 @@ def test_what_is_no_hub_id_is_looked_for_here_only(name: str, tmp_path: Path, mo
         locate(name)
 
 
-def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "yardstick_llm.engine.models.download", *arguments]
-    return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
-def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: Path) -> None:
-    """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait."""
-    with hub() as endpoint:
-        (tmp_path / "hub/models--me--value/snapshots" / OLD_COMMIT).mkdir(parents=True)
-        with download(endpoint, tmp_path, "--wait=60", "me/value@v1", str(tmp_path)) as waits:
-            with download(endpoint, tmp_path, "--wait=0.1", "me/value@v1") as late:
-                assert "me/value@v1 was not downloaded within 0.1 s" in late.communicate(timeout=60)[1]
-            assert late.returncode == 1
-            assert waits.poll() is None
-            with download(endpoint, tmp_path, "me/value@v1") as done:
-                assert (done.wait(60), waits.wait(60)) == (0, 0)
-        with download(endpoint, tmp_path, "me/nothing") as missing:
-            assert (
-                "yardstick_llm.engine.models.download: There is no directory and no hub model me/nothing"
-                in missing.communicate(timeout=60)[1]
-            )
-        assert missing.returncode == 1
-    assert located("me/value", "http://127.0.0.1:1", tmp_path, "v1").name == OLD_COMMIT
+def test_engines_wait_until_another_process_has_downloaded_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait, and the files of an
+    adapter are complete on their own: its model's files are others."""
+    monkeypatch.setattr(download, "POLL_SECONDS", 0.05)
+    adapter = ["adapter_config.json", "adapter_model.safetensors"]
+    for name in (*adapter, "model.safetensors"):
+        (tmp_path / "repository").mkdir(exist_ok=True)
+        (tmp_path / "repository" / name).write_text(name)
 
+    class Files(Hub):
+        root = tmp_path / "repository"
 
-@pytest.mark.slow
-def test_adapters_are_downloaded_beside_models(tmp_path: Path) -> None:
-    """The adapter of a repository is complete on its own: its model's files are others."""
+    def said(code: int, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["download", *arguments])
+        with hub_of(endpoint, tmp_path):
+            assert download.main() == code
+        return capsys.readouterr().err
 
-    class Adapter(Hub):
-        root = tmp_path / "adapter"
-
-    Adapter.root.mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors"):
-        (Adapter.root / name).write_text(name)
-    with hub(Adapter) as endpoint, download(endpoint, tmp_path, "--wait=60", "--lora=sql=me/value@v1") as waits:
-        with download(endpoint, tmp_path, "--lora=sql=me/value@v1", f"--lora=here={tmp_path}") as done:
-            assert (done.wait(60), waits.wait(60)) == (0, 0)
-        with download(endpoint, tmp_path, "--wait=0.1", "me/value") as other:
-            assert "me/value was not downloaded" in other.communicate(timeout=60)[1]
-    (snapshot,) = (tmp_path / "hub/models--me--value/snapshots").iterdir()
-    assert snapshot.name == OLD_COMMIT
-    assert {file.name for file in snapshot.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-
-
-@pytest.mark.slow
-def test_an_engine_loads_an_adapter_of_a_pinned_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1)
-
-    class Adapter(Hub):
-        root = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base))
-        resolved: ClassVar[list[str]] = []
-
-    with hub(Adapter) as endpoint:
-        for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
-            monkeypatch.setenv(f"HF_{name}", value)
-        pod = Pod(base, "--lora", "sql=me/value@v1", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1")
-        try:
-            assert [adapter.name for adapter in pod.wait_ready().read("/adapters", wire.Adapters).adapters] == ["sql"]
-        finally:
-            pod.close()
-    assert Adapter.resolved == ["v1"]
+    snapshot = tmp_path / "hub/models--me--value/snapshots" / OLD_COMMIT
+    snapshot.mkdir(parents=True)
+    command = [sys.executable, "-m", download.__name__, "--wait=60", "me/value@v1", str(tmp_path), "--lora=sql=me/value@v1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    with hub(Files) as endpoint, subprocess.Popen(command, env=environment | {"HF_HOME": str(tmp_path)}) as waits:
+        assert "me/value@v1 was not downloaded within 0.1 s" in said(1, "--wait=0.1", "me/value@v1")
+        said(0, "--lora=sql=me/value@v1", f"--lora=here={tmp_path}")
+        assert sorted(file.name for file in snapshot.iterdir()) == adapter
+        assert "me/value@v1 was not downloaded" in said(1, "--wait=0.1", "me/value@v1")
+        assert waits.poll() is None
+        said(0, "me/value@v1")
+        assert waits.wait(60) == 0
+        missing = "yardstick_llm.engine.models.download: There is no directory and no hub model me/nothing"
+        assert missing in said(1, "me/nothing")
+    assert located("me/value", "http://127.0.0.1:1", tmp_path, "v1") == snapshot
 
 
 def test_a_directory_with_an_at_sign_has_no_revision(tmp_path: Path) -> None:

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
-from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.engine.models.causal import causal_of
+from tests.checkpoints import FAMILIES
 from yardstick_llm.engine.models.config import ModelConfig, parse_config
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.int8 import check_shapes
-from yardstick_llm.engine.models.loader import load_model
 
 
 def shape(
@@ -242,69 +239,6 @@ def test_every_key_of_text_and_tower_may_be_left_out() -> None:
     foreign = {"text_config": text | {"architectures": ["LlamaForCausalLM"]}, "architectures": None}
     with pytest.raises(ModelError, match=r"architectures is missing from config\.json"):
         parse_config(written | foreign)
-
-
-HEADS = {"gemma": 16, "gemma2": 8, "gemma3": 8, "mistral": 8, "ministral": 8, "mixtral": 8, "smollm3": 8, "qwen3": 32, "qwen2": 32}
-"""Attention heads with which the default number of key heads fits."""
-EXPERTS = {"qwen2_moe": 60, "qwen3_moe": 128, "mixtral": 8, "granitemoe": 8}
-
-
-def of_defaults(family: str) -> dict[str, Any]:
-    """Keys for a small model whose other values are defaults."""
-    defaults = FAMILIES[family][0].default_config_fields()
-    heads = HEADS.get(family, 4)
-    values = {"num_attention_heads": heads, "head_dim": defaults.get("head_dim") or 16, "hidden_size": 64}
-    values["num_key_value_heads"] = defaults.get("num_key_value_heads") or heads
-    values["tie_word_embeddings"] = defaults["tie_word_embeddings"]
-    for key in ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps"):
-        if key in defaults:
-            values[key] = defaults[key]
-    if family in EXPERTS:
-        values["num_local_experts" if family in ("mixtral", "granitemoe") else "num_experts"] = EXPERTS[family]
-        values |= {"num_experts_per_tok": defaults["num_experts_per_tok"], "norm_topk_prob": False, "decoder_sparse_step": 1}
-    if family == "qwen2_moe":
-        values |= {"num_attention_heads": 16, "num_key_value_heads": 16}
-    if family == "smollm3":
-        values["no_rope_layer_interval"] = 4
-        values["num_hidden_layers"] = 4
-    return values
-
-
-def strip(directory: Path, family: str) -> set[str]:
-    """Delete each key of ``config.json`` that has the value of the class, and return the keys.
-
-    The padding token stays, because it has to be in the small vocabulary.
-    """
-    path = directory / "config.json"
-    written = old_form(json.loads(path.read_text(encoding="utf-8")))
-    defaults = old_form(complete(FAMILIES[family][0](pad_token_id=0), ""))
-    gone = {
-        key for key, value in written.items() if key not in (*KEPT, "pad_token_id") and key in defaults and value == defaults[key]
-    }
-    path.write_text(json.dumps({key: value for key, value in written.items() if key not in gone}), encoding="utf-8")
-    return gone
-
-
-QUICK = ("gemma", "gemma3", "smollm3", "mixtral", "qwen3")
-"""Families whose classes have the most defaults."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    # phi4_mini has the class of phi3, and no default rotation
-    [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES if family != "phi4_mini"],
-)
-@torch.inference_mode()
-def test_logits_without_the_keys_that_are_defaults(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family, **of_defaults(family))
-    gone = strip(tmp_path, family)
-    assert {"rope_theta", "rms_norm_eps", "tie_word_embeddings"} < gone
-    reference = FAMILIES[family][1].from_pretrained(tmp_path, dtype=torch.float32).eval()
-    decoder = load_model(tmp_path)
-    tokens = torch.randint(3, 320, (50,), generator=torch.Generator().manual_seed(1))
-    hidden = decoder(tokens, torch.arange(50), causal_of(decoder.config))
-    torch.testing.assert_close(decoder.logits(hidden), reference(tokens[None]).logits[0], atol=1e-4, rtol=1e-5)
 
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"

@@ -126,10 +126,10 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(quick=1, slow=4, deep=24))
+@pytest.mark.parametrize("seed", seeds(slow=2, deep=24))
 def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> None:
-    """Every fourth seed is of the plain loop."""
-    rng, overlap = random.Random(seed), seed % 4 != 3
+    """Every other seed is of the plain loop."""
+    rng, overlap = random.Random(seed), seed % 2 == 0
     messages = [random_message(rng, f"g{place}") for place in range(10)]
     expected = outputs(build(checkpoint, overlap=False), messages)
     drafting = [msgspec.structs.replace(each, prompt_lookup=DRAFTS) for each in messages]
@@ -149,10 +149,9 @@ def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "ministral"])
-def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Path) -> None:
+def test_drafts_change_no_token_of_models_with_windows(tmp_path: Path) -> None:
     """The windows are shorter than the texts, so drafts cross their edges."""
-    directory = make_checkpoint(tmp_path, family, sliding_window=13)
+    directory = make_checkpoint(tmp_path, "gemma2", sliding_window=13)
     rng = random.Random(1)
     messages = [random_message(rng, f"g{place}") for place in range(4)]
     for place, words in enumerate(((7, 7), (7, 30))):
@@ -167,10 +166,9 @@ def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
-def test_a_copied_text_takes_few_steps(checkpoint: Path, overlap: bool) -> None:
+def test_a_copied_text_takes_few_steps(checkpoint: Path) -> None:
     sampling = wire.Sampling(max_tokens=60, ignore_eos=True, allowed_token_ids=(7,))
-    plain, lookup = (build(checkpoint, overlap=overlap, prompt_lookup=count) for count in (0, 16))
+    plain, lookup = (build(checkpoint, overlap=True, prompt_lookup=count) for count in (0, 16))
     message = wire.Generate("g", [7] * 20, sampling, logprobs=1)
     assert_equal(outputs(lookup, [message]), outputs(plain, [message]))
     assert lookup.stats.steps < 0.3 * plain.stats.steps

@@ -141,22 +141,14 @@ def drawn(replies: list[wire.Reply], index: int = 0) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"max_batched_tokens": 20, "max_total_tokens": 180, "overlap": True, "prompt_lookup": 4},
-    ],
-    ids=["plain", "preempted"],
-)
-def test_greedy_tokens_equal_transformers(settings: dict, checkpoint: Path, reference: Reference) -> None:
+def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference) -> None:
     """Two sequences of 60 tokens, one of them taken up again after 25, beside a text, with too few slots for all."""
     rng, image = random.Random(6), some_image(60, 6, 14)
     prompts = [some_text(rng, 5, 9) + shown(0, image) + some_text(rng, 5, 9), shown(0, image) + some_text(rng, 9, 12)]
     sampling = wire.Sampling(max_tokens=60, min_tokens=60, temperature=0.0)
     wanted = [reference.greedy(prompt, [image], 60) for prompt in prompts]
     assert all(len(set(tokens)) > 5 for tokens in wanted)
-    loop = build(checkpoint, **settings)
+    loop = build(checkpoint, max_batched_tokens=20, max_total_tokens=180, overlap=True, prompt_lookup=4)
     text = some_text(rng, 20, 30)
     replies = run(
         loop,
@@ -246,13 +238,9 @@ def test_the_engine_describes_its_vision(checkpoint: Path) -> None:
     assert loop.info.vision == wire.VisionInfo(14, 2, 56 * 56, 100 * 28 * 28, 5, wire.MAX_IMAGES, 2048)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [({"tensor_parallel": 2}, "vision tower, so --tensor-parallel cannot")],
-)
-def test_settings_that_are_refused(settings: dict, problem: str, checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match=problem):
-        build(checkpoint, **settings)
+def test_a_tower_is_not_shared_by_processes(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="vision tower, so --tensor-parallel cannot"):
+        build(checkpoint, tensor_parallel=2)
 
 
 def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Reference) -> None:

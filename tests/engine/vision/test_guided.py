@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
-from tests.engine.lenvm.writing import build_guided, guidance, guided, run, some_tokens, verify
+from tests.engine.lenvm.writing import build_guided, guidance, guided, run, verify
+from tests.engine.parity import some_tokens
 from tests.engine.recording import Recorder
 from tests.engine.vision.models import IMAGE_PAD, TEXT, Reference, make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
@@ -22,6 +23,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.lenvm import load_lenvm
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import attention_layout, branch_attention
 
 SMALLER = TEXT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -57,11 +59,7 @@ def images() -> list[wire.Image]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "settings"),
-    [
-        ("compact", {}),
-        pytest.param("overlapped", {"max_batched_tokens": 17, "max_total_tokens": 220}, marks=pytest.mark.slow),
-    ],
+    ("form", "settings"), [("compact", {}), ("overlapped", {"max_batched_tokens": 17, "max_total_tokens": 220})]
 )
 def test_guided_draws_equal_plain_forwards(form: str, settings: dict, pair: tuple[Path, Path], images: list[wire.Image]) -> None:
     rng, plain = random.Random(4), VisionPlain(*pair, images)
@@ -112,6 +110,8 @@ def test_captured_passes_place_candidates_behind_images(
     """The stand-in for CUDA graphs replays passes whose positions are less than their numbers of tokens."""
     monkeypatch.setattr(build, "make_graphs", lambda *_: ())
     monkeypatch.setattr(build, "PARTS", (2,))
+    monkeypatch.setattr(attention_layout, "PROGRAMS", 8)  # less padding for the interpreter
+    monkeypatch.setattr(branch_attention, "PROGRAMS", 4)
     monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
     base, length = map(str, pair)

@@ -46,7 +46,6 @@ LONG = [
         "attacks/test_soak.py",
         "test_lenvm_end_to_end.py",
         "test_wheelhouse.py",
-        "engine/test_heap.py",
         "benchmarks",
         "kernels/test_branch_attention.py",
         "gateway/commands",

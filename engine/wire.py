@@ -305,7 +305,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
-LengthConstraint = Literal["eq", "ge", "le", "within", "eq_soft"]
+LengthConstraint = Literal["eq", "ge", "le", "within", "about", "eq_soft"]
+WINDOW = 0.1
+"""Share of a target that a length may be away from it, for the constraint ``about``."""
 LengthUnit = Literal["tokens", "words", "sentences", "characters"]
 NEUTRAL_SCALE: dict[GuidanceMode, float] = {
     "centered_exp": 0.0,
@@ -344,9 +346,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a
     candidate, from 0 (the text ends) to 1 (it never does), ``mode`` tilts their probabilities, or ``constraint`` takes its place.
     Where ``mode`` and ``scale`` change nothing, the draw is that of a request without guidance.
-    ``eq``, ``ge``, ``le`` and ``within`` exclude candidates, and these are those of temperature 1 at every temperature; a draw
-    among several that are left has the request's own. At temperature 0 it is the most probable one; scales and ``eq_soft`` need a
-    draw and are invalid.
+    ``eq``, ``ge``, ``le``, ``within`` and ``about`` exclude candidates, and these are those of temperature 1 at every temperature;
+    a draw among several that are left has the request's own. At temperature 0 it is the most probable one; scales and ``eq_soft``
+    need a draw and are invalid.
     """
 
     mode: GuidanceMode = "centered_exp"
@@ -358,7 +360,9 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: LengthConstraint | None = None
     """Instead of ``mode``. ``eq``: the candidate whose remaining length is nearest to what is left of the target; ``ge``: the
     longest until the target is reached, then the shortest; ``le``: the shortest; ``within``: those that are not longer
-    than the target, or the shortest; ``eq_soft``: the tilt whose mean is the target."""
+    than the target, or the shortest; ``about``: each by its probability times that of a text whose length is within
+    :data:`WINDOW` of ``target_length``, which then is of the whole output or section; ``eq_soft``: the tilt whose mean is the
+    target."""
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] | None = None
     """With ``within`` and ``target_length``: the real remaining length behind a candidate is within the target with this
     probability, by ``Info.lenvm_calibration``. From 0.5 to below 1. None: the predicted length is within it."""
@@ -403,7 +407,7 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def chooses(self) -> bool:
         """Whether the constraint excludes candidates, which it does at every temperature."""
-        return self.constraint in ("eq", "ge", "le", "within")
+        return self.constraint in ("eq", "ge", "le", "within", "about")
 
 
 class GrammarVocabulary:

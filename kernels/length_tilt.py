@@ -14,6 +14,10 @@ output for each candidate and v = sigmoid(z), which is 0 for an end of sequence;
 ``ge``            the largest v; once the target is 0, the least
 ``le``            the least v
 ``within``        p without candidates of v above 1 − γ^target; the least v if all are
+``about``         p' ∝ p · P(target − s ≤ n ≤ target + s)^w, n the tokens that come after a candidate: the base model's text,
+                  given that it ends near the target. n is 0 for an end of sequence; otherwise ln n is normal, with the mean
+                  ln(length of v) + shift and the standard deviation ``spread``. w is 1; where the target is passed by more
+                  than s, w is 1 + (−target − s) / s, and n is at most 1
 ``eq_soft``       p' has the mean 1 − γ^target; where that is beyond m or M, that candidate
 ================  ==========================================================================================
 
@@ -38,7 +42,7 @@ from yardstick_llm.kernels.candidates import Candidates
 from yardstick_llm.kernels.largest import MOST
 from yardstick_llm.kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
 
-RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "within", "eq_soft")
+RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "within", "about", "eq_soft")
 
 SMALLEST_VALUE = 1e-9
 LARGEST_LOGIT = -math.log(SMALLEST_VALUE)
@@ -51,10 +55,17 @@ STEPS = 40
 ENOUGH = 1e-12
 """Error of the logit of the mean with which a step is the last."""
 
+SHORTEST = 1e-12
+"""In place of a length, and of a probability, of 0 where its logarithm is taken."""
+ERFC = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223)
+"""Of :func:`_log_tail`, the highest power first."""
+
 _CENTERED_EXP, _VALUE_BIAS, _MUL, _LINEAR, _EXP, _LENGTH_MUL = (tl.constexpr(i) for i in range(6))
-_EQ, _GE, _LE, _WITHIN, _EQ_SOFT = (tl.constexpr(i) for i in range(6, len(RULES)))
+_EQ, _GE, _LE, _WITHIN, _ABOUT, _EQ_SOFT = (tl.constexpr(i) for i in range(6, len(RULES)))
 _LARGEST_LOGIT, _FLAT = tl.constexpr(LARGEST_LOGIT), tl.constexpr(FLAT)
 _MARGIN, _LEAST_MARGIN = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN)
+_SHORTEST = tl.constexpr(SHORTEST)
+_E9, _E8, _E7, _E6, _E5, _E4, _E3, _E2, _E1, _E0 = (tl.constexpr(factor) for factor in ERFC)
 _STEPS, _ENOUGH = tl.constexpr(STEPS), tl.constexpr(ENOUGH)
 
 
@@ -64,13 +75,18 @@ class Tilts(NamedTuple):
     rule: Tensor
     """int64, its place in :data:`RULES`."""
     scale: Tensor
-    """float64, s"""
+    """float64, s: for ``about`` half the width of the window in tokens, above 0."""
     log_gamma: Tensor
     """float64, ln γ, below 0"""
     target: Tensor
-    """float64: for a constraint, the tokens that are to come after this draw, the end of sequence counted; at least 0."""
+    """float64: for a constraint, the tokens that are to come after this draw, the end of sequence counted; at least 0, but for
+    ``about``."""
     value_min: Tensor
     """float64: rows with a mean value below it are left alone."""
+    shift: Tensor
+    """float64: of the logarithm of real lengths from that of the length of v."""
+    spread: Tensor
+    """float64, above 0: standard deviation of the logarithm of real lengths."""
 
 
 def needs_value(found: Candidates, entropy_thresholds: Tensor) -> Tensor:
@@ -95,7 +111,7 @@ def length_tilt(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts
 
 def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
     """:func:`length_tilt` in plain PyTorch, for a CPU: it looks at values."""
-    _, scale, log_gamma, target, value_min = (column.unsqueeze(1) for column in tilts)
+    _, scale, log_gamma, target, value_min, shift, spread = (column.unsqueeze(1) for column in tilts)
     rule = tilts.rule.unsqueeze(1)
     there = p > 0
     prior, z = p.double(), z.double().masked_fill(~there, 0.0)
@@ -117,6 +133,11 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
         slope[at] = _solve(prior[at], ((v - least) / room)[at], goal[at])
     within, aim = rule == RULES.index("within"), -torch.expm1(target * log_gamma)
     slope = torch.where(within, torch.where(v > aim, -math.inf, 0.0), slope)
+    about = rule == RULES.index("about")
+    if about.any():
+        slope = torch.where(about, _near(lengths, ends, target, scale, shift, spread), slope)
+        nowhere = (slope.masked_fill(~there, -math.inf) == -math.inf).all(-1, keepdim=True)
+        slope = slope.masked_fill(about & nowhere, 0.0)
     shortest = within & (least > aim)
     tilted = (prior.log() + slope.masked_fill(shortest, 0.0)).softmax(-1)
 
@@ -146,6 +167,34 @@ def _wanted_mean(
     wanted = torch.where(rule == RULES.index("exp"), exp, wanted)
     wanted = torch.where(rule == RULES.index("length_mul"), 1 - (1 - mean) ** scale, wanted)
     return torch.where(rule == RULES.index("eq_soft"), -torch.expm1(target * log_gamma), wanted)
+
+
+def _near(lengths: Tensor, ends: Tensor, target: Tensor, half: Tensor, shift: Tensor, spread: Tensor) -> Tensor:
+    """What ``about`` adds to the logarithms of the candidates' probabilities. A number of tokens stands for all within 0.5."""
+    passed = target + half < 1
+    low, high = torch.where(passed, 0.0, target - half), torch.where(passed, 1.0, target + half)
+    middle = lengths.clamp(min=SHORTEST).log() + shift
+    begin, end = (((bound.clamp(min=SHORTEST)).log() - middle) / spread for bound in (low - 0.5, high + 0.5))
+    above = begin + end >= 0  # the side on which both tails are small
+    larger = _log_tail(torch.where(above, begin, -end))
+    smaller = _log_tail(torch.where(above, end, -begin))
+    inside = larger + (-torch.expm1(smaller - larger)).clamp(min=SHORTEST).log()
+    inside = torch.where(ends, torch.where(low <= 0, 0.0, -math.inf), inside)
+    return inside * (1 + (-target - half).clamp(min=0) / half)
+
+
+def _log_tail(x: Tensor) -> Tensor:
+    """Logarithm of the probability that a standard normal variable is above x.
+
+    Source: the approximation of erfc in Press et al., "Numerical Recipes", section 6.2, with a relative error below 1.2e-7.
+    """
+    size = x.abs() / math.sqrt(2)
+    t = 1 / (1 + size / 2)
+    series = torch.zeros_like(t)
+    for factor in ERFC:
+        series = series * t + factor
+    tail = t.log() - size * size + series - math.log(2)
+    return torch.where(x >= 0, tail, torch.log1p(-tail.exp()))
 
 
 def _solve(p: Tensor, u: Tensor, goal: Tensor) -> Tensor:
@@ -191,7 +240,7 @@ def length_tilt_triton(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts
     return out
 
 
-@jit("rules", "scales", "log_gammas", "targets", "value_mins")
+@jit("rules", "scales", "log_gammas", "targets", "value_mins", "shifts", "spreads")
 def _length_tilt(
     p: tl.tensor,
     z: tl.tensor,
@@ -202,6 +251,8 @@ def _length_tilt(
     log_gammas: tl.tensor,
     targets: tl.tensor,
     value_mins: tl.tensor,
+    shifts: tl.tensor,
+    spreads: tl.tensor,
     out: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -228,6 +279,8 @@ def _length_tilt(
         aim = _one_less_exp(target * log_gamma)
         wanted = tl.where(rule == _EQ_SOFT, aim, wanted)
 
+        # softplus without overflow: z is at most 21
+        lengths = tl.where(end, 0.0, -tl.log(1.0 + tl.exp(raw)) / log_gamma)
         solved = ((rule >= _MUL) & (rule <= _LENGTH_MUL)) | (rule == _EQ_SOFT)
         slope = scale * tl.where(rule == _VALUE_BIAS, raw, v)
         margin = tl.maximum(1.0 / room * _LEAST_MARGIN, _MARGIN)
@@ -236,13 +289,15 @@ def _length_tilt(
             slope = tl.where(v > aim, float("-inf"), tl.zeros([WIDTH], tl.float64))
         if solved:
             slope = _solved(prior, tl.where(there, (v - least) / room, 0.0), goal)
+        if rule == _ABOUT:
+            slope = _near_of(lengths, end, target, scale, tl.load(shifts + row), tl.load(spreads + row))
+            some = tl.max(tl.where(there, slope, float("-inf")), axis=0) > float("-inf")
+            slope = tl.where(some, slope, 0.0)
         none = (rule == _WITHIN) & (least > aim)
         result = _softmax(prior, tl.where(none, 0.0, slope))
 
         shortest = none | (rule == _LE) | ((rule == _GE) & (target <= 0)) | ((rule == _EQ_SOFT) & (wanted <= least))
         longest = ((rule == _GE) & (target > 0)) | ((rule == _EQ_SOFT) & (wanted >= most))
-        # softplus without overflow: z is at most 21
-        lengths = tl.where(end, 0.0, -tl.log(1.0 + tl.exp(raw)) / log_gamma)
         distance = tl.abs(lengths - tl.minimum(target, -1.0 / log_gamma * _LARGEST_LOGIT))
         cost = tl.where(there, tl.where(shortest, v, tl.where(longest, -v, distance)), float("inf"))
         if (rule == _EQ) | shortest | longest:
@@ -266,6 +321,35 @@ def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 def _one_less_exp(x: tl.tensor) -> tl.tensor:
     """1 - exp(x), above 0 for every x below it."""
     return tl.where(tl.abs(x) < 1e-5, -x - x * x / 2, 1 - tl.exp(x))
+
+
+@jit()
+def _near_of(
+    lengths: tl.tensor, end: tl.tensor, target: tl.tensor, half: tl.tensor, shift: tl.tensor, spread: tl.tensor
+) -> tl.tensor:
+    """:func:`_near` for one row."""
+    passed = target + half < 1
+    low, high = tl.where(passed, 0.0, target - half), tl.where(passed, 1.0, target + half)
+    middle = tl.log(tl.maximum(lengths, _SHORTEST)) + shift
+    begin = (tl.log(tl.maximum(low - 0.5, _SHORTEST)) - middle) / spread
+    after = (tl.log(tl.maximum(high + 0.5, _SHORTEST)) - middle) / spread
+    above = begin + after >= 0
+    larger = _log_tail_of(tl.where(above, begin, -after))
+    smaller = _log_tail_of(tl.where(above, after, -begin))
+    inside = larger + tl.log(tl.maximum(_one_less_exp(smaller - larger), _SHORTEST))
+    inside = tl.where(end, tl.where(low <= 0, 0.0, float("-inf")), inside)
+    return inside * (1 + tl.maximum(-target - half, 0.0) / half)
+
+
+@jit()
+def _log_tail_of(x: tl.tensor) -> tl.tensor:
+    """:func:`_log_tail`"""
+    size = tl.abs(x) * 0.7071067811865476
+    t = 1 / (1 + size / 2)
+    series = ((((_E9 * t + _E8) * t + _E7) * t + _E6) * t + _E5) * t + _E4
+    series = (((series * t + _E3) * t + _E2) * t + _E1) * t + _E0
+    tail = tl.log(t) - size * size + series - 0.6931471805599453
+    return tl.where(x >= 0, tail, tl.log(_one_less_exp(tail)))
 
 
 @jit()

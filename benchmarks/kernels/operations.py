@@ -185,8 +185,9 @@ def _length_tilt(gpu: Gpu) -> Iterator[Row]:
         p = torch.rand(count, width, device="cuda").sort(descending=True).values
         p, z = p / p.sum(-1, keepdim=True), torch.randn(count, width, device="cuda")
         ones = torch.ones(count, device="cuda", dtype=torch.float64)
-        tilts = Tilts(torch.arange(count, device="cuda") % len(RULES), ones * 1.5, ones * -0.01, ones * 30, ones * 0)
-        moved, run = 13.0 * p.numel() + 41.0 * count, partial(length_tilt, p, z, z > 2, ones > 0, tilts)
+        rules = torch.arange(count, device="cuda") % len(RULES)
+        tilts = Tilts(rules, ones * 1.5, ones * -0.01, ones * 30, ones * 0, ones * 0, ones)
+        moved, run = 13.0 * p.numel() + 57.0 * count, partial(length_tilt, p, z, z > 2, ones > 0, tilts)
         yield gpu.moved("length_tilt", f"[{count}, {width}]", moved, run)
 
 

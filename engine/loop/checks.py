@@ -266,7 +266,8 @@ def guidance_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     if guidance.applies_to != "both" and guidance.thinking is None:
         yield f"applies_to {guidance.applies_to} needs thinking."
     if message.sampling.temperature <= 0 and guidance.needs_draw:
-        yield "At temperature 0 nothing is drawn: length_guidance needs constraint eq, ge, le or within, or a temperature above 0."
+        remedy = "constraint about, eq, ge, le or within, or a temperature above 0"
+        yield f"At temperature 0 nothing is drawn: length_guidance needs {remedy}."
     if guidance.confidence is not None:
         levels = [] if info.lenvm_calibration is None else map(float, info.lenvm_calibration.log_ratio)
         if guidance.constraint != "within" or guidance.target_length is None or guidance.gamma is not None:
@@ -283,6 +284,8 @@ def guidance_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     targets = (guidance.target_length is not None) + (guidance.target_value is not None)
     if guidance.constraint is not None and targets != 1:
         yield f"constraint {guidance.constraint} needs target_length or target_value, and not both."
+    if guidance.constraint == "about" and (guidance.target_length is None or guidance.target_length_mode != "total"):
+        yield "constraint about needs target_length, and target_length_mode total."
     if guidance.constraint is None and targets:
         yield "target_length and target_value need a constraint, such as eq."
 

@@ -12,6 +12,7 @@ that keeps up has a slot for one token more than is known. An aux branch that wa
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def target(guidance: wire.LengthGuidance, drawn: int, gamma: float, calibration:
     section.
 
     A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw. With a confidence,
-    the result is the length to predict there.
+    the result is the length to predict there. For ``about`` it is below 0 in a longer text.
     """
     if guidance.target_value is not None:
         value = min(guidance.target_value, 1 - wire.SMALLEST_VALUE)
@@ -65,7 +66,8 @@ def target(guidance: wire.LengthGuidance, drawn: int, gamma: float, calibration:
     if guidance.target_length is None:
         return 0.0
     spent = drawn if guidance.target_length_mode == "total" else 0
-    left = float(max(guidance.target_length - spent, 0))
+    left = float(guidance.target_length - spent)
+    left = left if guidance.constraint == "about" else max(left, 0.0)
     return left if guidance.confidence is None or calibration is None else within(calibration, guidance.confidence, gamma, left)
 
 
@@ -79,6 +81,22 @@ def within(calibration: wire.Calibration, confidence: float, gamma: float, most:
         if length >= bounds[place]:
             return length
     return 0.0
+
+
+USUAL_SPREAD = 1.0
+"""Standard deviation of ln(real / predicted length), of a length model without calibration."""
+LEAST_SPREAD = 0.1
+MIDDLE_HALF = 1.349
+"""Standard deviations between the quartiles of a normal distribution."""
+
+
+def spread_of(calibration: wire.Calibration | None) -> tuple[float, float]:
+    """Return median and standard deviation of ln(real / predicted length), as medians over the bins of the value."""
+    if calibration is None or not {"0.25", "0.5", "0.75"} <= calibration.log_ratio.keys():
+        return 0.0, USUAL_SPREAD
+    quartiles = zip(calibration.log_ratio["0.25"], calibration.log_ratio["0.75"], strict=True)
+    spread = statistics.median((high - low) / MIDDLE_HALF for low, high in quartiles)
+    return statistics.median(calibration.log_ratio["0.5"]), max(spread, LEAST_SPREAD)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -198,10 +216,10 @@ class GenerateRequest(Request):
         return branch.section.begin
 
     def in_tokens(
-        self, branch: Branch, spellings: Sequence[bytes], measured: Mapping[wire.LengthUnit, float]
+        self, branch: Branch, drawn: int, spellings: Sequence[bytes], measured: Mapping[wire.LengthUnit, float]
     ) -> wire.LengthGuidance:
-        """Return the guidance with what is left of its target, in tokens. The newest token must be known. ``spellings``,
-        ``measured``: see :class:`Written`."""
+        """Return the guidance with its target in tokens: those ``drawn``, and what is left. The newest token must be known.
+        ``spellings``, ``measured``: see :class:`Written`."""
         guidance = self.length_guidance
         assert guidance is not None
         assert guidance.target_length is not None
@@ -210,7 +228,7 @@ class GenerateRequest(Request):
             branch.written = Written(guidance.unit, given.tolist(), spellings, measured)
         written = branch.written
         written.add(self.output(branch)[written.read :].tolist(), spellings)
-        return msgspec.structs.replace(guidance, target_length=round(written.left(guidance.target_length)), unit="tokens")
+        return msgspec.structs.replace(guidance, target_length=drawn + round(written.left(guidance.target_length)), unit="tokens")
 
     def forced_token(self, branch: Branch) -> int | None:
         """Return the token that ends the thinking section, if the next draw of ``branch`` must be it. A branch that runs ahead

@@ -91,8 +91,8 @@ class Written:
         return self.units + (min(BEGUN, self.unfinished / self.tokens_of_unit) if self.unfinished else 0.0)
 
     def left(self, units: int) -> float:
-        """Return the tokens that a text of ``units`` still takes."""
-        return max(units - self.done, 0.0) * self.tokens_of_unit
+        """Return the tokens that a text of ``units`` still takes; below 0 in a longer text."""
+        return (units - self.done) * self.tokens_of_unit
 
     def add(self, tokens: Iterable[int], spellings: Sequence[bytes]) -> None:
         """Count further tokens."""

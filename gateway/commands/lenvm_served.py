@@ -25,6 +25,7 @@ from yardstick_llm.gateway.commands.lenvm import (
 from yardstick_llm.gateway.commands.runner import Item
 
 SERVED = "served.jsonl"
+ABOUT = "guided, about"
 END_BIAS = 5.0
 """Added to the logit of the end token behind the target, by the rule that moves nothing else."""
 
@@ -61,6 +62,8 @@ class Served(LineTask):
         given: dict[str, Any] = {"max_tokens": self.most if target is None else 3 * target + 64}
         if rule.startswith("guided"):
             given["length_guidance"] = {"target_length": target, "top_k": self.top_k}
+            if rule == ABOUT:
+                given["length_guidance"]["constraint"] = "about"
             if end := rule.partition(", end ")[2]:
                 given["length_guidance"]["end_min_p"] = float(end)
         elif rule == "end token":
@@ -148,7 +151,7 @@ def serve_targets(
     name = model or manifest.model
     task = Served(name, manifest.settings.seed, prompts=prompts, end_tokens=manifest.end_tokens, most=3 * max(targets) + 64)
 
-    rules = ["guided", "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
+    rules = ["guided", ABOUT, "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
     asked = [("unguided", None), *((rule, target) for target in targets for rule in rules)]
     rows = [{"prompt_id": prompt, "rule": rule, "target": target} for prompt in prompts for rule, target in asked]
 

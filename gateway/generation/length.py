@@ -18,6 +18,8 @@ CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
 """Default ``min_p`` of requests with a constraint. A constraint considers lengths only and may choose implausible candidates of the
 right length; with the demo models the text became meaningless without this bound."""
+ABOUT_END_MIN_P = 0.001
+"""Default ``end_min_p`` with ``about``: a model that ranks many tokens above the end may else not end in time."""
 THINKING_MIN_P = 0.1
 """Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length
 (docs/generation.md)."""
@@ -135,7 +137,7 @@ def _check_effect(fields: GenerationRequest, guidance: wire.LengthGuidance, name
     """Raise :class:`InvalidRequest` for guidance that cannot change a token. ``names``: of its fields in the request."""
     if guidance.needs_draw and fields.temperature == 0:
         param = names["constraint" if guidance.constraint else "scale"]
-        remedy = "give a target with the constraint `eq`, `ge`, `le` or `within`, or set `temperature` above 0"
+        remedy = "give a target with the constraint `about`, `eq`, `ge`, `le` or `within`, or set `temperature` above 0"
         raise InvalidRequest(f"`{param}` has no effect at temperature 0, where nothing is drawn; {remedy}.", param=param)
     if guidance.neutral:
         return
@@ -168,6 +170,10 @@ def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
     if asked.constraint is not None and asked.target_length is None and asked.target_value is None:
         message = f"`{names['constraint']}` needs a target: give `target_length` or `target_value`."
         raise InvalidRequest(message, param=names["constraint"])
+    if asked.constraint == "about" and (asked.target_length is None or asked.target_length_mode == "remaining"):
+        remedy = "give `target_length`, and no `target_length_mode` `remaining`"
+        message = f"`{names['constraint']}` `about` needs the length of the whole text: {remedy}."
+        raise InvalidRequest(message, param=names["constraint"])
 
 
 def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
@@ -194,7 +200,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
         value_min=asked.value_min or 0.0,
         return_values=bool(asked.return_values),
         applies_to=asked.applies_to or "both",
-        end_min_p=asked.end_min_p,
+        end_min_p=ABOUT_END_MIN_P if asked.end_min_p is None and limit.constraint == "about" else asked.end_min_p,
     )
 
 

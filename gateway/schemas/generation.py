@@ -30,8 +30,8 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
 
     At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
-    target. The constraints `eq`, `ge`, `le` and `within` choose among the candidates of temperature 1 at every temperature; scales
-    and `eq_soft` need a draw and are refused below temperature 0.05.
+    target. The constraints `about`, `eq`, `ge`, `le` and `within` choose among the candidates of temperature 1 at every
+    temperature; scales and `eq_soft` need a draw and are refused below temperature 0.05.
     """
 
     mode: wire.GuidanceMode | None = None
@@ -53,10 +53,11 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_length: MaxLength | None = None
     """In place of a target: `{"at_most": 120, "confidence": 0.95}`, by the calibration of the length model."""
     constraint: wire.LengthConstraint | None = None
-    """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
-    take the longest until the target is reached, then the shortest. `within`: draw among those that are not longer than the
-    target, or take the shortest. `eq_soft`: draw so that the mean is the target. With a constraint, `min_p` is 0.01 by default, and
-    0.1 if it applies to the thinking section."""
+    """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `about`: draw, each candidate by
+    its probability times that of a text whose length is within 10 % of `target_length`. `le`: take the shortest. `ge`: take the
+    longest until the target is reached, then the shortest. `within`: draw among those that are not longer than the target, or
+    take the shortest. `eq_soft`: draw so that the mean is the target. With a constraint, `min_p` is 0.01 by default, and 0.1 if
+    it applies to the thinking section."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most candidates; 5 by default, and never more than the request's own `top_k`."""
     entropy_threshold: Nats | None = None
@@ -67,7 +68,7 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Guide only this section of a chat answer; `both` by default. `target_length` counts the tokens of this section."""
     end_min_p: Value | None = None
     """Make the token that ends the text a candidate where it has at least this fraction of the largest probability, also beyond
-    `top_k` and `min_p`. By default it is treated as any other token."""
+    `top_k` and `min_p`; 0.001 by default with `about`, and otherwise it is treated as any other token."""
     return_values: bool | None = False
     """Return the value of each of the most probable tokens with its log-probability."""
 

@@ -188,7 +188,7 @@ def sampling() -> dict[str, Launch]:
 
     def tilted() -> Tensor:
         p, column = torch.empty(16, 8), torch.empty(16, dtype=torch.float64)
-        return length_tilt_triton(p, p, p > 0, column > 0, Tilts(longs(16), column, column, column, column))
+        return length_tilt_triton(p, p, p > 0, column > 0, Tilts(longs(16), *[column] * 6))
 
     return {
         "candidates": Launch(lambda: candidates_triton(logits, numbers, rows, numbers, numbers, 64), (LOADS,)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,8 @@ class Case:
     target: float = 10.0
     value_min: float = 0.0
     active: bool = True
+    shift: float = 0.0
+    spread: float = 1.0
 
 
 def compute(operation: Operation, cases: list[Case], device: torch.device) -> list[list[float]]:
@@ -54,6 +56,8 @@ def compute(operation: Operation, cases: list[Case], device: torch.device) -> li
             column([math.log(case.gamma) for case in cases]),
             column([case.target for case in cases]),
             column([case.value_min for case in cases]),
+            column([case.shift for case in cases]),
+            column([case.spread for case in cases]),
         ),
     )
     for row, case in zip(result.tolist(), cases, strict=True):
@@ -73,6 +77,8 @@ def expected(case: Case) -> list[float]:
         return tilt(p, z if case.rule == "value_bias" else v, case.scale)
     if case.rule in SOLVED:
         return with_mean(case, v, mean, least, most)
+    if case.rule == "about":
+        return about(case, z)
     if case.rule == "within":
         kept = [a if value <= 1 - case.gamma**case.target else 0.0 for a, value in zip(p, v, strict=True)]
         if any(kept):
@@ -87,6 +93,24 @@ def expected(case: Case) -> list[float]:
 
 
 BOUND = -math.log(1e-9)
+
+
+def about(case: Case, z: list[float]) -> list[float]:
+    low, high, power = case.target - case.scale, case.target + case.scale, 1.0
+    if high < 1:
+        low, high, power = 0.0, 1.0, 1 + max(-high, 0.0) / case.scale
+    scores = []
+    for p, raw, end in zip(case.p, z, case.ends, strict=True):
+        middle = math.log(math.log1p(math.exp(raw)) / -math.log(case.gamma)) + case.shift
+        begin, after = ((math.log(max(bound, 1e-12)) - middle) / case.spread for bound in (low - 0.5, high + 0.5))
+        begin, after = (begin, after) if begin + after > 0 else (-after, -begin)
+        inside = float(low <= 0) if end else (math.erfc(begin / math.sqrt(2)) - math.erfc(after / math.sqrt(2))) / 2
+        assume(end or inside > 1e-300)
+        scores.append(math.log(p) + power * (math.log(inside) if inside else -math.inf))
+    if max(scores) == -math.inf:
+        return case.p
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [weight / math.fsum(weights) for weight in weights]
 
 
 def with_mean(case: Case, v: list[float], mean: float, least: float, most: float) -> list[float]:
@@ -126,17 +150,21 @@ def rows(draw: st.DrawFn) -> Case:
     weights = sorted(draw(st.lists(st.floats(1e-4, 1.0), min_size=count, max_size=count)), reverse=True)
     # Values as float32 holds them; from a few, so that equals are drawn too.
     values = st.one_of(st.sampled_from([-30.0, -2.0, 0.0, 0.5, 40.0]), st.floats(-12, 12, width=32))
-    p = torch.tensor(weights, dtype=torch.float64)
+    p, rule = torch.tensor(weights, dtype=torch.float64), draw(st.sampled_from(RULES))
+    target = draw(st.one_of(st.sampled_from([0.0, 1.0, 1e6]), st.floats(-200 if rule == "about" else 0, 400)))
+    scale = draw(st.one_of(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]), st.floats(-20, 20)))
     return Case(
-        rule=draw(st.sampled_from(RULES)),
+        rule=rule,
         p=(p / p.sum()).float().tolist(),
         z=draw(st.lists(values, min_size=count, max_size=count)),
         ends=draw(st.lists(st.booleans(), min_size=count, max_size=count)),
-        scale=draw(st.one_of(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]), st.floats(-20, 20))),
+        scale=max(0.1 * abs(target), 0.5) if rule == "about" else scale,
         gamma=draw(st.floats(0.5, 0.9998)),
-        target=draw(st.one_of(st.sampled_from([0.0, 1.0, 1e6]), st.floats(0, 400))),
+        target=target,
         value_min=draw(st.sampled_from([0.0, 0.0, 0.3, 0.9])),
         active=draw(st.sampled_from([True, True, True, False])),
+        shift=draw(st.floats(-2, 2)),
+        spread=draw(st.floats(0.5, 2)),
     )
 
 
@@ -145,6 +173,8 @@ def rows(draw: st.DrawFn) -> Case:
 @example(Case("value_bias", [1.0], [3.0], [False], -2.0))
 @example(Case("eq", [0.5, 0.5], [1.0, 1.0], [False, False]))
 @example(Case("eq", [0.6, 0.4], [1.0, 1.0], [True, True], target=0.0))
+@example(Case("about", [0.6, 0.4], [1.0, 1.0], [True, True], 4.0, target=40.0))
+@example(Case("about", [0.9, 0.1], [3.0, 1.0], [False, True], 4.0, target=-30.0))
 @example(Case("eq_soft", [0.9, 0.1], [-1.0, 5.0], [True, False], target=1e6))
 @example(Case("mul", [0.999999, 1e-6], [5.0, 5.001], [False, False], 0.5))
 def test_the_reference_is_the_definition(case: Case) -> None:
@@ -188,7 +218,8 @@ def test_the_kernel_tells_a_target_next_to_nothing_from_nothing(device: torch.de
 @BOTH
 def test_rows_do_not_see_each_other(operation: Operation, device: torch.device) -> None:
     z, ends, p = [1.5, -0.5, 0.2, 3.0], [False, False, True, False], [0.5, 0.3, 0.15, 0.05]
-    cases = [Case(rule, p, z, ends, scale, gamma) for rule in RULES for scale, gamma in ((0.5, 0.9), (2.5, 0.99), (-3.0, 0.99))]
+    settings = (0.5, 0.9), (2.5, 0.99), (-3.0, 0.99)
+    cases = [Case(rule, p, z, ends, abs(s) if rule == "about" else s, gamma) for rule in RULES for s, gamma in settings]
     together = compute(operation, cases, device)
     assert together == [compute(operation, [case], device)[0] for case in cases]
     assert len({tuple(row) for row in together}) >= 18  # the rules do differ
@@ -206,7 +237,7 @@ def test_what_is_decided_without_the_model() -> None:
 def test_bad_tensors_are_refused(device: torch.device) -> None:
     p = torch.full((2, 4), 0.25, device=device)
     flags, column = p > 1, torch.zeros(2, dtype=torch.float64, device=device)
-    tilts = Tilts(torch.zeros(2, dtype=torch.int64, device=device), column, column - 1, column, column)
+    tilts = Tilts(torch.zeros(2, dtype=torch.int64, device=device), column, column - 1, column, column, column, column + 1)
     with pytest.raises(ValueError, match="room for 3 candidates"):
         length_tilt_triton(p[:, :3].contiguous(), p, flags, flags[:, 0], tilts)
     with pytest.raises(ValueError, match=r"target is torch\.float32"):

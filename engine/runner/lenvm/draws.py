@@ -33,7 +33,7 @@ from yardstick_llm.engine.models.decoder import FusedAttend
 from yardstick_llm.engine.models.lenvm import LenVM
 from yardstick_llm.engine.models.transfer import Upload
 from yardstick_llm.engine.requests.batch import CandidatePass, ExtendSegment, Tokens
-from yardstick_llm.engine.requests.generation import target
+from yardstick_llm.engine.requests.generation import spread_of, target
 from yardstick_llm.engine.runner.attention.base import AttentionBackend
 from yardstick_llm.engine.runner.images import StepImages
 from yardstick_llm.engine.runner.lenvm.graphs import Needs, Packed, PassGraphs, pack_needed
@@ -52,6 +52,9 @@ from yardstick_llm.kernels.candidates import Candidates, candidates
 from yardstick_llm.kernels.largest import MOST, SMALLEST_TEMPERATURE
 from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
 from yardstick_llm.kernels.seeded_sampling import seeded_choice
+
+LEAST_WINDOW = 0.5
+"""Tokens, for targets of few."""
 
 GUIDANCE = np.dtype(
     [
@@ -115,16 +118,19 @@ def prepare_guidance(
     model's own."""
     table = np.frombuffer(b"".join(rows.packed), GUIDANCE)
     log_gammas = np.where(np.isnan(table["log_gamma"]), math.log(gamma), table["log_gamma"])
-    aims = np.zeros(len(rows))
+    aims, scales, spreads = np.zeros(len(rows)), table["scale"].copy(), np.ones((2, len(rows)))
     for row, (guidance, drawn) in rows.targets.items():
         aims[row] = target(guidance, drawn, guidance.gamma or gamma, calibration)
+        if guidance.constraint == "about":
+            scales[row] = max(wire.WINDOW * (guidance.target_length or 0), LEAST_WINDOW)
+            spreads[:, row] = spread_of(calibration)
     upload = Upload()
     top_k, rule, end_ids = upload.add(rows.top_k), upload.add(table["rule"]), upload.add(_end_table(rows.ends, eos_ids))
-    floats = np.stack([table["scale"], log_gammas, aims, table["value_min"], table["entropy_threshold"], table["end_min_p"]])
+    floats = np.stack([scales, log_gammas, aims, table["value_min"], *spreads, table["entropy_threshold"], table["end_min_p"]])
     packed = upload.add(floats.view(np.int64))
     upload.send(device)
-    scale, log_gamma, aim, value_min, entropy, end_min_p = packed.tensor.view(torch.float64).view(6, -1)
-    tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
+    *tilted, entropy, end_min_p = packed.tensor.view(torch.float64).view(len(floats), -1)
+    tilts = Tilts(rule.tensor, *tilted)
     return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts, end_min_p)
 
 
@@ -435,7 +441,7 @@ def with_end(found: Candidates, logits: Tensor, temperatures: Tensor, parameters
 def chooses(parameters: Parameters) -> Tensor:
     """Rows whose constraint excludes candidates, [rows] bool. Their candidates are those of temperature 1."""
     rule = parameters.tilts.rule
-    return (rule >= RULES.index("eq")) & (rule <= RULES.index("within"))
+    return (rule >= RULES.index("eq")) & (rule <= RULES.index("about"))
 
 
 def _tempered(p: Tensor, sampling: SamplingBatch, parameters: Parameters, rows: GuidedRows) -> Tensor:

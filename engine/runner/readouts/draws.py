@@ -326,9 +326,9 @@ class GuidedDrawReadout(Readout):
         rows.any_chosen |= guidance.chooses
         rows.any_end |= guidance.end_min_p is not None
         if guidance.constraint is not None:
-            in_tokens = guidance.unit == "tokens"
-            spelled = self.context.spellings, self.context.unit_tokens
-            rows.targets[place] = (guidance, position - begin) if in_tokens else (request.in_tokens(branch, *spelled), 0)
+            drawn, spelled = position - begin, (self.context.spellings, self.context.unit_tokens)
+            aim = guidance if guidance.unit == "tokens" else request.in_tokens(branch, drawn, *spelled)
+            rows.targets[place] = aim, drawn
         request.packed_guidance = request.packed_guidance or pack_guidance(guidance)
         rows.packed.append(request.packed_guidance)
         rows.top_k.append(request.candidates)

@@ -96,7 +96,7 @@ class Plain:
 
 
 def chooses(guidance: wire.LengthGuidance) -> bool:
-    return guidance.constraint in ("eq", "ge", "le", "within")
+    return guidance.constraint in ("eq", "ge", "le", "within", "about")
 
 
 def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
@@ -104,6 +104,13 @@ def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuida
     s, gamma = guidance.scale, guidance.gamma or GAMMA
     mean = float((p * v).sum())
     target = max((guidance.target_length or 0) - drawn, 0)
+    if guidance.constraint == "about":
+        half, left = max(0.1 * guidance.target_length, 0.5), guidance.target_length - drawn
+        low, high, power = (0.0, 1.0, 1 - min(left + half, 0) / half) if left + half < 1 else (left - half, left + half, 1.0)
+        normal = torch.distributions.Normal((torch.log1p(-v) / math.log(gamma)).clamp(min=1e-12).log(), 1.0)
+        inside = normal.cdf(torch.tensor(high + 0.5).log()) - normal.cdf(torch.tensor(max(low - 0.5, 1e-12)).log())
+        inside = torch.where(v == 0, float(low <= 0), inside)
+        return _normal(p * inside**power) if inside.any() else p
     if chooses(guidance):
         lengths = torch.log1p(-v) / math.log(gamma)
         kept = p * (v <= 1 - gamma**target)

@@ -101,7 +101,7 @@ def test_a_forecast_keeps_to_what_is_asked_for() -> None:
     assert forecast(-1.0, calibration) == pytest.approx(2 * forecast(-1.0))
     assert forecast(0.0, calibration) == pytest.approx(3 * forecast(0.0))
     assert (forecast(100.0), forecast(-100.0), forecast(math.nan)) == (500, 1, 0)
-    for constraint, expected in (("eq", 21), ("le", 21), ("ge", forecast(0.0)), ("within", 21), ("eq_soft", 21)):
+    for constraint, expected in (("eq", 21), ("le", 21), ("ge", forecast(0.0)), ("within", 21), ("about", 21), ("eq_soft", 21)):
         assert forecast(0.0, None, wire.LengthGuidance(constraint=constraint, target_length=20)) == pytest.approx(expected)
     sentences = wire.LengthGuidance(constraint="eq", target_length=2, unit="sentences")
     assert forecast(0.0, None, sentences) == forecast(0.0)

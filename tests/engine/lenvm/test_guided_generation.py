@@ -219,6 +219,7 @@ def test_constraints_choose_without_a_draw_at_temperature_0(build: Build, plain:
         {"constraint": "le", "target_length": 6},
         {"constraint": "eq", "target_length": 12, "entropy_threshold": 1.5},
         {"constraint": "le", "target_length": 6, "value_min": 0.5},
+        {"constraint": "about", "target_length": 8},
     )
     greedy = [guided(f"g{i}", some_tokens(rng, 3, 9), guidance(**aim), temperature=0.0) for i, aim in enumerate(aims)]
     free = wire.Generate("free", [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0))

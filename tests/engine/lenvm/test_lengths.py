@@ -89,6 +89,11 @@ def test_mean_lengths_are_ordered_by_scale() -> None:
     assert statistics.mean(ended(text) for text in written(at(10))) >= 0.95
 
 
+@pytest.mark.parametrize("target", [20, 120])
+def test_drawn_texts_are_about_as_long_as_asked(target: int) -> None:
+    assert statistics.mean(abs(tokens - target) / target for tokens in aimed("about", target)) <= 0.15
+
+
 @pytest.mark.parametrize("target", [40, 120])
 def test_texts_have_the_length_that_was_asked_for(target: int) -> None:
     lengths = aimed("eq", target)

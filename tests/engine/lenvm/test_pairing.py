@@ -106,6 +106,7 @@ INVALID = {
     "top_k of the guidance": {"top_k": 65},
     "constraint": {"constraint": "le"},
     "constraint eq": {"constraint": "eq", "target_length": 3, "target_value": 0.5},
+    "constraint about": {"constraint": "about", "target_length": 3, "target_length_mode": "remaining"},
     "need a constraint": {"target_length": 3},
     "return_values": {"return_values": True},
 }

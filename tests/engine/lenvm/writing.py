@@ -76,6 +76,7 @@ MODES = (
     {"scale": 4.0, "entropy_threshold": 1.3},
     {"scale": -4.0, "value_min": 0.5},
     {"constraint": "within", "target_length": 14},
+    {"constraint": "about", "target_length": 9, "end_min_p": 0.01},
 )
 
 

@@ -41,6 +41,10 @@ def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -
     assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.LengthGuidance(**target)
     value = {"target_value": 0.5, "constraint": "ge"}
     assert guidance(client, engine, length_guidance=value) == wire.LengthGuidance(**value)
+    about = {"target_length": 30, "constraint": "about"}
+    assert guidance(client, engine, length_guidance=about) == wire.LengthGuidance(**about, end_min_p=0.001)
+    about["end_min_p"] = 0.1
+    assert guidance(client, engine, length_guidance=about) == wire.LengthGuidance(**about)
     assert guidance(client, engine) is None
     assert guidance(client, engine, length_guidance=None, custom_params={"thinking_budget": 3}) is None
 
@@ -117,6 +121,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_guidance", {"target_length": 5, "target_value": 0.5}, "target_value", "two targets"),
     ("length_guidance", {"target_length": 5, "constraint": "ne"}, "constraint", "'ne'"),
     ("length_guidance", {"constraint": "le"}, "constraint", "needs a target"),
+    ("length_guidance", {"target_value": 0.5, "constraint": "about"}, "constraint", "of the whole text"),
+    ("length_guidance", {"target_length": 5, "target_length_mode": "remaining", "constraint": "about"}, "constraint", "no `"),
     ("length_guidance", {"target_length": 5, "scale": 2}, "scale", "with a target"),
     ("length_guidance", {"target_length": 5, "mode": "mul"}, "mode", "with a target"),
     ("length_guidance", {"target_length": 5, "target_length_mode": "half"}, "target_length_mode", "'half'"),

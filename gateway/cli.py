@@ -164,7 +164,7 @@ def load(context: typer.Context) -> None:
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="Preset to print, or a .toml file to check.")] = None) -> None:
     """List the presets, which say how models are prompted and read, or print one."""
-    from yardstick_llm.gateway.commands.presets import list_presets, show_preset
+    from yardstick_llm.gateway.commands.local import list_presets, show_preset
 
     if name is None:
         list_presets()
@@ -197,7 +197,7 @@ def new_key(
 ) -> None:
     """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
     the key at once."""
-    from yardstick_llm.gateway.commands.keys import new
+    from yardstick_llm.gateway.commands.local import new_key
 
     fields = {
         "models": model or None,
@@ -213,7 +213,7 @@ def new_key(
         "catalogues": catalogues,
         "admin": admin or None,
     }
-    new(name, file, **_given(fields))
+    new_key(name, file, **_given(fields))
 
 
 Input = Annotated[Path, typer.Option(help="File of rows: .jsonl, .csv or .parquet.")]

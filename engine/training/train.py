@@ -62,6 +62,7 @@ from yardstick_llm.engine.training.data import (
     read_tokens,
 )
 from yardstick_llm.engine.training.evaluate import judge, spellings_in, write_json
+from yardstick_llm.engine.training.parallel import Group, is_member, join
 from yardstick_llm.kernels.linear import linear
 
 STATE = "training.pt"
@@ -117,6 +118,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time between two savings of the state."""
     seed: int = 0
     """Of the head and of the order of texts."""
+    processes: Annotated[Count | None, unset("one for each GPU, 1 on a CPU")] = None
+    """Processes that share the texts of each step, on this machine."""
     device: Annotated[str | None, choices(*DEVICES, unset="a GPU where there is one")] = None
     """Device of the model: bfloat16 with float32 master weights on a GPU, float32 on a CPU."""
 
@@ -201,8 +204,17 @@ class Progress:
 class Trainer:
     """Owns the model, the master weights, the optimiser and the order of the texts."""
 
-    def __init__(self, model: LenVM, dataset: Dataset, gamma: float, settings: TrainSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: LenVM,
+        dataset: Dataset,
+        gamma: float,
+        settings: TrainSettings,
+        device: torch.device,
+        group: Group = Group(),  # noqa: B008 - it is immutable
+    ) -> None:
         self.model = model.to(device)
+        self.group = group
         self.settings = settings
         self.gamma = gamma
         self.device = device
@@ -241,10 +253,11 @@ class Trainer:
         return self.settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def gradients(self, texts: Sequence[int]) -> float:
-        """Add the gradients of the mean loss over all states of some texts to the masters, and return this loss."""
+        """Add the gradients of the mean loss over all states of some texts to the masters, and return this loss. The processes of
+        the group share the passes."""
         states = sum(int(self.masks[index].sum()) for index in texts)
         total = 0.0
-        for run in passes(texts, self.sizes, self.most):
+        for run in [*passes(texts, self.sizes, self.most)][self.group.rank :: self.group.size]:
             z = raw_values(
                 self.model, pack([self.texts[index] for index in run], [self.masks[index] for index in run], self.device)
             )
@@ -253,7 +266,17 @@ class Trainer:
             total += loss.item()
             if self.masters is not self.parameters:
                 self._collect()
-        return total
+        if self.group.size > 1:
+            for master in self.masters.values():
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+            self.group.sum(master.grad for master in self.masters.values() if master.grad is not None)
+        return self._summed(total)[0]
+
+    def _summed(self, *numbers: float) -> list[float]:
+        """Sums over the processes of the group."""
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        self.group.sum([sums])
+        return sums.tolist()
 
     def _targets(self, run: Sequence[int]) -> Tensor:
         remaining = np.concatenate([self.texts[index].remaining[self.masks[index]] for index in run])
@@ -290,12 +313,14 @@ class Trainer:
         losses, states = 0.0, 0
         masks = [learned(text, self.gamma, self.settings.margin) for text in self.checked]
         kept = [(text, mask) for text, mask in zip(self.checked, masks, strict=True) if mask.any()]
+        kept = kept[self.group.rank :: self.group.size]
         texts, masks = [text for text, _ in kept], [mask for _, mask in kept]
         for text, mask, values in zip(texts, masks, predict(self.model, texts, self.most, self.device, masks=masks), strict=True):
             z = torch.from_numpy(values).logit(1e-9)
             losses += state_loss(z, torch.from_numpy(1 - self.gamma ** text.remaining[mask]), self.settings.loss).sum().item()
             states += int(mask.sum())
-        loss = losses / max(1, states)
+        losses, counted = self._summed(losses, states)
+        loss = losses / max(1.0, counted)
         self.progress.history.append({"step": self.progress.step, "loss": loss})
         if loss < self.progress.best_loss:
             self.progress.best_loss = loss
@@ -320,6 +345,8 @@ class Trainer:
                     f"{tokens / seconds:.0f} tokens/s, {left / 60:.0f} min left"
                 )
                 losses.clear()
+            if self.group.rank:
+                continue
             if checks or time.monotonic() - saved > 60 * self.settings.save_minutes:
                 self.save(path, identity)
                 saved = time.monotonic()
@@ -408,8 +435,21 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _command(settings: TrainSettings, *, resume: bool, allow_cut: bool) -> list[str]:
+    """The command line of the other processes."""
+    given = {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not None}
+    flags = [flag for flag, on in (("--resume", resume), ("--allow-censored", allow_cut)) if on]
+    return ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in given.items()), *flags]
+
+
+def _nothing(line: str) -> None:
+    """What the other processes say, which is what the first one says."""
+
+
 def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = False) -> None:
-    """Train a length model and write it to ``settings.out``. Raises :class:`ModelError`."""
+    """Train a length model and write it to ``settings.out``, with the processes of :mod:`engine.training.parallel`. Raises
+    :class:`ModelError`."""
+    tell = _nothing if is_member() else say
     out, device = Path(settings.out), torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     state = out / STATE
     if (out / GAMMA_FILE).exists() and not resume:
@@ -425,36 +465,44 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
             "add --allow-censored."
         )
     if dataset.failed:
-        say(f"warning: {dataset.failed} answers are missing, the longest ones perhaps; `yardstick lenvm sample` tries them again")
+        tell(f"warning: {dataset.failed} answers are missing, the longest ones perhaps; `yardstick lenvm sample` tries them again")
     texts = dataset.texts("train")
     lengths, ended = [text.length + 1 for text in texts], [text.ended for text in texts]
     l50, l99 = (length_quantile(lengths, ended, share) for share in (0.5, 0.99))
     gamma = settings.gamma or gamma_for(l99)
+    usable = torch.cuda.device_count() if device.type == "cuda" else 1
+    group = join(settings.processes or usable, _command(settings, resume=resume, allow_cut=allow_cut), device.type)
+    if device.type == "cuda":
+        device = torch.device("cuda", group.rank)
     model = load_init(init, torch.bfloat16 if device.type == "cuda" else torch.float32, settings.seed, settings.layers)
-    trainer = Trainer(model, dataset, gamma, settings, device)
+    trainer = Trainer(model, dataset, gamma, settings, device, group)
     masked = 1 - sum(int(mask.sum()) for mask in trainer.masks) / sum(lengths)
     count = sum(parameter.numel() for parameter in trainer.parameters.values())
-    say(
+    tell(
         f"{len(texts)} answers, {dataset.cut_share:.1%} cut, {masked:.1%} of the states left out; L50 {l50}, L99 {l99}, "
         f"gamma {gamma:.6f}; {count:,} trained parameters, {len(trainer.steps)} steps on {device}"
+        + (f" and {group.size - 1} others" if group.size > 1 else "")
     )
-    free = ("data", "init", "out", "save_minutes")
+    free = ("data", "init", "out", "save_minutes", "processes")
     fixed = {name: value for name, value in msgspec.structs.asdict(settings).items() if name not in free}
     digest = fingerprint(init, torch.float32)
     identity = hashlib.sha256(json.dumps([dataset.digest, digest, gamma, fixed]).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
-    for draft in out.glob(f".{STATE}.*"):  # of a run that was killed
+    for draft in [] if group.rank else out.glob(f".{STATE}.*"):  # of a run that was killed
         draft.unlink()
     if (out / GAMMA_FILE).exists():
         if facts_of(out).get("training", {}).get("identity") != identity:
             raise ModelError(f"{out.name} already has a length model, of other data or settings; name another --out.")
         state.unlink(missing_ok=True)
-        say(f"{out} is complete")
+        tell(f"{out} is complete")
         return
     if state.exists():
         trainer.resume(state, identity)
-        say(f"continuing after step {trainer.progress.step}")
-    trainer.run(state, identity, say)
+        tell(f"continuing after step {trainer.progress.step}")
+    trainer.run(state, identity, tell)
+    group.leave()
+    if group.rank:
+        return
     model = trainer.finish()
     facts: dict[str, Any] = {
         "gamma": gamma,

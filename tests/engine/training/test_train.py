@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
+from tests.attacks.watch import process_tree
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.causal import causal
 from tests.engine.training.datasets import write_dataset
 from tests.gguf_files import SHAPE, write_gguf
+from tests.processes import alive, wait_until
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.lenvm import load_lenvm
@@ -223,6 +230,45 @@ def test_a_training_that_is_interrupted_gives_the_same_bytes(tmp_path: Path, ini
     assert not (parts / "training.pt").exists()
     assert main(given) == 0, "it is complete"
     assert main([*given, "--epochs", "9"]) == 1, "of another training"
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "yardstick_llm.engine.training", *command, "--device", "cpu"]
+    return subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+def test_processes_train_what_one_trains(tmp_path: Path, init: Path, data: Path) -> None:
+    """Each pass has one text, so the processes have different numbers of passes, and none at times."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    common = "--tokens-per-pass", "8", "--method", "lora"
+    assert main(arguments(data, init, alone, *common)) == 0
+    process = started(arguments(data, init, shared, *common, "--processes", "3"))
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    assert "and 2 others" in said
+    assert said.count("is complete") == 1
+    for name in ("model.safetensors", "value_head.safetensors"):
+        wanted, found = load_file(alone / name), load_file(shared / name)
+        assert max(float((wanted[key] - found[key]).abs().max()) for key in wanted) < 1e-5
+    losses = [json.loads((out / "lenvm.json").read_text())["training"]["history"] for out in (alone, shared)]
+    assert [each["loss"] for each in losses[0]] == pytest.approx([each["loss"] for each in losses[1]], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["the first", "another"])
+def test_processes_end_together_and_the_training_continues(tmp_path: Path, init: Path, data: Path, killed: str) -> None:
+    out = tmp_path / "out"
+    command = arguments(data, init, out, "--processes", "2", "--epochs", "400", "--save-minutes", "1e-9")
+    process = started(command)
+    wait_until((out / "training.pt").exists, 60)
+    _, other = process_tree(process.pid)
+    os.kill(process.pid if killed == "the first" else other, signal.SIGKILL)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == (-signal.SIGKILL if killed == "the first" else 1)
+    assert ("process 1 of the training ended" in said) is (killed == "another")
+    wait_until(lambda: not alive(other), 30)
+    assert torch.load(out / "training.pt", weights_only=True)["step"] >= 1, "the state is whole"
 
 
 def damage(data: Path, how: str) -> None:

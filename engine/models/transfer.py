@@ -1,15 +1,29 @@
-"""Copies between host and device: one for the inputs of a step, one for its outputs. The host waits for neither before it launches
-the next step.
+"""Memory of the device, and copies between host and device: one for the inputs of a step, one for its outputs. The host waits for
+neither before it launches the next step.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros. On a CPU its pages come as they are first used, because writing gigabytes takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class Copy:

@@ -390,7 +390,7 @@ INVALID_FOR_ALL = {
             "value_min": -0.1,
             "entropy_threshold": float("inf"),
             "mode": "other",
-            "constraint": "about",
+            "constraint": "near",
         }.items()
     },
 }

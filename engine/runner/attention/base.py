@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -16,6 +13,7 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
+from yardstick_llm.engine.models.transfer import zeros
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.kernels.attention_layout import Longs, cumulate
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
@@ -23,18 +21,6 @@ from yardstick_llm.kernels.branch_attention import branch_attention_triton, chun
 from yardstick_llm.kernels.lora_rope import lora_rope_write
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
 from yardstick_llm.kernels.quantize import FP8
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros: a masked read of a slot that was never written must not return NaN. On a CPU the pages come as they are first
-    used, because writing gigabytes takes seconds."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVCache:
@@ -60,8 +46,9 @@ class KVCache:
         self.dtype = dtype
         self.scales = scales
         shape = (layers, slots + 1, kv_heads, head_dim)
+        # Zeros: a masked read of a slot that was never written must not return NaN.
         kept = dtype if scales is None else FP8
-        self.keys, self.values = (_zeros(shape, kept, torch.device(device)) for _ in range(2))
+        self.keys, self.values = (zeros(shape, kept, torch.device(device)) for _ in range(2))
 
     def value_scales(self, layer: int) -> Tensor | None:
         """[kv_heads] float32; None where values are not codes."""

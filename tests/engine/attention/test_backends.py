@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -338,3 +340,14 @@ def test_tables_travel_as_one() -> None:
     assert [part.tolist() for part in sent] == [table.tolist() for table in tables]
     assert len({part.untyped_storage().data_ptr() for part in sent}) == 1
     assert all(part.storage_offset() % 4 == 0 for part in sent)
+
+
+def test_memory_of_slots_is_taken_as_it_is_used() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    kv = KVCache(layers=8, slots=1 << 18, kv_heads=4, head_dim=64, dtype=torch.float32)
+    assert resident() - before < 64 << 20 < kv.keys.nbytes
+    assert not kv.keys[3, 12345].any()
+    assert not kv.values[-1, -1].any()

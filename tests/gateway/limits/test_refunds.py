@@ -200,7 +200,7 @@ def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
     time.sleep(0.1)
     found, slack = charged(client), came_back.slack
-    assert found.requests == 1
+    assert 1 - slack[0] <= found.requests <= 1
     assert 1100 - slack[1] <= found.tokens <= 1100
 
 

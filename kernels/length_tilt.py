@@ -58,7 +58,7 @@ ENOUGH = 1e-12
 SHORTEST = 1e-12
 """In place of a length, and of a probability, of 0 where its logarithm is taken."""
 ERFC = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223)
-"""Of :func:`_log_tail`, the highest power first."""
+"""Coefficients of the polynomial in :func:`_log_tail`, the highest power first."""
 
 _CENTERED_EXP, _VALUE_BIAS, _MUL, _LINEAR, _EXP, _LENGTH_MUL = (tl.constexpr(i) for i in range(6))
 _EQ, _GE, _LE, _WITHIN, _ABOUT, _EQ_SOFT = (tl.constexpr(i) for i in range(6, len(RULES)))
@@ -170,7 +170,8 @@ def _wanted_mean(
 
 
 def _near(lengths: Tensor, ends: Tensor, target: Tensor, half: Tensor, shift: Tensor, spread: Tensor) -> Tensor:
-    """What ``about`` adds to the logarithms of the candidates' probabilities. A number of tokens stands for all within 0.5."""
+    """Return what ``about`` adds to the logarithm of each candidate's probability. The window reaches from 0.5 tokens below its
+    first number of tokens to 0.5 above its last one."""
     passed = target + half < 1
     low, high = torch.where(passed, 0.0, target - half), torch.where(passed, 1.0, target + half)
     middle = lengths.clamp(min=SHORTEST).log() + shift

@@ -86,16 +86,17 @@ def within(calibration: wire.Calibration, confidence: float, gamma: float, most:
 USUAL_SPREAD = 1.0
 """Standard deviation of ln(real / predicted length), of a length model without calibration."""
 LEAST_SPREAD = 0.1
-MIDDLE_HALF = 1.349
+QUARTILES = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
 
 def spread_of(calibration: wire.Calibration | None) -> tuple[float, float]:
-    """Return median and standard deviation of ln(real / predicted length), as medians over the bins of the value."""
+    """Return the median of ln(real / predicted length), and its standard deviation by its quartiles: medians over the bins of the
+    value."""
     if calibration is None or not {"0.25", "0.5", "0.75"} <= calibration.log_ratio.keys():
         return 0.0, USUAL_SPREAD
     quartiles = zip(calibration.log_ratio["0.25"], calibration.log_ratio["0.75"], strict=True)
-    spread = statistics.median((high - low) / MIDDLE_HALF for low, high in quartiles)
+    spread = statistics.median((high - low) / QUARTILES for low, high in quartiles)
     return statistics.median(calibration.log_ratio["0.5"]), max(spread, LEAST_SPREAD)
 
 

@@ -8,14 +8,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOCAL = "127.0.0.1"
+from yardstick_llm.engine.runner.distributed.shard import LOCAL, form_group
+
+LOST_SECONDS = 2.0
 MEMBER = "YARDSTICK_LENVM_MEMBER"
 """Environment of the processes that the first one starts: rank, size and port, separated by colons."""
 
@@ -32,10 +36,23 @@ class Group(NamedTuple):
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let the thread that watches a lost process say so and end this one, where a sum over the processes fails first."""
+        try:
+            yield
+        except RuntimeError:
+            if self.size > 1:
+                time.sleep(LOST_SECONDS)
+            raise
+
     def leave(self) -> None:
-        """End the connections to the others."""
+        """End the connections to the others. All processes but the first end here, without Python's clean-up, which may abort a
+        process whose thread waits for input."""
         if self.size > 1:
             dist.destroy_process_group()
+        if self.rank:
+            os._exit(0)
 
 
 def is_member() -> bool:
@@ -56,13 +73,7 @@ def join(processes: int, arguments: Sequence[str], kind: str) -> Group:
         rank, size, port = 0, processes, listener.getsockname()[1]
         for other in range(1, size):
             _start(arguments, f"{other}:{size}:{port}")
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    fd = None if listener is None else listener.detach()
-    store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    form_group(rank, size, port, torch.device(kind, rank if kind == "cuda" else 0), listener)
     return Group(rank, size)
 
 
@@ -75,10 +86,11 @@ def _start(arguments: Sequence[str], member: str) -> None:
 
 def _watch(process: subprocess.Popen[bytes], rank: str) -> None:
     if code := process.wait():
-        print(f"yardstick: process {rank} of the training ended with exit code {code}", file=sys.stderr, flush=True)
+        os.write(2, f"yardstick: process {rank} of the training ended with exit code {code}\n".encode())
         os._exit(1)
 
 
 def _end_with_input() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not through sys.stdin, which is locked while a thread reads
+        pass
     os._exit(1)

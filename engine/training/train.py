@@ -442,14 +442,10 @@ def _command(settings: TrainSettings, *, resume: bool, allow_cut: bool) -> list[
     return ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in given.items()), *flags]
 
 
-def _nothing(line: str) -> None:
-    """What the other processes say, which is what the first one says."""
-
-
 def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = False) -> None:
     """Train a length model and write it to ``settings.out``, with the processes of :mod:`engine.training.parallel`. Raises
     :class:`ModelError`."""
-    tell = _nothing if is_member() else say
+    tell: Callable[[str], None] = (lambda _: None) if is_member() else say  # the first process speaks for all
     out, device = Path(settings.out), torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     state = out / STATE
     if (out / GAMMA_FILE).exists() and not resume:
@@ -499,10 +495,9 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     if state.exists():
         trainer.resume(state, identity)
         tell(f"continuing after step {trainer.progress.step}")
-    trainer.run(state, identity, tell)
+    with group.watched():
+        trainer.run(state, identity, tell)
     group.leave()
-    if group.rank:
-        return
     model = trainer.finish()
     facts: dict[str, Any] = {
         "gamma": gamma,

@@ -52,7 +52,7 @@ def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
 
 
 HTTP2 = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"}
-"""What Java's HttpClient sends."""
+"""Headers that Java's HttpClient adds to its first request."""
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_key": "x", "sec_websocket_version": "13"}
 UNKNOWN = {"connection": "keep-alive, Upgrade", "upgrade": "something/1"}
 

@@ -22,8 +22,6 @@ from tests.processes import free_port, wait_until
 
 PAGE = ROOT / "docs" / "quickstart.md"
 MOST_SECONDS = 300
-FEW_TOKENS = ("--max-total-tokens", "16384")
-"""Of keys and values, because it takes seconds of CPU to allocate the gigabytes of the default."""
 START_SECONDS = 200
 SERVE = re.compile(r"^\$ (?:\w+=\S+ )?yardstick serve", re.M)
 PUBLISHED: dict[str, tuple[str, Callable[[], Path]]] = {
@@ -57,7 +55,7 @@ def serve(command: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
     words = shlex.split(command.removeprefix("$ "))
     place = words.index("yardstick")
     variables = dict(word.split("=", 1) for word in words[:place])
-    program = [sys.executable, "-m", "yardstick_llm.gateway.cli", *words[place + 1 :], "--port", str(port), *FEW_TOKENS]
+    program = [sys.executable, "-m", "yardstick_llm.gateway.cli", *words[place + 1 :], "--port", str(port)]
     return subprocess.Popen(program, env=os.environ | variables)
 
 

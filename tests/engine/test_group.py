@@ -36,7 +36,7 @@ class Group:
         self.model = model
         self.port = free_port()
         self.processes = 2
-        """Of both."""
+        """On both nodes together."""
         self.options = ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{self.port}"]
         self.options += ["--token-file", str(folder / "token"), "--threads", "1"]
         self.options += [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))]

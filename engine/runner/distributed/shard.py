@@ -188,13 +188,20 @@ def group_fingerprint(directory: Path, dtype: torch.dtype, settings: EngineSetti
 
 
 def join(rank: int, settings: EngineSettings, port: int, device: torch.device, listener: socket.socket | None = None) -> None:
-    """Form the group of all processes; returns when all are there. Rank 0 gives the socket that listens on ``port``.
+    """Form the group of all processes, see :func:`form_group`."""
+    local = settings.nnodes == 1 or address_of(settings).is_loopback
+    form_group(rank, settings.tensor_parallel, port, device, listener, local=local)
 
-    Processes of several machines use the address of the host's name, or the interface of ``GLOO_SOCKET_IFNAME`` or
-    ``NCCL_SOCKET_IFNAME``.
+
+def form_group(
+    rank: int, size: int, port: int, device: torch.device, listener: socket.socket | None = None, *, local: bool = True
+) -> None:
+    """Form the group of ``size`` processes; returns when all are there. Rank 0 gives the socket that listens on ``port``.
+
+    ``local``: all are on this machine. Processes of several machines use the address of the host's name, or the interface of
+    ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``.
     """
-    size = settings.tensor_parallel
-    if settings.nnodes == 1 or address_of(settings).is_loopback:
+    if local:
         names = (name for _, name in socket.if_nameindex())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in names if name.startswith("lo")))  # loopback only
     fd = None if listener is None else listener.detach()

@@ -54,7 +54,7 @@ from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt, needs_v
 from yardstick_llm.kernels.seeded_sampling import seeded_choice
 
 LEAST_WINDOW = 0.5
-"""Tokens, for targets of few."""
+"""Half of the narrowest window of ``about``, in tokens."""
 
 GUIDANCE = np.dtype(
     [
@@ -112,18 +112,22 @@ def pack_guidance(guidance: wire.LengthGuidance) -> bytes:
 
 
 def prepare_guidance(
-    rows: GuidedRows, gamma: float, eos_ids: Sequence[int], device: torch.device, calibration: wire.Calibration | None = None
+    rows: GuidedRows,
+    gamma: float,
+    eos_ids: Sequence[int],
+    device: torch.device,
+    calibration: wire.Calibration | None,
+    spread: tuple[float, float],
 ) -> Parameters:
-    """Copy the parameters to the device in one copy that the host does not wait for. ``gamma`` and ``calibration``: the length
-    model's own."""
+    """Copy the parameters to the device in one copy that the host does not wait for. ``gamma``, ``calibration`` and ``spread``, see
+    :func:`spread_of`: the length model's own."""
     table = np.frombuffer(b"".join(rows.packed), GUIDANCE)
     log_gammas = np.where(np.isnan(table["log_gamma"]), math.log(gamma), table["log_gamma"])
-    aims, scales, spreads = np.zeros(len(rows)), table["scale"].copy(), np.ones((2, len(rows)))
+    aims, scales, spreads = np.zeros(len(rows)), table["scale"].copy(), np.tile(spread, (len(rows), 1)).T
     for row, (guidance, drawn) in rows.targets.items():
         aims[row] = target(guidance, drawn, guidance.gamma or gamma, calibration)
         if guidance.constraint == "about":
             scales[row] = max(wire.WINDOW * (guidance.target_length or 0), LEAST_WINDOW)
-            spreads[:, row] = spread_of(calibration)
     upload = Upload()
     top_k, rule, end_ids = upload.add(rows.top_k), upload.add(table["rule"]), upload.add(_end_table(rows.ends, eos_ids))
     floats = np.stack([scales, log_gammas, aims, table["value_min"], *spreads, table["entropy_threshold"], table["end_min_p"]])
@@ -258,6 +262,7 @@ class LenVMRunner:
         self._gamma = gamma
         self._eos = tuple(eos_ids)
         self._calibration = calibration
+        self._spread = spread_of(calibration)
         self._graphs = graphs
         self._images = images or StepImages()
         self._compact = compact
@@ -334,7 +339,7 @@ class LenVMRunner:
         """Return sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
         sampling = prepare(rows.sampling, self._device)
         logits = logits[:, : self._model.config.vocab_size].contiguous()
-        parameters = prepare_guidance(rows, self._gamma, self._eos, self._device, self._calibration)
+        parameters = prepare_guidance(rows, self._gamma, self._eos, self._device, self._calibration, self._spread)
         columns = FEW if max(rows.top_k) <= FEW else MOST
         columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
         temperatures = sampling.temperatures

@@ -529,6 +529,9 @@ def evaluate(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="First give the length model a calibration, measured on the validation prompts.")
     ] = False,
+    init: Annotated[
+        str | None, typer.Option(help="Model that the length model was trained on, if that is an adapter; as for `train`.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
@@ -560,7 +563,9 @@ def evaluate(
             most_prompts=prompts,
             concurrency=concurrency,
         )
-    become("engine.training", arguments + (["--device", device] if device else []) + (["--calibrate"] if calibrate else []))
+    for name, value in (("--init", init), ("--device", device)):
+        arguments += [] if value is None else [name, value]
+    become("engine.training", arguments + (["--calibrate"] if calibrate else []))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,16 @@ from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
-from yardstick_llm.engine.models.lenvm import LenVM, calibration_of, check_pairing, gamma_of, load_lenvm, unit_tokens_of
+from yardstick_llm.engine.models.lenvm import (
+    LenVM,
+    calibration_of,
+    check_pairing,
+    facts_of,
+    gamma_of,
+    is_adapter,
+    load_lenvm,
+    unit_tokens_of,
+)
 from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
@@ -298,7 +307,10 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
             f"A length model guides generations, and the model {base.name} has no language-model head; leave --lenvm-model out."
         )
     check_pairing(base, directory)
-    model = load_lenvm(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
+    trained = facts_of(directory).get("training", {}).get("init_fingerprint")
+    if is_adapter(directory) and trained != fingerprint(base, torch.float32):
+        logger.warning("the length model %s adds to other weights than those of %s; evaluate it first", directory.name, base.name)
+    model = load_lenvm(directory, dtype, format_of(settings.quantize, device, dtype), base=base).to(device)
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")

@@ -27,6 +27,8 @@ PICKLED, PICKLED_SUFFIXES = "pytorch_model.bin", (".bin", ".pt")
 MAX_PICKLED_BYTES, MAX_PICKLE_BYTES = 16 << 30, 64 << 20
 """Most bytes of a file with pickled weights, and of the pickle in it, which names its tensors."""
 VALUE_HEAD = "value_head.safetensors"
+ADAPTER = "lenvm_adapter.safetensors"
+"""A length model's additions to the model that it is served with, in place of weights of its own."""
 EMBEDDING = "embed_tokens.weight"
 BODY_PREFIX = "model."
 """Before the names of all tensors that are no head's, except in weights that a class without a head has saved."""
@@ -246,7 +248,7 @@ def _in_files(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tu
 
 def weight_files(directory: Path) -> list[Path]:
     """The files of weights that serving reads, in order of name."""
-    singles = [directory / name for name in (SINGLE, PICKLED) if (directory / name).exists()]
+    singles = [directory / name for name in (SINGLE, PICKLED, ADAPTER) if (directory / name).exists()]
     main = singles[:1] if singles and not (directory / INDEX).exists() else _shards(directory)
     head = directory / VALUE_HEAD
     return sorted([*main, head] if head.exists() else main)

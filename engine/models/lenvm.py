@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models import checkpoint
-from yardstick_llm.engine.models.checkpoint import Stored
+from yardstick_llm.engine.models.checkpoint import ADAPTER, Read, Stored, StoredCodes, read_codes
 from yardstick_llm.engine.models.config import ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import Attend
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_document
 from yardstick_llm.engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
 from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.rope import LongRope
 from yardstick_llm.engine.models.source import locate
 
@@ -204,21 +207,29 @@ def weights_of(stored: Mapping[str, Stored], layers: int | None) -> dict[str, St
 
 
 def load_lenvm(
-    model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, layers: int | None = None
+    model: str | Path,
+    dtype: torch.dtype = torch.float32,
+    quantize: str | None = None,
+    layers: int | None = None,
+    base: Path | None = None,
 ) -> LenVM:
     """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
 
     ``quantize``: as :func:`~engine.models.loader.load_model`; the value head stays in ``dtype``. The checkpoint's ``lm_head`` is
-    ignored, unless it is all there is of a tied embedding. ``layers``: the first ones, which are loaded; None: all. Raises
-    :class:`~engine.models.files.ModelError`.
+    ignored, unless it is all there is of a tied embedding. ``layers``: the first ones, which are loaded; None: all. ``base``: the
+    model that it adds to, where it is an adapter. Raises :class:`~engine.models.files.ModelError`.
     """
     directory = locate(model)
     config = first_layers(load_config(directory), layers)
     check_servable(config)
     value_model = LenVM(config, dtype)
-    stored = weights_of(_read_headers(directory), layers)
+    stored = _read_headers(directory, base)
+    if is_adapter(directory):
+        layers = config.num_layers
+    stored = weights_of(stored, layers)
     head = value_model.checkpoint_views()
-    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])
+    unread = family_of(config.architecture).unread
+    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, [HEAD, "score.weight"], unread)
     checkpoint.copy(stored, head)
     fill(value_model.decoder, stored, quantize)
     return value_model.eval()
@@ -229,9 +240,46 @@ def save_lenvm(model: LenVM, directory: Path, dtype: torch.dtype | None = None) 
     write_checkpoint(model.decoder.checkpoint_views() | model.checkpoint_views(), model.config, directory, dtype)
 
 
-def _read_headers(directory: Path) -> dict[str, Stored]:
+def _read_headers(directory: Path, base: Path | None) -> dict[str, Stored]:
     """The main weights, and the head's own file where they do not hold the head."""
-    stored = read_stored(directory)
+    if is_adapter(directory):
+        if base is None:
+            raise ModelError(f"The length model {directory.name} is an adapter, which is loaded with the model that it adds to.")
+        stored = with_additions(read_stored(base), checkpoint.read_header(directory / ADAPTER))
+    else:
+        stored = read_stored(directory)
     if not any(name.startswith(HEAD_PREFIX) for name in stored):
         stored |= checkpoint.read_header(directory / checkpoint.VALUE_HEAD)
     return stored
+
+
+DOWN, UP = ".lora_A", ".lora_B"
+"""Behind a weight's name: the matrices [rank, in] and [out, rank] whose product an adapter adds to it."""
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a length model consists of low-rank additions to another model, and a head."""
+    return (directory / ADAPTER).is_file()
+
+
+def with_additions(stored: Mapping[str, Stored], additions: Mapping[str, Stored]) -> dict[str, Stored]:
+    """``stored`` with the product of two matrices of ``additions`` added to each weight that they name. Raises
+    :class:`ModelError` if a weight is missing or its shape does not fit."""
+    found = dict(stored)
+    names = {name.removesuffix(DOWN).removesuffix(UP) for name in additions}
+    for name in names:
+        weight, down, up = stored.get(name), additions.get(name + DOWN), additions.get(name + UP)
+        wanted = () if down is None or up is None else (up.shape[0], down.shape[-1])
+        if weight is None or down is None or up is None or weight.shape != wanted or up.shape[1:] != down.shape[:1]:
+            raise ModelError(
+                f"The length model adds {name}, which the served model has in no such shape; serve the model that it was made for."
+            )
+        found[name] = StoredCodes(weight.path, weight.shape, weight.dtype, weight.name, partial(_sum, weight, down, up))
+    return found
+
+
+def _sum(weight: Stored, down: Stored, up: Stored, read: Read) -> Tensor:
+    """The weight with the addition, [out, in] float32."""
+    own = read_codes(weight, read) if isinstance(weight, StoredCodes) else read(weight)
+    dense = own.dequantize() if isinstance(own, CodedWeight) else own
+    return dense.float() + read(up).float() @ read(down).float()

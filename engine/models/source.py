@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.checkpoint import PICKLED, SINGLE
+from yardstick_llm.engine.models.checkpoint import ADAPTER, PICKLED, SINGLE, VALUE_HEAD
 from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
@@ -23,7 +23,8 @@ FILES = [
     SINGLE,
     "model-*.safetensors",
     "model.safetensors.index.json",
-    "value_head.safetensors",
+    VALUE_HEAD,
+    ADAPTER,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

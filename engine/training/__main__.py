@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     evaluate = commands.add_parser("evaluate", help="judge a length model")
     for name in ("data", "lenvm", "out"):
         evaluate.add_argument(f"--{name}", type=Path, required=True)
+    evaluate.add_argument("--init")
     evaluate.add_argument("--split", choices=SPLITS, default=SPLITS[0])
     evaluate.add_argument("--device", choices=("cpu", "cuda"))
     evaluate.add_argument("--calibrate", action="store_true")
@@ -37,6 +38,7 @@ def _run(given: argparse.Namespace) -> int:
     import torch
 
     from yardstick_llm.engine.models.files import ModelError
+    from yardstick_llm.engine.models.source import locate
     from yardstick_llm.engine.training.evaluate import evaluate
     from yardstick_llm.engine.training.train import TrainSettings, say, train
 
@@ -46,7 +48,8 @@ def _run(given: argparse.Namespace) -> int:
             train(made(TrainSettings, values), resume=given.resume, allow_cut=given.allow_censored)
         else:
             device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            evaluate(given.data, given.lenvm, given.out, given.split, device, say, recalibrate=given.calibrate)
+            init = None if given.init is None else locate(given.init)
+            evaluate(given.data, given.lenvm, given.out, given.split, device, say, recalibrate=given.calibrate, init=init)
     except ModelError as error:
         say(f"yardstick: {error}")
         return 1

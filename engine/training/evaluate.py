@@ -21,7 +21,7 @@ import torch
 from yardstick_llm.engine.loop.build import load_grammar_vocabulary, spellings_of
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.lenvm import DEFAULT_GAMMA, GAMMA_FILE, LenVM, facts_of, gamma_of, load_lenvm
+from yardstick_llm.engine.models.lenvm import DEFAULT_GAMMA, GAMMA_FILE, LenVM, facts_of, gamma_of, is_adapter, load_lenvm
 from yardstick_llm.engine.requests.units import measure
 from yardstick_llm.engine.training.data import Floats, Longs, Text, check_tokenizer, predict, read_dataset, to_lengths
 
@@ -361,21 +361,33 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def evaluate(
-    data: Path, lenvm: Path, out: Path, split: str, device: torch.device, say: Callable[[str], None], *, recalibrate: bool = False
+    data: Path,
+    lenvm: Path,
+    out: Path,
+    split: str,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    recalibrate: bool = False,
+    init: Path | None = None,
 ) -> None:
     """Write :data:`REPORT`, and :data:`PLOTS` where matplotlib is, and print the table. ``recalibrate``: first replace the
-    calibration of the length model by one on the validation split. Raises :class:`ModelError`."""
+    calibration of the length model by one on the validation split. ``init``: the model that a length model adds to which is an
+    adapter. Raises :class:`ModelError`."""
     if recalibrate and split == "validation":
         raise ModelError("A calibration on the validation split is not judged by that split; leave --split out.")
+    if is_adapter(lenvm) and init is None:
+        raise ModelError(f"{lenvm.name} is an adapter; name the model that it was trained on with --init.")
+    whole = lenvm if init is None else init
     dataset = read_dataset(data, load_config(lenvm))
-    check_tokenizer(dataset.manifest, lenvm)
+    check_tokenizer(dataset.manifest, whole)
     texts = dataset.texts(split)
     facts, gamma = facts_of(lenvm), gamma_of(lenvm, None)
     if "gamma" not in facts:
         say(f"warning: {lenvm.name} names no gamma; {DEFAULT_GAMMA} is taken")
-    model = load_lenvm(lenvm, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    model = load_lenvm(lenvm, torch.bfloat16 if device.type == "cuda" else torch.float32, base=init).to(device)
     if recalibrate:
-        facts |= {"gamma": gamma, **judge(model, dataset.texts("validation"), gamma, PASS_TOKENS, device, spellings_in(lenvm))}
+        facts |= {"gamma": gamma, **judge(model, dataset.texts("validation"), gamma, PASS_TOKENS, device, spellings_in(whole))}
         write_json(lenvm / GAMMA_FILE, facts)
     values = predict(model, texts, PASS_TOKENS, device)
     answers = read_served(out / SERVED) if (out / SERVED).exists() else []

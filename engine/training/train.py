@@ -6,6 +6,7 @@ cut does not count as ended: its states near the cut are left out.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -13,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,15 +27,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from yardstick_llm.engine.models import checkpoint
-from yardstick_llm.engine.models.checkpoint import SINGLE, VALUE_HEAD
+from yardstick_llm.engine.models.checkpoint import ADAPTER, SINGLE, VALUE_HEAD
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.formats.published import KEY as METHOD_KEY
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.gguf.config import configuration
 from yardstick_llm.engine.models.lenvm import (
+    DOWN,
     GAMMA_FILE,
     HEAD_PREFIX,
+    UP,
     LenVM,
     check_servable,
     facts_of,
@@ -90,8 +93,9 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the length model."""
     layers: Annotated[Count | None, unset("all")] = None
     """Take only the first layers of ``init``, and its final norm: a length model for a part of its cost."""
-    method: Annotated[str, choices("full", "lora")] = "full"
-    """Train all weights, or only small additions (LoRA), which need less memory. They are merged at the end."""
+    method: Annotated[str, choices("full", "lora", "adapter")] = "full"
+    """Train all weights, or only small additions (LoRA), which need less memory. They are merged at the end, but with ``adapter``,
+    whose result has the size of the additions and serves beside ``init`` alone."""
     lora_rank: Count = 16
     """Rank of the additions."""
     loss: Annotated[str, choices("bce", "huber")] = "bce"
@@ -175,7 +179,7 @@ def load_init(directory: Path, dtype: torch.dtype, seed: int, layers: int | None
 
 def trainable(model: LenVM, method: str, rank: int, seed: int) -> dict[str, nn.Parameter]:
     """Prepare a model for a method, and return the parameters that it trains, by name."""
-    if method == "lora":
+    if method != "full":
         model.decoder.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed + 1)
         for layer in model.decoder.layers:
@@ -386,19 +390,39 @@ class Trainer:
         self._publish()
 
     @torch.no_grad()
-    def finish(self) -> LenVM:
-        """Return the model in its best state, as plain layers in evaluation mode."""
+    def finish(self) -> tuple[LenVM, dict[str, Tensor]]:
+        """Return the model in its best state, as plain layers in evaluation mode, and what was added to its weights: none where all
+        were trained."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.progress.best.get(name, self.masters[name]))
-        for layer in self.model.decoder.layers:
+        added: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.model.decoder.layers):
+            added |= self._additions(index)
             for name in PROJECTIONS:
                 if isinstance(part := layer.get_submodule(name), Adapted):
                     layer.set_submodule(name, part.merged())
-        return self.model.eval()
+        return self.model.eval(), added
+
+    def _additions(self, index: int) -> dict[str, Tensor]:
+        """The two matrices of each addition to a layer, by the weight's name in a checkpoint. Weights that are computed in one
+        product have the first matrix in common, and rows of the second one."""
+        layer = copy.deepcopy(self.model.decoder.layers[index])
+        downs: dict[int, Tensor] = {}
+        for name in PROJECTIONS:
+            if isinstance(part := layer.get_submodule(name), Adapted):
+                part.projection.weight = part.up
+                downs[part.up.untyped_storage().data_ptr()] = part.down.detach()
+                layer.set_submodule(name, part.projection)
+        found: dict[str, Tensor] = {}
+        for name, view in self.model.decoder.layer_views(index, layer).items():
+            if (down := downs.get(view.untyped_storage().data_ptr())) is not None:
+                found |= {name + DOWN: down.clone(), name + UP: view}
+        return found
 
 
-def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> None:
-    """Write the published layout: decoder, head in a file of its own, files of ``init``, and ``facts`` in :data:`GAMMA_FILE`.
+def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any], adapter: Mapping[str, Tensor]) -> None:
+    """Write the published layout: decoder, head in a file of its own, files of ``init``, and ``facts`` in :data:`GAMMA_FILE`. With
+    an ``adapter`` that is not empty, write it in place of the decoder and the tokeniser, which are those of ``init``.
 
     Weights have the dtype of those in ``init``; if these are codes, bfloat16, as they are no codes any more.
     """
@@ -406,9 +430,10 @@ def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> N
     dtype = _STORED[stored] if method_of(init) is None else torch.bfloat16
     if is_gguf(init):
         config = configuration(init) | {"model_type": family_of(model.config.architecture).model_type}
-        files = tokenizer_files(init)
-        (out / "tokenizer.json").write_bytes(files.tokenizer_json)
-        write_json(out / "tokenizer_config.json", {**files.special_tokens, "chat_template": files.chat_template})
+        if not adapter:
+            files = tokenizer_files(init)
+            (out / "tokenizer.json").write_bytes(files.tokenizer_json)
+            write_json(out / "tokenizer_config.json", {**files.special_tokens, "chat_template": files.chat_template})
     else:
         config = read_json(init / "config.json")
         config.pop(METHOD_KEY, None)
@@ -416,11 +441,12 @@ def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any]) -> N
         for part in model.modules():  # checkpoints of such models store what is added to the offset
             if isinstance(part, RMSNorm) and part.offset:
                 part.weight.sub_(part.offset)
-    parts = {SINGLE: model.decoder.checkpoint_views(), VALUE_HEAD: model.checkpoint_views()}
+    main = {ADAPTER: adapter} if adapter else {SINGLE: model.decoder.checkpoint_views()}
+    parts = {**main, VALUE_HEAD: model.checkpoint_views()}
     for name, tensors in parts.items():
         held = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in tensors.items()}
         save_file(held, out / name, metadata={"format": "pt"})
-    for name in _COPIED:
+    for name in () if adapter else _COPIED:
         if (init / name).is_file():
             shutil.copyfile(init / name, out / name)
     layers = model.config.num_layers
@@ -498,7 +524,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     with group.watched():
         trainer.run(state, identity, tell)
     group.leave()
-    model = trainer.finish()
+    model, added = trainer.finish()
     facts: dict[str, Any] = {
         "gamma": gamma,
         "base_model": dataset.manifest.get("model"),
@@ -511,6 +537,7 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
         "training": {
             "identity": identity,
             "init": Path(settings.init).name,
+            "init_fingerprint": digest,
             "answers": len(texts),
             "cut_share": dataset.cut_share,
             "states_left_out": masked,
@@ -519,6 +546,6 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
             "settings": fixed,
         },
     }
-    write_model(model, init, out, facts)
+    write_model(model, init, out, facts, added if settings.method == "adapter" else {})
     state.unlink(missing_ok=True)
     say(f"{out} is complete: validation loss {trainer.progress.best_loss:.4f}")

@@ -18,7 +18,7 @@ CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
 """Default ``min_p`` of requests with a constraint. A constraint considers lengths only and may choose implausible candidates of the
 right length; with the demo models the text became meaningless without this bound."""
-ABOUT_END_MIN_P = 0.001
+ABOUT_END_MIN_P = 0.0001
 """Default ``end_min_p`` with ``about``: a model that ranks many tokens above the end may else not end in time."""
 THINKING_MIN_P = 0.1
 """Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
@@ -13,7 +15,8 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop, check
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.lenvm import tokenizer_digest
+from yardstick_llm.engine.models.lenvm import ValueHead, load_lenvm, tokenizer_digest
+from yardstick_llm.engine.models.loader import fingerprint
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import length_tilt
 
@@ -100,6 +103,43 @@ def test_a_vocabulary_that_is_padded_otherwise_fits(base: Path, tmp_path: Path, 
         tokens += [token for reply in loop.step() for token in reply.tokens]
     assert len(tokens) == 20
     assert max(tokens) < loop.info.vocab_size
+
+
+def test_an_adapter_adds_to_the_base_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its layers are the first ones of the base model, whose weights other than those that it names stay as they are."""
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=2)
+    length = lenvm_checkpoint(tmp_path / "length")
+    (length / "model.safetensors").unlink()
+    save_file(ValueHead(64, torch.float32).requires_grad_(False).state_dict(prefix="v_head."), length / "value_head.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored = load_file(base / "model.safetensors")
+    parts = {"lora_A": torch.randn(3, stored[name].shape[1]), "lora_B": torch.randn(len(stored[name]), 3)}
+    save_file({f"{name}.{part}": matrix for part, matrix in parts.items()}, length / "lenvm_adapter.safetensors")
+    facts = {"training": {"init_fingerprint": fingerprint(base, torch.float32)}}
+    (length / "lenvm.json").write_text(json.dumps(facts))
+
+    views = load_lenvm(length, base=base).decoder.checkpoint_views()
+    assert views.keys() < stored.keys()
+    for each, view in views.items():
+        added = parts["lora_B"] @ parts["lora_A"] if each == name else 0
+        torch.testing.assert_close(view, stored[each] + added)
+    loop = build(base, length)
+    assert "length_guidance" in loop.info.capabilities
+    assert not caplog.records
+    changed = make_checkpoint(tmp_path / "changed", "qwen3", num_hidden_layers=2, seed=1)
+    assert build(changed, length).info.fingerprint != loop.info.fingerprint
+    assert "other weights" in caplog.text
+
+    with pytest.raises(ModelError, match="is an adapter"):
+        load_lenvm(length)
+    for wrong in (
+        {f"{name}.lora_A": parts["lora_A"]},
+        {f"{name}.{part}": matrix[:, :2] for part, matrix in parts.items()},
+        {f"{name.replace('k_proj', 'n_proj')}.{part}": matrix for part, matrix in parts.items()},
+    ):
+        save_file({each: matrix.contiguous() for each, matrix in wrong.items()}, length / "lenvm_adapter.safetensors")
+        with pytest.raises(ModelError, match="serve the model that it was made for"):
+            build(base, length)
 
 
 INVALID = {

@@ -187,3 +187,6 @@ def test_a_length_model_of_another_tokeniser_is_refused(tmp_path: Path, capsys: 
     lenvm = make_lenvm_checkpoint(tmp_path / "lenvm", "qwen3", num_hidden_layers=1)
     assert main(["evaluate", "--data", str(data), "--lenvm", str(lenvm), "--out", str(tmp_path / "out")]) == 1
     assert "has another tokeniser" in capsys.readouterr().err
+    (lenvm / "lenvm_adapter.safetensors").touch()
+    assert main(["evaluate", "--data", str(data), "--lenvm", str(lenvm), "--out", str(tmp_path / "out")]) == 1
+    assert "with --init" in capsys.readouterr().err

@@ -533,6 +533,7 @@ def evaluate(
         str | None, typer.Option(help="Model that the length model was trained on, if that is an adapter; as for `train`.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Most prompts to write answers to.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, max=100, help="Answers to each prompt for each target and rule.")] = 1,
     concurrency: Concurrency = 16,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
 ) -> None:
@@ -561,6 +562,7 @@ def evaluate(
             end_min_p=end_min_p,
             targets=lengths,
             most_prompts=prompts,
+            samples=samples,
             concurrency=concurrency,
         )
     for name, value in (("--init", init), ("--device", device)):

@@ -220,11 +220,12 @@ class Answer(msgspec.Struct):
     finish_reason: str | None = None
     mean_logprob: float = 0.0
     repeated: float = 0.0
+    sample: int = 0
 
 
 def read_served(path: Path) -> list[Answer]:
     """Read served answers, without those that failed. Raises :class:`ModelError` for a damaged line."""
-    answers: dict[tuple[str, str, int | None], Answer] = {}
+    answers: dict[tuple[str, int, str, int | None], Answer] = {}
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.endswith(b"\n"):
@@ -234,7 +235,7 @@ def read_served(path: Path) -> list[Answer]:
             except ValueError as error:
                 raise ModelError(f"{path.name}, line {number}: {error}; remove the line and repeat the command.") from None
             if answer.error is None:
-                answers[answer.prompt_id, answer.rule, answer.target] = answer
+                answers[answer.prompt_id, answer.sample, answer.rule, answer.target] = answer
     return [*answers.values()]
 
 
@@ -249,7 +250,11 @@ def length_scores(tokens: Sequence[int], target: int) -> Floats:
 
 def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return for each target and rule how well the answers meet it, and how probable they are compared with unguided ones."""
-    plain = {answer.prompt_id: answer for answer in answers if answer.rule == "unguided"}
+    plain: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.rule == "unguided":
+            plain.setdefault(answer.prompt_id, []).append(answer)
+    usual = {prompt: float(np.mean([each.mean_logprob for each in alike])) for prompt, alike in plain.items()}
     targets = sorted({answer.target for answer in answers if answer.target is not None})
     rules = ["unguided", *sorted({answer.rule for answer in answers} - {"unguided"}, reverse=True)]
     numbers = {prompt: number for number, prompt in enumerate(plain)}
@@ -257,7 +262,7 @@ def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     for target in targets:
         for rule in rules:
             if rule == "unguided":
-                found = [*plain.values()]
+                found = [each for alike in plain.values() for each in alike]
             else:
                 found = [each for each in answers if (each.rule, each.target) == (rule, target) and each.prompt_id in plain]
             if not found:
@@ -270,7 +275,7 @@ def judge_served(answers: Sequence[Answer]) -> list[dict[str, Any]]:
                 "lifebench": length_scores([each.tokens for each in found], target),
                 "ended": [each.finish_reason == "stop" for each in found],
                 "tokens": [each.tokens for each in found],
-                "logprob_change": [each.mean_logprob - plain[each.prompt_id].mean_logprob for each in found],
+                "logprob_change": [each.mean_logprob - usual[each.prompt_id] for each in found],
                 "repeated": [each.repeated for each in found],
             }
             means = {name: resampled.mean(np.asarray(column, np.float64)) for name, column in columns.items()}

@@ -51,7 +51,7 @@ class Served(LineTask):
     command: ClassVar[str] = "lenvm evaluate"
 
     def key(self, fields: dict[str, Any]) -> Hashable:
-        return fields["prompt_id"], fields["rule"], fields["target"]
+        return fields["prompt_id"], fields.get("sample", 0), fields["rule"], fields["target"]
 
     def named(self, fields: dict[str, Any]) -> dict[str, Any]:
         return fields
@@ -73,7 +73,7 @@ class Served(LineTask):
             temperature=1,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=seed_of(self.seed, fields["prompt_id"]),
+            seed=seed_of(self.seed, fields["prompt_id"], *([fields["sample"]] if fields["sample"] else [])),
             **given,
         )
         return Call("/v1/completions", body)
@@ -129,9 +129,10 @@ def serve_targets(
     end_min_p: float | None,
     targets: Sequence[int],
     most_prompts: int,
+    samples: int,
     concurrency: int,
 ) -> None:
-    """Write ``served.jsonl``, or continue it: an answer to each prompt of a split for each target and rule.
+    """Write ``served.jsonl``, or continue it: ``samples`` answers to each prompt of a split for each target and rule.
 
     Raises :class:`CommandError`.
     """
@@ -153,7 +154,12 @@ def serve_targets(
 
     rules = ["guided", ABOUT, "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
     asked = [("unguided", None), *((rule, target) for target in targets for rule in rules)]
-    rows = [{"prompt_id": prompt, "rule": rule, "target": target} for prompt in prompts for rule, target in asked]
+    pairs = [(sample, prompt) for sample in range(samples) for prompt in prompts]
+    rows = [
+        {"prompt_id": prompt, "sample": sample, "rule": rule, "target": target}
+        for sample, prompt in pairs
+        for rule, target in asked
+    ]
 
     missing = compute(task, out / SERVED, rows, server, concurrency, "Writing to targets")
     if missing:

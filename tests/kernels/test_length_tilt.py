@@ -96,9 +96,9 @@ BOUND = -math.log(1e-9)
 
 
 def about(case: Case, z: list[float]) -> list[float]:
-    low, high, power = case.target - case.scale, case.target + case.scale, 1.0
+    low, high, power = case.target - case.scale, case.target + case.scale, 1.5
     if high < 1:
-        low, high, power = 0.0, 1.0, 1 + max(-high, 0.0) / case.scale
+        low, high, power = 0.0, 1.0, 1.5 + max(-high, 0.0) / case.scale
     scores = []
     for p, raw, end in zip(case.p, z, case.ends, strict=True):
         middle = math.log(math.log1p(math.exp(raw)) / -math.log(case.gamma)) + case.shift

@@ -106,7 +106,7 @@ def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuida
     target = max((guidance.target_length or 0) - drawn, 0)
     if guidance.constraint == "about":
         half, left = max(0.1 * guidance.target_length, 0.5), guidance.target_length - drawn
-        low, high, power = (0.0, 1.0, 1 - min(left + half, 0) / half) if left + half < 1 else (left - half, left + half, 1.0)
+        low, high, power = (0.0, 1.0, 1.5 - min(left + half, 0) / half) if left + half < 1 else (left - half, left + half, 1.5)
         normal = torch.distributions.Normal((torch.log1p(-v) / math.log(gamma)).clamp(min=1e-12).log(), 1.0)
         inside = normal.cdf(torch.tensor(high + 0.5).log()) - normal.cdf(torch.tensor(max(low - 0.5, 1e-12)).log())
         inside = torch.where(v == 0, float(low <= 0), inside)

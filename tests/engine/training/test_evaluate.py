@@ -124,7 +124,7 @@ def test_served_answers_are_compared_with_unguided_ones_of_the_same_prompt() -> 
         return Answer(prompt, rule, target, None, tokens, finish, logprob, 0.25)
 
     answers = [
-        *(answer(prompt, "unguided", None, 80, -1.0) for prompt in "ab"),
+        *(answer(prompt, "unguided", None, 80, logprob) for prompt in "ab" for logprob in (-0.5, -1.5)),
         answer("a", "guided", 40, 42, -1.5),
         answer("b", "guided", 40, 60, -1.25, "length"),
         answer("c", "guided", 40, 1000, -9.0),

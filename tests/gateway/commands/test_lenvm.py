@@ -346,13 +346,13 @@ def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick)
     data, out = tmp_path / "out", tmp_path / "report"
     server = Writer()
     with served(server) as url:
-        given = {"model": None, "split": "test", "end_min_p": 0.001, "targets": [20, 40], "most_prompts": 5, "concurrency": 4}
-        serve_targets(Server(url, None), data, out, **given)
+        given = {"model": None, "split": "test", "end_min_p": 0.001, "targets": [20, 40], "most_prompts": 5, "samples": 2}
+        serve_targets(Server(url, None), data, out, **given, concurrency=4)
         rows, count = lines(out / "served.jsonl"), len(server.asked)
-        serve_targets(Server(url, None), data, out, **given)
+        serve_targets(Server(url, None), data, out, **given, concurrency=4)
         assert len(server.asked) == count == len(rows)
     wanted = {(rule, target) for target in (20, 40) for rule in RULES} | {("unguided", None)}
-    assert Counter((row["rule"], row["target"]) for row in rows) == dict.fromkeys(wanted, 5)
+    assert Counter((row["rule"], row["target"]) for row in rows) == dict.fromkeys(wanted, 10)
     tests = {row["prompt_id"] for row in lines(data / "answers.jsonl") if row["split"] == "test"}
     assert {row["prompt_id"] for row in rows} <= tests
     for row in rows:
@@ -361,10 +361,11 @@ def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick)
     guided = [asked for asked in server.asked if "length_guidance" in asked]
     ways = ({}, {"constraint": "about"}, {"end_min_p": 0.001})
     wished = [{"target_length": target, "top_k": 5} | way for target in (20, 40) for way in ways]
-    assert Counter(map(str, (asked["length_guidance"] for asked in guided))) == dict.fromkeys(map(str, wished), 5)
+    assert Counter(map(str, (asked["length_guidance"] for asked in guided))) == dict.fromkeys(map(str, wished), 10)
     ruled = [asked for asked in server.asked if "min_tokens" in asked]
     assert all(asked["logit_bias"] == {str(END): 5.0} for asked in ruled)
-    assert len(ruled) == 10
+    assert len(ruled) == 20
+    assert len({asked["seed"] for asked in ruled}) == 10
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

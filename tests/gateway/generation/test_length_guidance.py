@@ -42,7 +42,7 @@ def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -
     value = {"target_value": 0.5, "constraint": "ge"}
     assert guidance(client, engine, length_guidance=value) == wire.LengthGuidance(**value)
     about = {"target_length": 30, "constraint": "about"}
-    assert guidance(client, engine, length_guidance=about) == wire.LengthGuidance(**about, end_min_p=0.001)
+    assert guidance(client, engine, length_guidance=about) == wire.LengthGuidance(**about, end_min_p=0.0001)
     about["end_min_p"] = 0.1
     assert guidance(client, engine, length_guidance=about) == wire.LengthGuidance(**about)
     assert guidance(client, engine) is None

@@ -14,12 +14,14 @@ from random import Random
 import httpx
 import pytest
 
+from tests import weights
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
 from tests.processes import Pod, Program, gateway_before
 from yardstick_llm.engine.demo import MODELS
 
 COLOURS = ["red", "crimson", "blue", "azure", "green", "black", "white", "grey"]
+EXAMPLE = Path(__file__).parents[1] / "examples" / "length_model"
 KINDS = ["shoes", "jacket", "tent", "scarf", "backpack", "boots", "gloves", "hat"]
 
 
@@ -78,10 +80,10 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         given = ("--base-url", gateway.url, "--out", data, "--prompts", prompts, "--max-tokens", 24, "--samples", 1, "--branch", 1)
         given += ("--test-share", 0.3, "--validation-share", 0.3, "--allow-censored", "--concurrency", 16)
         yardstick("sample", *given)
-    trained = ("--data", data, "--init", base, "--out", model, "--layers", 2, "--method", "lora")
+    trained = ("--data", data, "--init", base, "--out", model, "--layers", 2, "--method", "adapter")
     trained += ("--epochs", 1, "--lr", 1e-4, "--checks", 1)
     yardstick("train", *trained, "--allow-censored", "--gamma", 0.95, "--margin", 0.5, "--tokens-per-pass", 512)
-    assert (model / "tokenizer.json").exists()
+    assert not (model / "tokenizer.json").exists()
     with serving(base, "--lenvm-model", str(model)) as gateway:
         guide = {"length_guidance": {"max_length": {"at_most": 8}}, "max_tokens": 24, "temperature": 0}
         answer = gateway.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello!"}], **guide})
@@ -90,4 +92,26 @@ def test_a_length_model_of_a_gguf_file(tmp_path: Path) -> None:
         assert 0 < entry["value"] < 1
         low, high = entry["intervals"]["0.9"]
         assert 1 <= low <= high  # of these few cut answers, often equal
-    assert "answers to" in yardstick("evaluate", "--data", data, "--lenvm", model, "--out", report)
+    assert "answers to" in yardstick("evaluate", "--data", data, "--lenvm", model, "--init", base, "--out", report)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_length_model_among_the_examples_steers_smollm2() -> None:
+    """Its README has the model's name. Without guidance, the mean distance is 0.7 or more (docs/length.md)."""
+    questions = "Why is the sky blue?", "What is a good breakfast?", "How do birds fly?", "What does a manager do?"
+    with Pod(weights.smollm2(), "--max-total-tokens", "8192", "--lenvm-model", str(EXAMPLE)) as pod, gateway_before(pod) as gateway:
+        shown = gateway.client.get("/v1/models").json()["data"][0]
+        assert shown["id"] == "SmolLM2-135M-Instruct.Q4_1"
+        assert shown["id"] in (EXAMPLE / "README.md").read_text()
+        assert shown["lenvm_gamma"] == json.loads((EXAMPLE / "lenvm.json").read_text())["gamma"]
+
+        def distance(question: str, target: int) -> float:
+            messages = [{"role": "system", "content": "Answer in one short sentence."}, {"role": "user", "content": question}]
+            guide = {"length_guidance": {"target_length": target, "constraint": "about"}, "seed": target}
+            answer = gateway.client.post("/v1/chat/completions", json={"messages": messages, "top_k": 5, **guide}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return abs(answer.json()["usage"]["completion_tokens"] - 1 - target) / target
+
+        distances = [distance(question, target) for question in questions for target in (40, 80)]
+    assert sum(distances) / len(distances) < 0.4, distances

@@ -303,7 +303,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"{row['target']:6d}  {row['rule']:17s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
             f"{row['within_tenth']['mean']:11.0%}  {row['lifebench']['mean']:9.1f}  "
-            f"{row['ended']['mean']:5.0%}  {row['logprob_change']['mean']:+7.2f}  {row['repeated']['mean']:8.1%}"
+            f"{row['ended']['mean']:5.0%}  {round(row['logprob_change']['mean'], 2) + 0.0:+7.2f}  {row['repeated']['mean']:8.1%}"
         )
     return "\n".join(lines)
 

@@ -383,7 +383,7 @@ def evaluate(
         raise ModelError("A calibration on the validation split is not judged by that split; leave --split out.")
     if is_adapter(lenvm) and init is None:
         raise ModelError(f"{lenvm.name} is an adapter; name the model that it was trained on with --init.")
-    whole = lenvm if init is None else init
+    whole = init if init is not None and is_adapter(lenvm) else lenvm
     dataset = read_dataset(data, load_config(lenvm))
     check_tokenizer(dataset.manifest, whole)
     texts = dataset.texts(split)

@@ -42,6 +42,7 @@ from yardstick_llm.engine.models.lenvm import (
     check_servable,
     facts_of,
     first_layers,
+    is_adapter,
     load_lenvm,
     tokenizer_digest,
     weights_of,
@@ -391,13 +392,14 @@ class Trainer:
 
     @torch.no_grad()
     def finish(self) -> tuple[LenVM, dict[str, Tensor]]:
-        """Return the model in its best state, as plain layers in evaluation mode, and what was added to its weights: none where all
-        were trained."""
+        """Return the model in its best state, as plain layers in evaluation mode, and the additions to all layers if the method is
+        ``adapter``, as :meth:`_additions` has them."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.progress.best.get(name, self.masters[name]))
         added: dict[str, Tensor] = {}
         for index, layer in enumerate(self.model.decoder.layers):
-            added |= self._additions(index)
+            if self.settings.method == "adapter":
+                added |= self._additions(index)
             for name in PROJECTIONS:
                 if isinstance(part := layer.get_submodule(name), Adapted):
                     layer.set_submodule(name, part.merged())
@@ -479,6 +481,8 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
     if state.exists() and not resume:
         raise ModelError(f"{out.name} has an unfinished training; continue it with --resume, or name another --out.")
     init = locate(settings.init)
+    if is_adapter(init):
+        raise ModelError(f"{init.name} is an adapter, from which no training begins; name the model that it was trained on.")
     dataset = read_dataset(Path(settings.data), load_config(init))
     check_tokenizer(dataset.manifest, init)
     if dataset.cut_share > MOST_CUT and not allow_cut:
@@ -546,6 +550,6 @@ def train(settings: TrainSettings, *, resume: bool = False, allow_cut: bool = Fa
             "settings": fixed,
         },
     }
-    write_model(model, init, out, facts, added if settings.method == "adapter" else {})
+    write_model(model, init, out, facts, added)
     state.unlink(missing_ok=True)
     say(f"{out} is complete: validation loss {trainer.progress.best_loss:.4f}")

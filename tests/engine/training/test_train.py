@@ -133,7 +133,13 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family:
     ],
 )
 def test_the_published_layout_is_what_was_trained(
-    tmp_path: Path, data: Path, family: str, method: str, kind: str | None, layers: int | None
+    tmp_path: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    method: str,
+    kind: str | None,
+    layers: int | None,
 ) -> None:
     """Its values are those of the trained model, its own gamma and calibration are served, and LoRA leaves the embedding alone.
     An adapter has no other weights.
@@ -173,6 +179,8 @@ def test_the_published_layout_is_what_was_trained(
     if is_adapter:
         assert {path.name for path in out.iterdir()} == {"config.json", "lenvm.json", ADAPTER, "value_head.safetensors"}
         assert all(tensor.abs().max() > 0 for tensor in added.values())
+        assert main(arguments(data, out, tmp_path / "more")) == 1
+        assert "is an adapter" in capsys.readouterr().err
     else:
         assert AutoModel.from_pretrained(out).config.num_hidden_layers == loaded.config.num_layers
     info = build_loop(EngineSettings(model=str(init), name="t", lenvm_model=str(out), max_total_tokens=256)).info

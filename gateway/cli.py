@@ -524,7 +524,7 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Name of the served model; by default that of the data set.")] = None,
     targets: Annotated[str, typer.Option(help="Lengths in tokens to steer to.")] = "20,40,80,160,320",
     end_min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001.")
+        float | None, typer.Option(min=0, max=1, help="Also try guidance with this `end_min_p`, such as 0.001; 1 is off.")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="First give the length model a calibration, measured on the validation prompts.")

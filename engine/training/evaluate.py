@@ -297,11 +297,13 @@ def table(report: dict[str, Any]) -> str:
     ]
     for name, each in offline.get("coverage", {}).items():
         lines.append(f"interval of {float(name):.0%} covers {_shown(each['share'])}, mean width {each['width']:.0f} tokens")
+    width = max([17, *(len(row["rule"]) for row in report["served"])])
     if report["served"]:
-        lines.append("target  rule               tokens  mean |d|              within 10 %  LIFEBench  ended  logprob  repeated")
+        rest = "tokens  mean |d|              within 10 %  LIFEBench  ended  logprob  repeated"
+        lines.append(f"target  {'rule':{width}s}  {rest}")
     for row in report["served"]:
         lines.append(
-            f"{row['target']:6d}  {row['rule']:17s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
+            f"{row['target']:6d}  {row['rule']:{width}s}  {row['tokens']['mean']:6.1f}  {_shown(row['deviation']):20s}  "
             f"{row['within_tenth']['mean']:11.0%}  {row['lifebench']['mean']:9.1f}  "
             f"{row['ended']['mean']:5.0%}  {round(row['logprob_change']['mean'], 2) + 0.0:+7.2f}  {row['repeated']['mean']:8.1%}"
         )

@@ -62,7 +62,7 @@ class Served(LineTask):
         given: dict[str, Any] = {"max_tokens": self.most if target is None else 3 * target + 64}
         if rule.startswith("guided"):
             given["length_guidance"] = {"target_length": target, "top_k": self.top_k}
-            if rule == ABOUT:
+            if rule.startswith(ABOUT):
                 given["length_guidance"]["constraint"] = "about"
             if end := rule.partition(", end ")[2]:
                 given["length_guidance"]["end_min_p"] = float(end)
@@ -152,7 +152,8 @@ def serve_targets(
     name = model or manifest.model
     task = Served(name, manifest.settings.seed, prompts=prompts, end_tokens=manifest.end_tokens, most=3 * max(targets) + 64)
 
-    rules = ["guided", ABOUT, "end token", *([] if end_min_p is None else [f"guided, end {end_min_p:g}"])]
+    ends = [] if end_min_p is None else [f"{rule}, end {end_min_p:g}" for rule in ("guided", ABOUT)]
+    rules = ["guided", ABOUT, "end token", *ends]
     asked = [("unguided", None), *((rule, target) for target in targets for rule in rules)]
     pairs = [(sample, prompt) for sample in range(samples) for prompt in prompts]
     rows = [

@@ -97,7 +97,7 @@ class Writer:
         return choice | ({"token_ids": output, "prompt_token_ids": prompt} if self.ids else {})
 
 
-RULES = ("guided", "guided, about", "end token", "guided, end 0.001")
+RULES = ("guided", "guided, about", "end token", "guided, end 0.001", "guided, about, end 0.001")
 
 
 def spelled(content: str | list[int]) -> list[int]:
@@ -359,7 +359,7 @@ def test_served_answers_and_their_controls(tmp_path: Path, yardstick: Yardstick)
         assert row["mean_logprob"] == -0.5
         assert row["tokens"] == row["target"] or not row["rule"].startswith("guided")
     guided = [asked for asked in server.asked if "length_guidance" in asked]
-    ways = ({}, {"constraint": "about"}, {"end_min_p": 0.001})
+    ways = ({}, {"constraint": "about"}, {"end_min_p": 0.001}, {"constraint": "about", "end_min_p": 0.001})
     wished = [{"target_length": target, "top_k": 5} | way for target in (20, 40) for way in ways]
     assert Counter(map(str, (asked["length_guidance"] for asked in guided))) == dict.fromkeys(map(str, wished), 10)
     ruled = [asked for asked in server.asked if "min_tokens" in asked]

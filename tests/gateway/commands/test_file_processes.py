@@ -61,10 +61,11 @@ def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, ending: str
         whole, output = tmp_path / f"whole.{ending}", tmp_path / f"out.{ending}"
         assert finished("embed", "--input", source, "--output", whole, "--url", url, "--batch", 8)[0] == 1
         given = ("--input", source, "--output", output, "--url", url, "--batch", 8)
+        slow = ("--concurrency", 2)  # no run ends before its signal
         growing = output if ending == "jsonl" else tmp_path / f"out.{ending}.part.jsonl"
         for part, number in ((1, signal.SIGKILL), (2, asks)):
-            least = 13_000 + (growing.stat().st_size if part == 2 else 0)
-            with start("embed", *given) as process:
+            least = 6000 + (growing.stat().st_size if part == 2 else 0)
+            with start("embed", *given, *slow) as process:
                 wait_until(lambda: growing.exists() and growing.stat().st_size > least, 60)  # noqa: B023 - used at once
                 process.send_signal(number)
                 _, err = process.communicate(timeout=30)

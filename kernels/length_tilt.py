@@ -56,9 +56,9 @@ ENOUGH = 1e-12
 """Error of the logit of the mean with which a step is the last."""
 
 WEIGHT = 1.5
-"""Of ``about``. With 1 and exact estimates it draws the base model's own texts. Real estimates are blurred, and a larger one comes
-nearer to targets: 0.20, 0.11 and 0.12 from 40, 80 and 160 in place of 0.26, 0.10 and 0.17, for 0.02 nats of log-probability a token
-(mean deviations, 159 answers each of SmolLM2-135M to the validation prompts of docs/length.md)."""
+"""Power of the window's probability in ``about``. With 1 and exact estimates, ``about`` would draw texts as the base model writes
+them when they have this length. Real estimates are less sharp. A larger power brings texts nearer to the target and costs some
+likelihood; 1.5 was chosen by the validation prompts of docs/length.md."""
 SHORTEST = 1e-12
 """In place of a length, and of a probability, of 0 where its logarithm is taken."""
 ERFC = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223)

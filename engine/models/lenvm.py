@@ -223,13 +223,12 @@ def load_lenvm(
     config = first_layers(load_config(directory), layers)
     check_servable(config)
     value_model = LenVM(config, dtype)
-    stored = _read_headers(directory, base)
-    if is_adapter(directory):
-        layers = config.num_layers
-    stored = weights_of(stored, layers)
+    ignored, unread = [HEAD], tuple[str, ...]()
+    if is_adapter(directory):  # its weights are those of a whole model
+        layers, ignored, unread = config.num_layers, [HEAD, "score.weight"], family_of(config.architecture).unread
+    stored = weights_of(_read_headers(directory, base), layers)
     head = value_model.checkpoint_views()
-    unread = family_of(config.architecture).unread
-    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, [HEAD, "score.weight"], unread)
+    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored, unread)
     checkpoint.copy(stored, head)
     fill(value_model.decoder, stored, quantize)
     return value_model.eval()

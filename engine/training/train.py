@@ -95,8 +95,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     layers: Annotated[Count | None, unset("all")] = None
     """Take only the first layers of ``init``, and its final norm: a length model for a part of its cost."""
     method: Annotated[str, choices("full", "lora", "adapter")] = "full"
-    """Train all weights, or only small additions (LoRA), which need less memory. They are merged at the end, but with ``adapter``,
-    whose result has the size of the additions and serves beside ``init`` alone."""
+    """Train all weights, or only small additions (LoRA), which need less memory. ``lora`` merges them at the end. ``adapter``
+    writes them alone, a few megabytes; such a length model is served with the model of ``init``."""
     lora_rank: Count = 16
     """Rank of the additions."""
     loss: Annotated[str, choices("bce", "huber")] = "bce"

@@ -1,36 +1,93 @@
-"""Computes texts with another library. An environment of its own runs this file (see :mod:`benchmarks.gateway.encoders`), not ours.
+"""Serves texts over HTTP with another library, in an environment of its own (see :mod:`benchmarks.gateway.encoders`), not ours.
 
 Arguments: library, number format (``float32`` or ``int8``), threads, and the models as JSON: by name the folder, a folder for the
 files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are made once and
-found again. Then ``{"ready": VERSION}`` is printed. Each line of standard input names a model, texts, how many of them are computed
-in a call, and the seconds after which no further call begins. Each answer has the number of computed texts, the seconds of the
-clock and of CPU time, and the numbers of the last call.
+found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with base64) and
+``/v1/rerank`` take one text a request, checked no further than its JSON. While a batch is computed, requests wait; the next batch
+takes all of them, at most 32. The process ends with its standard input.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 import sys
-import time
-from collections.abc import Callable
-from itertools import cycle
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+import uvicorn
+import uvloop
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 Compute = Callable[[list[Any]], Any]
 """[texts] -> [texts, numbers]: normalised embeddings, or one score of each pair."""
 BATCH = 32
-"""Texts in a batch: the default of sentence-transformers."""
+"""Texts in a batch, at most: the default of sentence-transformers."""
 INPUTS = ["input_ids", "attention_mask"]
 CALIBRATION = 8
 """Batches that the ranges of OpenVINO's activations are found with."""
+
+
+class Asked(msgspec.Struct):
+    """A request: a text to embed, or a query and a document."""
+
+    model: str
+    input: str = ""
+    query: str = ""
+    documents: tuple[str, ...] = ()
+
+
+class Server:
+    """An ASGI application that computes the requests that wait as one batch."""
+
+    def __init__(self, models: Mapping[str, Compute]) -> None:
+        self._models = models
+        self._waiting: SimpleQueue[tuple[Asked, asyncio.Future[Any]]] = SimpleQueue()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.put((DECODER.decode(body), done))
+        row = await done
+        if scope["path"] == "/v1/embeddings":
+            content = msgspec.json.encode({"data": [{"index": 0, "embedding": row.tobytes()}]})  # msgspec writes base64
+        else:
+            content = msgspec.json.encode({"results": [{"index": 0, "relevance_score": float(row[0])}]})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    def compute(self) -> None:
+        """Compute one batch after the other, without end."""
+        while True:
+            batch = [self._waiting.get()]
+            while len(batch) < BATCH and not self._waiting.empty():
+                batch.append(self._waiting.get())
+            for model in {asked.model for asked, _ in batch}:
+                part = [each for each in batch if each[0].model == model]
+                rows = self._models[model]([asked.input or (asked.query, asked.documents[0]) for asked, _ in part])
+                part[0][1].get_loop().call_soon_threadsafe(self._finish, part, rows)
+
+    def _finish(self, part: list[tuple[Asked, asyncio.Future[Any]]], rows: Any) -> None:
+        for (_, done), row in zip(part, rows, strict=True):
+            done.set_result(row)
+
+
+DECODER = msgspec.json.Decoder(Asked)
 
 
 class Whole(torch.nn.Module):
@@ -63,7 +120,7 @@ def sentence_transformers(model: dict[str, Any], form: str, _: int) -> tuple[Com
     options: dict[str, Any] = {"batch_size": BATCH, "show_progress_bar": False}
     if model["pairs"]:
         cross = library.CrossEncoder(model["folder"], device="cpu")
-        return lambda pairs: cross.predict([tuple(pair) for pair in pairs], **options)[:, None], version
+        return lambda pairs: cross.predict(pairs, **options)[:, None], version
     encoder = library.SentenceTransformer(model["folder"], device="cpu")
     return lambda texts: encoder.encode(texts, **options), version
 
@@ -99,7 +156,7 @@ def onnxruntime(model: dict[str, Any], form: str, threads: int) -> tuple[Compute
     def compute(texts: list[Any]) -> Any:
         return session.run(None, dict(zip(INPUTS, encode(texts), strict=True)))[0]
 
-    return in_batches(compute), f"onnxruntime {library.__version__}"
+    return compute, f"onnxruntime {library.__version__}"
 
 
 def openvino(model: dict[str, Any], form: str, threads: int) -> tuple[Compute, str]:
@@ -130,7 +187,7 @@ def openvino(model: dict[str, Any], form: str, threads: int) -> tuple[Compute, s
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     compiled = library.Core().compile_model(kept(model, write) / "model.xml", "CPU", settings)
-    return in_batches(lambda texts: compiled(encode(texts))[0]), version
+    return lambda texts: compiled(encode(texts))[0], version
 
 
 LIBRARIES = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "openvino": openvino}
@@ -164,39 +221,32 @@ def encoder(model: dict[str, Any]) -> Callable[[list[Any]], tuple[Any, Any]]:
     tokenizer.enable_padding(pad_id=json.loads((Path(model["folder"]) / "config.json").read_text())["pad_token_id"])
 
     def encode(texts: list[Any]) -> tuple[Any, Any]:
-        found = tokenizer.encode_batch([tuple(text) for text in texts] if model["pairs"] else texts)
+        found = tokenizer.encode_batch_fast(texts)
         return np.array([each.ids for each in found]), np.array([each.attention_mask for each in found])
 
     return encode
 
 
-def in_batches(compute: Compute) -> Compute:
-    """Return ``compute`` for any number of texts."""
-
-    def whole(texts: list[Any]) -> Any:
-        return np.concatenate([compute(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)])
-
-    return whole
+async def serve(server: Server, listener: socket.socket) -> None:
+    """Serve HTTP until standard input ends."""
+    asyncio.get_running_loop().add_reader(0, os._exit, 0)
+    off: dict[str, Any] = {"access_log": False, "date_header": False, "server_header": False, "proxy_headers": False}
+    config = uvicorn.Config(server, http="httptools", ws="none", lifespan="off", log_level="error", **off)
+    await uvicorn.Server(config).serve(sockets=[listener])
 
 
 def main(library: str, form: str, threads: str, models: str) -> None:
-    """Serve until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Load the models, and serve them."""
+    printed = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     torch.set_num_threads(int(threads))
     loaded = {name: LIBRARIES[library](model, form, int(threads)) for name, model in json.loads(models).items()}
-    print(json.dumps({"ready": next(version for _, version in loaded.values())}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        compute, texts, size = loaded[asked["model"]][0], asked["texts"], asked["in_flight"]
-        count, began, cpu = 0, time.perf_counter(), time.process_time()
-        for start in cycle(range(0, len(texts), size)):
-            rows = compute(texts[start : start + size])
-            count += len(rows)
-            if time.perf_counter() - began >= asked["seconds"]:
-                break
-        spent = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
-        print(json.dumps({"texts": count, **spent, "rows": rows.tolist()}), file=answers, flush=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = {"version": next(version for _, version in loaded.values()), "port": listener.getsockname()[1], "pid": os.getpid()}
+    print(json.dumps(ready), file=printed, flush=True)
+    server = Server({name: compute for name, (compute, _) in loaded.items()})
+    Thread(target=lambda: uvloop.run(serve(server, listener)), daemon=True).start()
+    server.compute()  # in this thread, so that an error ends the process
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Encoders over HTTP beside sentence-transformers, ONNX Runtime and OpenVINO, in one run: ``python -m benchmarks encoders``.
 
-Engines and a gateway run as processes, as in production, and are sent one text a request, 1, 8 and 64 at a time. Each library
-runs in a process of its own with as many threads, without HTTP. It gets as many texts in a call and computes at most 32 at once,
-which is sentence-transformers' default. The texts of a figure have equal numbers of tokens, so the libraries compute no padding.
-Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights. Every round measures all
-programs in turn; ratios are medians of the rounds' ratios. The last line is JSON.
+Engines and a gateway run as processes, as in production. Each library runs in a process of its own with as many threads, behind a
+small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client sends
+all programs the same requests, one text in each, 1, 8 and 64 at a time. The texts of a figure have equal numbers of tokens, so the
+libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights.
+Every round measures all programs in turn; ratios are medians of the rounds' ratios. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import torch
 import uvloop
@@ -124,75 +125,38 @@ class Spent(NamedTuple):
         return self.cpu / self.texts * 1e3
 
 
-class Subject(Protocol):
-    """A program that computes texts."""
-
-    def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
-        """[texts] -> [texts, numbers]."""
-
-    def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
-        """Compute texts, again and again, ``in_flight`` at a time; after ``seconds`` no further ones begin."""
-
-
-class Library:
-    """One of :data:`LIBRARIES` in its process."""
-
-    def __init__(self, python: Path, name: str, form: str, given: Mapping[str, Any]) -> None:
-        """Start it; :meth:`wait_ready` waits for it. ``given``: the models, as ``encoder_process.py`` takes them."""
-        threads = str(torch.get_num_threads())
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
-        environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads}
-        command = [str(python), "-W", "ignore", str(PROGRAM), name, form, threads, json.dumps(given)]
-        self._lines = Lines(command, environment)
-        self.close = self._lines.close
-        self.version = ""
-
-    def wait_ready(self) -> None:
-        """Return when its models are loaded. Raises :class:`PeerError`."""
-        self.version = self._lines.read()["ready"]
-
-    def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
-        """[texts] -> [texts, numbers]."""
-        return np.array(self._ask(model, texts, len(texts), 0.0)["rows"])
-
-    def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
-        """Compute batches of ``in_flight`` texts."""
-        found = self._ask(case.model, texts, case.in_flight, seconds)
-        return Spent(found["texts"], found["seconds"], found["cpu"])
-
-    def _ask(self, model: str, texts: list[Text], in_flight: int, seconds: float) -> Any:
-        return self._lines.ask({"model": model, "texts": texts, "in_flight": in_flight, "seconds": seconds})
-
-
 class Served:
-    """A gateway, and an engine for each model in one number format."""
+    """A program that computes texts over HTTP in one number format: a gateway with engines, or the server of a library."""
 
-    def __init__(self, gateway: Program, pods: Mapping[str, Pod], form: str) -> None:
-        self._gateway, self._pods, self._form = gateway, pods, form
+    def __init__(self, port: int, pids: Mapping[str, Sequence[int]], form: str, version: str = "") -> None:
+        """``pids``: the processes that compute the texts of each model, and whose CPU time counts."""
+        self._port, self._pids, self._form = port, pids, form
+        self.version = version
 
     def answers(self, model: str, texts: list[Text]) -> np.ndarray[Any, Any]:
         """[texts] -> [texts, numbers]."""
         found: list[Any] = []
-        for text in texts:
-            path, body = self._asked(model, text)
-            answer = self._gateway.client.post(path, json=body, headers={"cache-control": "no-store"}).raise_for_status().json()
-            if model == CROSS:
-                found.append([answer["results"][0]["relevance_score"]])
-            else:
-                found.append(np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), np.float32))
+        with httpx.Client(base_url=f"http://127.0.0.1:{self._port}", headers={"cache-control": "no-store"}, timeout=60) as client:
+            for text in texts:
+                path, body = self._asked(model, text)
+                answer = client.post(path, json=body).raise_for_status().json()
+                if model == CROSS:
+                    found.append([answer["results"][0]["relevance_score"]])
+                else:
+                    found.append(np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), np.float32))
         return np.array(found)
 
     def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
-        """Send one text a request through ``in_flight`` connections."""
+        """Send texts, again and again, ``in_flight`` at a time, one in each request; after ``seconds`` no further ones begin."""
         requests = []
         for text in texts:
             path, body = self._asked(case.model, text)
             content = json.dumps(body).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncache-control: no-store\r\n"
             requests.append(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        pids = self._gateway.process.pid, self._pods[case.model].process.pid
+        pids = self._pids[case.model]
         began, cpu = time.perf_counter(), sum(map(tree_seconds, pids))
-        count = uvloop.run(_send(self._gateway.port, requests, case.in_flight, seconds))
+        count = uvloop.run(_send(self._port, requests, case.in_flight, seconds))
         return Spent(count, time.perf_counter() - began, sum(map(tree_seconds, pids)) - cpu)
 
     def _asked(self, model: str, text: Text) -> tuple[str, dict[str, Any]]:
@@ -215,7 +179,7 @@ async def _send(port: int, requests: Sequence[bytes], connections: int, seconds:
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(int(head.lower().partition(ANSWER_HEADER)[2].partition(b"\r\n")[0]))
             if head.split(b" ", 2)[1] != b"200":
-                raise ServerError(f"the gateway answered {body[:500]!r}")
+                raise ServerError(f"the server answered {body[:500]!r}")
             count += 1
             if time.perf_counter() >= end:
                 writer.close()
@@ -252,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
         differences = compare(subjects, measured, dict(lengths))
         found = measure(subjects, measured, cases, options, records)
     summary: dict[str, Any] = {"bench": "encoders", "machine": describe(), "layers": options.layers, "left_out": left_out}
-    summary["versions"] = {name: each.version for name, each in subjects.items() if isinstance(each, Library)}
+    summary["versions"] = {name: each.version for name, each in subjects.items() if each.version}
     summary |= summarise(found) | {"largest_difference": differences, "not_measured": records.store.left_out}
     show(summary, records)
     records.finish(summary)
@@ -312,15 +276,16 @@ def plain_words(given: Sequence[str] | Mapping[str, int]) -> list[str]:
 
 def start(
     measured: Mapping[str, Model], folder: Path, options: argparse.Namespace, left_out: dict[str, str], stack: ExitStack
-) -> dict[str, Subject]:
+) -> dict[str, Served]:
     """Start all programs; in ``left_out``, why others are not measured."""
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, Served] = {}
     pods: dict[str, dict[str, Pod]] = {}
+    threads = str(torch.get_num_threads())
     for form in options.formats.split(","):
         if form == "int8" and instructions() is None:
             left_out[form] = "the processor has no instructions for it"
             continue
-        flags = ["--threads", str(torch.get_num_threads()), *(["--quantize", form] if form == "int8" else [])]
+        flags = ["--threads", threads, *(["--quantize", form] if form == "int8" else [])]
         pods[form] = {}
         for name, model in measured.items():  # one after the other, so that each starts in time
             pods[form][name] = pod = Pod(model.folder, "--name", f"{name}-{form}", *flags)
@@ -328,15 +293,18 @@ def start(
     gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
     stack.enter_context(drained(gateway))
     python = python_environment(ENVIRONMENT) / "bin" / "python"
-    for form in pods:
-        subjects[f"{OURS}, {form}"] = Served(gateway, pods[form], form)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
+    environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads}
+    for form, engines in pods.items():
+        pids = {name: (gateway.process.pid, pod.process.pid) for name, pod in engines.items()}
+        subjects[f"{OURS}, {form}"] = Served(gateway.port, pids, form)
         for library in options.libraries.split(","):
             name = f"{library}, {form}"
             if name == "sentence-transformers, int8":
                 left_out[name] = "it computes in int8 through the others"
                 continue
             given = {
-                key: {
+                f"{key}-{form}": {
                     "folder": str(model.folder),
                     "made": str(folder / "made" / f"{model.folder.name}-{library}-{form}"),
                     "pairs": model.pairs,
@@ -344,19 +312,19 @@ def start(
                 }
                 for key, model in measured.items()
             }
-            started = Library(python, library, form, given)
-            stack.callback(started.close)
+            process = Lines([str(python), "-W", "ignore", str(PROGRAM), library, form, threads, json.dumps(given)], environment)
+            stack.callback(process.close)
             try:
-                started.wait_ready()  # before the next one starts: making the files of a model takes several times its memory
+                ready = process.read()  # before the next one starts: making the files of a model takes several times its memory
             except PeerError as error:
                 left_out[name] = str(error)
                 print(f"left out: {name}: {error}", file=sys.stderr)
                 continue
-            subjects[name] = started
+            subjects[name] = Served(ready["port"], {key: [ready["pid"]] for key in measured}, form, ready["version"])
     return subjects
 
 
-def compare(subjects: Mapping[str, Subject], measured: Mapping[str, Model], lengths: Mapping[str, int]) -> dict[str, float]:
+def compare(subjects: Mapping[str, Served], measured: Mapping[str, Model], lengths: Mapping[str, int]) -> dict[str, float]:
     """Return the largest difference of each program's numbers from those of the engine in float32, by program and model."""
     found: dict[str, float] = {}
     for model, tokens in lengths.items():
@@ -369,7 +337,7 @@ def compare(subjects: Mapping[str, Subject], measured: Mapping[str, Model], leng
 
 
 def measure(
-    subjects: Mapping[str, Subject],
+    subjects: Mapping[str, Served],
     measured: Mapping[str, Model],
     cases: Sequence[Case],
     options: argparse.Namespace,

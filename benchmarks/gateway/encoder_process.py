@@ -3,8 +3,8 @@
 Arguments: library, number format (``float32`` or ``int8``), threads, and the models as JSON: by name the folder, a folder for the
 files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are made once and
 found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with base64) and
-``/v1/rerank`` take one text a request, checked no further than its JSON. While a batch is computed, requests wait; the next batch
-takes all of them, at most 32. The process ends with its standard input.
+``/v1/rerank`` take one text a request, checked no further than its JSON. Requests that come while a batch is computed are the next
+batch, of at most 32. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
@@ -33,6 +34,8 @@ Compute = Callable[[list[Any]], Any]
 """[texts] -> [texts, numbers]: normalised embeddings, or one score of each pair."""
 BATCH = 32
 """Texts in a batch, at most: the default of sentence-transformers."""
+DELAY = 1e-3
+"""Seconds to wait for the next request while a batch has fewer than the one before: their clients may just have got answers."""
 INPUTS = ["input_ids", "attention_mask"]
 CALIBRATION = 8
 """Batches that the ranges of OpenVINO's activations are found with."""
@@ -73,10 +76,12 @@ class Server:
 
     def compute(self) -> None:
         """Compute one batch after the other, without end."""
+        batch: list[tuple[Asked, asyncio.Future[Any]]] = []
         while True:
-            batch = [self._waiting.get()]
-            while len(batch) < BATCH and not self._waiting.empty():
-                batch.append(self._waiting.get())
+            expected, batch = len(batch), [self._waiting.get()]
+            with suppress(Empty):
+                while len(batch) < BATCH:
+                    batch.append(self._waiting.get(len(batch) < expected, DELAY))
             for model in {asked.model for asked, _ in batch}:
                 part = [each for each in batch if each[0].model == model]
                 rows = self._models[model]([asked.input or (asked.query, asked.documents[0]) for asked, _ in part])

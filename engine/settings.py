@@ -18,6 +18,7 @@ KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
 DEQUANTIZE = ("auto", "on", "off")
 ATTENTION_BACKENDS = {
+    "native": "yardstick_llm.engine.runner.attention.native:NativeAttention",
     "reference": "yardstick_llm.engine.runner.attention.reference:ReferenceAttention",
     "triton": "yardstick_llm.engine.runner.attention.triton:TritonAttention",
     "flashinfer": "yardstick_llm.engine.runner.attention.flashinfer:FlashInferAttention",
@@ -88,7 +89,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     suffices, because only steps of a few rows are slower with dense weights. See [models.md](models.md#quantised-checkpoints).
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
-    """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
+    """The attention backend. ``native`` (in float32) and ``reference`` serve a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
     ``auto`` chose.
     """
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"

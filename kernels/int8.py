@@ -7,7 +7,6 @@ saturate at 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,17 +15,17 @@ from torch import Tensor
 
 from yardstick_llm.kernels.quantize import MIN_PEAK
 from yardstick_llm.kernels.row_chunks import in_threads
+from yardstick_llm.kernels.runtime import flat, loops
 
 MAX_CODE = 127.0
 ZERO = 128
 """Code of zero in activations, which are unsigned, as the instructions want them."""
 
-ROUNDING = float(3 << 22) + ZERO
-"""Added to a float32 of less than 2^22, it leaves the nearest integer, plus :data:`ZERO`, in the low bits. torch converts integers
-to bytes sixteen at a time and floats one by one: quantising [1920, 512] took 0.88 ms with a conversion from floats, and 0.37."""
-
 MOST_COLUMNS = 65_536
 """Longest rows whose sums of products of codes, 255 · 127 each, fit 32 bits."""
+
+UNGATED, GATE_FIRST, GATE_SECOND = range(3)
+"""Whether a feed-forward layer has a gate, and which half of its first product that is."""
 
 INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni")
 """Any of these multiplies unsigned by signed bytes and sums in 32 bits; the fastest first."""
@@ -72,9 +71,10 @@ def pack_codes(codes: Tensor, scales: Tensor) -> PackedWeight:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [rows, size] float32 or bfloat16 -> codes, [rows, size] uint8, and scales, [rows, 1] of x's dtype."""
     rows, size = x.shape
-    codes, scales = _empty_codes(rows, size, x.dtype)
-    in_threads(lambda span: _fill_codes(x[span].float(), codes[span], scales[span]), rows, 2 * size)
-    return codes, scales
+    codes, scales = torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1))
+    given, rounded, to, of, quantize = flat(x.float()), x.dtype != torch.float32, flat(codes), flat(scales), loops().quantize
+    in_threads(lambda span: quantize(given, size, rounded, to, of, span.start, min(span.stop, rows)), rows, 2 * size)
+    return codes, scales.to(x.dtype)
 
 
 def int8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -85,55 +85,21 @@ def int8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> 
     return _scaled_product(*quantize_rows(x), weight, bias)
 
 
-def int8_gated(x: Tensor, gate_up: Projection, down: Projection, *, gelu: bool = False) -> Tensor:
-    """A gated feed-forward layer, ``down(gate(gate_up(x)))``. A few rows at a time are gated, in float32, and quantised.
+def int8_activated(x: Tensor, into: Projection, down: Projection, function: str, gated: int, size: int) -> Tensor:
+    """``down(function(into(x)))``: a feed-forward layer, whose activations are computed in float32 and quantised.
 
-    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``gelu``: use GELU, approximated by tanh, in place of SiLU.
+    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: gelu, gelu_tanh, relu, silu or tanh; ``gated``: :data:`UNGATED`, or the half of the
+    product that it is applied to; ``size``: columns between the layers.
     """
     codes, scales = quantize_rows(x)
-    product = _product(codes, gate_up.weight, x.dtype)  # [rows, 2 · size], in units of the scales
-    size = product.shape[1] // 2
-    inner, inner_scales = _empty_codes(len(x), size, x.dtype)
-
-    def gate(span: slice) -> None:
-        gated = _gated(product[span], scales[span], gate_up.bias, gelu=gelu)
-        _fill_codes(gated, inner[span], inner_scales[span], scales[span])
-
-    in_threads(gate, len(x), 3 * size)
-    return _scaled_product(inner, inner_scales, down.weight, down.bias)
-
-
-def int8_activated(x: Tensor, into: Projection, down: Projection, function: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """``down(function(into(x)))``. ``function`` gets a few rows at a time, in float32, and what it returns is quantised.
-
-    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: [rows, width] -> [rows, size].
-    """
-    codes, scales = quantize_rows(x)
-    product = _product(codes, into.weight, x.dtype)  # in units of the scales
+    product = _product(codes, into.weight, x.dtype).float()  # in units of the scales
+    rows, rounded, native = len(x), x.dtype != torch.float32, loops()
+    inner, inner_scales = torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1))
     bias = None if into.bias is None else into.bias.float()
-    inner, inner_scales = _empty_codes(len(x), size, x.dtype)
-
-    def activate(span: slice) -> None:
-        part, own = product[span].float(), scales[span].float()
-        rows = function(part.mul_(own) if bias is None else torch.addcmul(bias, part, own, out=part))
-        _fill_codes(rows, inner[span], inner_scales[span])
-
-    in_threads(activate, len(x), 3 * product.shape[1])
-    return _scaled_product(inner, inner_scales, down.weight, down.bias)
-
-
-def _empty_codes(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, 1), dtype=dtype)
-
-
-def _fill_codes(rows: Tensor, codes: Tensor, scales: Tensor, units: Tensor | None = None) -> None:
-    """Quantise ``rows``, [rows, size] float32, in ``units``, [rows, 1]."""
-    peaks = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).clamp_(min=MIN_PEAK)
-    inverse = MAX_CODE / peaks
-    scales.copy_((peaks if units is None else peaks.mul_(units)).mul_(1 / MAX_CODE))
-    if scales.dtype != torch.float32:  # a rounded scale makes codes of up to 127.25, which are still 127
-        inverse = (1.0 if units is None else units.float()) / scales.float()
-    codes.copy_((rows * inverse).add_(ROUNDING).view(torch.int32))  # 1 to 255
+    given = flat(product), flat(scales.float()), flat(bias), getattr(native, function.upper()), gated, rounded, size
+    to = flat(inner), flat(inner_scales)
+    in_threads(lambda span: native.activate(*given, *to, span.start, min(span.stop, rows)), rows, 3 * product.shape[1])
+    return _scaled_product(inner, inner_scales.to(x.dtype), down.weight, down.bias)
 
 
 def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -146,15 +112,3 @@ def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def _scaled_product(codes: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     product = _product(codes, weight, scales.dtype)
     return product.mul_(scales) if bias is None else torch.addcmul(bias, product, scales, out=product)
-
-
-def _gated(product: Tensor, scales: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
-    """``silu(gate) · up``, [rows, size] float32. ``product``, gate ‖ up, and the result are in units of the scales; a product in
-    float32 is overwritten."""
-    gate, up = product.chunk(2, 1)
-    gate = gate.float().mul_(scales)
-    if bias is not None:
-        own, other = bias.float().chunk(2)
-        gate, up = gate.add_(own), up + other / scales.float()
-    gate = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate, inplace=True)
-    return gate.mul_(up)

@@ -13,7 +13,7 @@ from yardstick_llm.kernels.quantize import FP8, MAX_CODE
 from yardstick_llm.kernels.rms_norm import rms_norm_reference
 from yardstick_llm.kernels.rope import rope
 from yardstick_llm.kernels.row_chunks import in_threads
-from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+from yardstick_llm.kernels.runtime import FLOATS, compiles, expect, expect_device, flat, jit, launches, loops, power_of_two, tl, warps
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
 
@@ -46,9 +46,32 @@ def qk_norm_rope_write(
 
     out: where the queries go, contiguous; None for a new tensor.
     """
-    fused = launches(qkv, q_weight, k_weight)
-    operation = qk_norm_rope_write_triton if fused else qk_norm_rope_write_reference
-    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, scales, out)
+    given = qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots
+    if scales is None and out is None and keys.is_contiguous() and compiles(qkv, q_weight, k_weight, cos, sin, keys, values):
+        return qk_norm_rope_write_native(*given)
+    operation = qk_norm_rope_write_triton if launches(qkv, q_weight, k_weight) else qk_norm_rope_write_reference
+    return operation(*given, scales, out)
+
+
+def qk_norm_rope_write_native(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """:func:`qk_norm_rope_write` by a compiled loop."""
+    tokens, kv_heads, size = len(qkv), *keys.shape[1:]
+    heads = qkv.shape[1] - 2 * kv_heads
+    out = qkv.new_empty(tokens, heads, size)
+    numbers = flat(qkv), flat(q_weight), flat(k_weight), eps, flat(cos), flat(sin), cos.shape[1], heads, kv_heads, size
+    places, write = (flat(slots), flat(keys), flat(values), flat(out)), loops().norm_rotate_write
+    in_threads(lambda span: write(*numbers, *places, span.start, min(span.stop, tokens)), tokens, 3 * qkv.shape[1:].numel())
+    return out
 
 
 def qk_norm_rope_write_reference(

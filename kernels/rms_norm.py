@@ -12,7 +12,20 @@ from torch import Tensor
 
 from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference, row_codes
 from yardstick_llm.kernels.row_chunks import in_threads
-from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
+from yardstick_llm.kernels.runtime import (
+    FLOATS,
+    compiles,
+    expect,
+    expect_device,
+    flat,
+    jit,
+    launches,
+    loops,
+    needs_gradient,
+    power_of_two,
+    tl,
+    warps,
+)
 
 TILE = 2048
 """Elements a program takes where rows are narrower than that: heads of 64 or 128 go many to a program."""
@@ -21,7 +34,9 @@ TILE = 2048
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps) · weight`` over the last axis, summed in float32. x: [..., size]; weight: [size], of x's dtype or
     float32."""
-    return rms_norm_triton(x, weight, eps) if launches(x, weight) else rms_norm_reference(x, weight, eps)
+    if launches(x, weight):
+        return rms_norm_triton(x, weight, eps)
+    return _add_norm(x, None, weight, eps)[0] if compiles(x, weight) else rms_norm_reference(x, weight, eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,8 +76,19 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised sum and the sum itself: ``(rms_norm(x + residual), x + residual)``, each of x's shape."""
-    fused = launches(x, residual, weight)
-    return add_rms_norm_triton(x, residual, weight, eps) if fused else add_rms_norm_reference(x, residual, weight, eps)
+    if launches(x, residual, weight):
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return _add_norm(x, residual, weight, eps) if compiles(x, residual, weight) else add_rms_norm_reference(x, residual, weight, eps)
+
+
+def _add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`add_rms_norm` by a compiled loop; without a residual, x is normalised."""
+    size = x.shape[-1]
+    rows = x.numel() // size
+    normed, total = (torch.empty(x.shape) for _ in range(2)) if residual is not None else (torch.empty(x.shape), x)
+    given, add_norm = (flat(x), flat(residual), flat(weight), eps, size, flat(normed), flat(total)), loops().add_norm
+    in_threads(lambda span: add_norm(*given, span.start, min(span.stop, rows)), rows, 4 * size)
+    return normed, total
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

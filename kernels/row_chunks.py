@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -34,11 +34,17 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
     size, threads = max(1, THREAD_ELEMENTS // width), torch.get_num_threads()
     if rows > size:
         size = min(size, -(-rows // threads))
-    starts, inference, grad = iter(range(0, rows, size)), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    share(work, [slice(start, start + size) for start in range(0, rows, size)])
+
+
+def share(work: Callable[[slice], None], parts: Sequence[slice]) -> None:
+    """Call ``work`` with each of the ``parts`` on all of torch's threads, each of which takes the next one."""
+    left, threads = iter(parts), torch.get_num_threads()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def compute() -> None:
-        for start in starts:
-            work(slice(start, start + size))
+        for part in left:
+            work(part)
 
     def assist() -> None:
         with torch.inference_mode() if inference else torch.set_grad_enabled(grad):
@@ -49,7 +55,7 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
     helpers = _helpers(threads - 1)
     torch.set_num_threads(1)
     try:
-        others = [helpers.submit(assist) for _ in range(min(threads, -(-rows // size)) - 1)]
+        others = [helpers.submit(assist) for _ in range(min(threads, len(parts)) - 1)]
         try:
             compute()
         finally:

@@ -7,10 +7,14 @@ ones.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
 
 AVAILABLE = INTERPRETED or torch.cuda.is_available()
+
+NOTHING = np.empty(0, np.float32)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that kernels read and write; they compute in float32."""
@@ -60,6 +66,23 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 def launches(*tensors: Tensor | None) -> bool:
     """Whether a kernel accepts these tensors: all are on a GPU, and none needs a gradient, which no kernel computes."""
     return all(tensor is None or tensor.is_cuda for tensor in tensors) and not needs_gradient(*tensors)
+
+
+def compiles(*tensors: Tensor | None) -> bool:
+    """Whether the loops of :mod:`kernels.native` accept these tensors: on a CPU, in float32, and none needs a gradient."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(each.dtype == torch.float32 and each.device.type == "cpu" for each in given) and not needs_gradient(*given)
+
+
+@functools.cache
+def loops() -> Any:
+    """:mod:`kernels.native`, imported where it is first needed: Numba takes a quarter of a second."""
+    return importlib.import_module("yardstick_llm.kernels.native")
+
+
+def flat(tensor: Tensor | None) -> npt.NDArray[Any]:
+    """The numbers of a tensor on a CPU, as loops take them; a copy if it is not contiguous. None: an empty array of float32."""
+    return NOTHING if tensor is None else tensor.detach().contiguous().view(-1).numpy()
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -117,10 +140,13 @@ __all__ = [
     "FLOATS",
     "INTERPRETED",
     "Kernel",
+    "compiles",
     "expect",
     "expect_device",
+    "flat",
     "jit",
     "launches",
+    "loops",
     "needs_gradient",
     "power_of_two",
     "tl",

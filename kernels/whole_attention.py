@@ -1,8 +1,9 @@
 """Attention of whole sequences, one after another, whose tokens all attend to each other, or to those near them.
 
-In plain PyTorch, sequences of one length are one call of ``scaled_dot_product_attention``, without padding and without copies, so
-they are put in order of length. With a window, the queries are cut into tiles, each with the keys that it sees. The kernel takes
-blocks of queries of any sequences at once, in the way of :mod:`kernels.paged_attention`.
+On a CPU in float32, compiled loops attend (:mod:`kernels.native_attention`). In plain PyTorch, sequences of one length are one call
+of ``scaled_dot_product_attention``, without padding and without copies, so they are put in order of length. With a window, the
+queries are cut into tiles, each with the keys that it sees. The kernel takes blocks of queries of any sequences at once, in the way
+of :mod:`kernels.paged_attention`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.native_attention import UNBOUNDED, Piece, Work, native_attention, plan
 from yardstick_llm.kernels.paged_attention import LOG2E, attend_block, block_keys, precision
 from yardstick_llm.kernels.row_chunks import in_threads
-from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl
 from yardstick_llm.kernels.soft_cap import NO_CAP, soft_cap
 
 TILE = 256
 """Queries of a tile, in layers with a window, in plain PyTorch."""
 ROWS = 64
 """Queries of a program of the kernel."""
-NARROW_LENGTH = 128
-"""Shortest sequences that are worth a conversion to bfloat16 and back. With AMX, on one core, those of 512 tokens with heads of 64
-took half the CPU time, those of 256 with heads of 32 three quarters, and those of 32 one and a half times as much."""
-
-
-MOST_TOKENS = {torch.float32: 128, torch.bfloat16: 1024}
-"""Longest sequences whose scores are computed whole on a CPU. Heads of 32 took 0.6 (32 tokens, float32), 0.8 (128, float32) and 0.5
-times (256, bfloat16) as long as with torch's attention, and heads of 64 0.45 times (512, bfloat16; AMD EPYC, Zen 5)."""
+MOST_TOKENS = 1024
+"""Longest sequences in bfloat16 whose scores are computed whole on a CPU. Heads of 32 took 0.5 (256 tokens) and heads of 64 0.45 (512
+tokens) times as long as with torch's attention (AMD EPYC, Zen 5)."""
 
 
 class Run(NamedTuple):
@@ -100,18 +97,19 @@ def whole_attention(
     bias: Bias | None = None,
     *,
     slopes: Tensor | None = None,
-    narrow: bool = False,
 ) -> Tensor:
     """Query i of a sequence sees key j of it where they are at most half of the window apart; without a window, all keys.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; heads and elements contiguous. -> [tokens, heads, head_dim].
     ``bias``: without a window and in plain PyTorch. ``slopes``: [heads], what is taken from a score for each token between query
-    and key (ALiBi); with as many key heads, without a window and in plain PyTorch. ``narrow``: on a CPU and with neither of them,
-    long sequences in float32 attend in bfloat16.
+    and key (ALiBi); with as many key heads, without a window and in plain PyTorch.
     """
-    if bias is None and slopes is None and launches(q, k, v):
-        return whole_attention_triton(q, k, v, layout, spec)
-    return whole_attention_reference(q, k, v, layout, spec, bias, slopes=slopes, narrow=narrow)
+    if bias is None and slopes is None:
+        if launches(q, k, v):
+            return whole_attention_triton(q, k, v, layout, spec)
+        if q.device.type == "cpu" and q.dtype == torch.float32 and not needs_gradient(q, k, v):
+            return whole_attention_native(q, k, v, layout, spec)
+    return whole_attention_reference(q, k, v, layout, spec, bias, slopes=slopes)
 
 
 def whole_attention_reference(
@@ -123,7 +121,6 @@ def whole_attention_reference(
     bias: Bias | None = None,
     *,
     slopes: Tensor | None = None,
-    narrow: bool = False,
 ) -> Tensor:
     """:func:`whole_attention` in plain PyTorch."""
     out = q.new_empty(q.shape)
@@ -131,16 +128,19 @@ def whole_attention_reference(
         rows = slice(run.start, run.start + run.sequences * run.length)
         queries, keys, values, found = (_by_sequence(each[rows], run.sequences) for each in (q, k, v, out))
         keys, values = keys[:, :, : run.keys], values[:, :, : run.keys]
-        dtype = torch.bfloat16 if narrow and run.length >= NARROW_LENGTH else q.dtype
         if slopes is not None:
             _attend_sloped(queries, keys, values, slopes, spec, found)
         elif bias is not None:
             found.copy_(attend(queries, keys, values, bias(queries, keys), spec))
-        elif not q.is_cuda and run.length <= MOST_TOKENS.get(dtype, 0) and spec.soft_cap == NO_CAP and not _cuts(spec, run.length):
-            _attend_in_threads(queries, keys, values, spec.scale_of(q.shape[2]), dtype, found)
+        elif _is_narrow(q) and run.length <= MOST_TOKENS and spec.soft_cap == NO_CAP and not _cuts(spec, run.length):
+            _attend_in_threads(queries, keys, values, spec.scale_of(q.shape[2]), found)
         else:
-            found.copy_(_attend_run(queries.to(dtype), keys.to(dtype), values.to(dtype), spec))
+            found.copy_(_attend_run(queries, keys, values, spec))
     return out
+
+
+def _is_narrow(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
 
 
 def _by_sequence(x: Tensor, count: int) -> Tensor:
@@ -205,8 +205,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: A
     return scores.softmax(-1).to(values.dtype) @ values
 
 
-def _attend_in_threads(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype, out: Tensor) -> None:
-    """Compute all scores of some sequences, or of some heads if there are more of them, at a time, in ``dtype``.
+def _attend_in_threads(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    """Compute all scores of some sequences, or of some heads if there are more of them, at a time.
 
     q, out: [sequences, heads, length, head_dim]; k, v: [sequences, kv_heads, keys, head_dim].
     """
@@ -216,14 +216,29 @@ def _attend_in_threads(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: tor
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
 
     def compute(span: slice) -> None:
-        queries, keys, values = (
-            x.to(dtype, memory_format=torch.contiguous_format).contiguous() for x in (q[span] * scale, k[span], v[span])
-        )
+        queries, keys, values = (x.contiguous() for x in (q[span] * scale, k[span], v[span]))
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         scores = torch.bmm(queries.view(len(keys), -1, keys.shape[2]), keys.transpose(1, 2)).softmax(-1)
         out[span] = torch.bmm(scores, values).view(queries.shape)
 
     in_threads(compute, len(q), q.shape[1:4].numel() * k.shape[2])
+
+
+def whole_attention_native(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
+    """:func:`whole_attention` on a CPU in float32, without gradients."""
+    work = _work_of(tuple(layout.runs), *q.shape[1:], k.shape[1])
+    reach = UNBOUNDED if spec.window is None else spec.window // 2
+    return native_attention(q, k, v, work, reach, reach, spec)
+
+
+@lru_cache(16)
+def _work_of(runs: tuple[Run, ...], heads: int, size: int, kv_heads: int) -> Work:
+    """All layers of a step share it."""
+    pieces = []
+    for run in runs:
+        for start in range(run.start, run.start + run.sequences * run.length, run.length):
+            pieces.append(Piece(start, run.length, np.arange(start, start + run.keys), 0))
+    return plan(pieces, heads, kv_heads, size, causal=False)
 
 
 def whole_attention_triton(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:

@@ -26,7 +26,6 @@ from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.scheduling.whole import WholeScheduler
 from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, RUNNING_REQUESTS, EngineSettings
-from yardstick_llm.kernels.linear import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +80,7 @@ def assemble_whole(
     typed = isinstance(config, EncoderConfig) and config.typed
     biased = model if isinstance(model, Encoder) and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) else None
-    narrow = settings.quantize == "int8" and multiplies_bfloat16()  # bfloat16 adds little to the error of the products
-    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes, narrow=narrow)
+    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes)
     runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

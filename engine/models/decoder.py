@@ -197,7 +197,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gelu = config.gelu
         self.gate = gelu_mul if self.gelu else silu_mul
-        size, bias = size or config.intermediate_size, config.mlp_bias
+        self.size = size = size or config.intermediate_size
+        bias = config.mlp_bias
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 

@@ -79,6 +79,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        self.function = config.activation
         self.activation = FUNCTIONS[config.activation]
         self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
         """Takes the place of :meth:`forward` where a number format has a faster order of operations."""

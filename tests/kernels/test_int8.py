@@ -7,9 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from yardstick_llm.engine.models.encoder import FUNCTIONS
 from yardstick_llm.kernels import int8
-from yardstick_llm.kernels.gelu_mul import gelu_mul_reference
-from yardstick_llm.kernels.silu_mul import silu_mul_reference
 
 pytestmark = pytest.mark.skipif(int8.instructions() is None, reason="the processor does not multiply bytes")
 
@@ -57,20 +56,28 @@ def test_every_code_of_rows_is_within_a_half(dtype: torch.dtype) -> None:
     assert ((codes.double() - 128) - x.double() / scales.double()).abs().max() < 0.501
 
 
-@pytest.mark.parametrize(("dtype", "gelu", "biased"), [(DTYPES[0], False, True), (DTYPES[0], True, False), (DTYPES[1], True, True)])
-def test_the_gated_layer_is_its_parts(dtype: torch.dtype, gelu: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gated", [int8.UNGATED, int8.GATE_FIRST, int8.GATE_SECOND])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("dtype", "biased"), [(DTYPES[0], False), (DTYPES[0], True), (DTYPES[1], True)])
+def test_a_feed_forward_layer_is_its_parts(
+    dtype: torch.dtype, biased: bool, function: str, gated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("yardstick_llm.kernels.row_chunks.THREAD_ELEMENTS", 7 * 3 * 72)  # seven rows at a time
-    x, into, back = random(50, 40).to(dtype), random(144, 40, seed=1) / 6, random(40, 72, seed=2) / 8
-    biases = [random(count, seed=3).to(dtype) if biased else None for count in (144, 40)]
-    gate_up, down = Layer(int8.pack(into), biases[0]), Layer(int8.pack(back), biases[1])
-    found = int8.int8_gated(x, gate_up, down, gelu=gelu)
+    width = 72 if gated == int8.UNGATED else 144
+    x, into, back = random(50, 40).to(dtype), random(width, 40, seed=1) / 6, random(40, 72, seed=2) / 8
+    biases = [random(count, seed=3).to(dtype) if biased else None for count in (width, 40)]
+    first, down = Layer(int8.pack(into), biases[0]), Layer(int8.pack(back), biases[1])
+    found = int8.int8_activated(x, first, down, function, gated, 72)
     assert found.dtype == dtype
-    gate = gelu_mul_reference if gelu else silu_mul_reference
-    inner = gate(int8.int8_linear(x.float(), gate_up.weight, None if biases[0] is None else biases[0].float()))
+    product = int8.int8_linear(x.float(), first.weight, None if biases[0] is None else biases[0].float())
+    halves = product if gated == int8.UNGATED else product[:, :72] if gated == int8.GATE_FIRST else product[:, 72:]
+    inner = FUNCTIONS[function](halves)
+    if gated != int8.UNGATED:
+        inner = inner * (product[:, 72:] if gated == int8.GATE_FIRST else product[:, :72])
     expected = int8.int8_linear(inner, down.weight, None if biases[1] is None else biases[1].float())
     # In float32 a code may round to the other side; in bfloat16 the first product and the result are rounded too.
     assert (found.float() - expected).norm() < (0.005 if dtype == torch.float32 else 0.02) * expected.norm()
-    whole = [int8.int8_gated(x[start:end], gate_up, down, gelu=gelu) for start, end in ((0, 1), (1, 9), (9, 50))]
+    whole = [int8.int8_activated(x[start:end], first, down, function, gated, 72) for start, end in ((0, 1), (1, 9), (9, 50))]
     assert torch.equal(torch.cat(whole), found)
 
 

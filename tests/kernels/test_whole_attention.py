@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 from yardstick_llm.kernels.whole_attention import (
-    MOST_TOKENS,
-    NARROW_LENGTH,
     ROWS,
     Layout,
     cut,
     lay_out,
     runs_of,
     whole_attention,
+    whole_attention_native,
     whole_attention_reference,
     whole_attention_triton,
 )
@@ -62,10 +63,11 @@ def formula(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], spec: Attention
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("shape", [(4, 4, 32), (4, 2, 24)])
-def test_the_reference_is_the_formula(spec: AttentionSpec, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("attend", [whole_attention_reference, whole_attention_native])
+def test_it_is_the_formula(attend: Callable[..., Tensor], spec: AttentionSpec, shape: tuple[int, int, int]) -> None:
     lengths = [1, 3, 3, 3, 50, 600]
     q, k, v = heads(lengths, *shape)
-    found = whole_attention(q, k, v, Layout(runs_of(lengths), torch.empty(0, 4, dtype=torch.int32)), spec)
+    found = attend(q, k, v, Layout(runs_of(lengths), torch.empty(0, 4, dtype=torch.int32)), spec)
     torch.testing.assert_close(found.double(), formula(q, k, v, lengths, spec), atol=1e-5, rtol=1e-5)
 
 
@@ -88,25 +90,15 @@ def test_blocks_cover_each_query_once_and_the_longest_sequences_come_first() -> 
     assert sorted(start for start, _, _, first in blocks if first == 0) == [0, 2, 2 + ROWS, 202 + ROWS]
 
 
-@pytest.mark.parametrize("length", [NARROW_LENGTH - 1, NARROW_LENGTH])
-def test_long_sequences_attend_in_bfloat16_if_asked(length: int) -> None:
-    q, k, v = torch.randn(3, 2 * length, 4, 32)
-    layout = lay_out([length] * 2, torch.device("cpu"))
-    exact, found = (whole_attention(q, k, v, layout, PLAIN, narrow=narrow) for narrow in (False, True))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, exact) == (length < NARROW_LENGTH)
-    torch.testing.assert_close(found, exact, atol=1e-2, rtol=1e-2)
-
-
 @pytest.mark.parametrize("sequences", [1, 3, 40])
 @pytest.mark.parametrize("unseen", [0, 5])
 def test_short_sequences_share_threads_by_sequence_or_by_head(sequences: int, unseen: int) -> None:
-    lengths = [MOST_TOKENS[torch.float32]] * sequences
-    q, k, v = heads(lengths, 6, 3, 16)
+    lengths = [130] * sequences
+    q, k, v = heads(lengths, 6, 3, 16, torch.bfloat16)
     runs = runs_of(lengths, [unseen] * sequences)
     found = whole_attention(q, k, v, Layout(runs, torch.empty(0, 4, dtype=torch.int32)), PLAIN)
     for start in range(0, len(q), lengths[0]):
         rows, keys = slice(start, start + lengths[0]), slice(start, start + lengths[0] - unseen)
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), k[keys].double().repeat_interleave(2, 1)) / 4
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys].double().repeat_interleave(2, 1))
-        torch.testing.assert_close(found[rows].double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[rows].double(), expected, atol=1e-2, rtol=1e-2)

@@ -18,12 +18,14 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
 from yardstick_llm.kernels.int8 import (
+    GATE_FIRST,
+    GATE_SECOND,
     INSTRUCTIONS,
     MOST_COLUMNS,
+    UNGATED,
     PackedWeight,
     instructions,
     int8_activated,
-    int8_gated,
     int8_linear,
     pack,
     pack_codes,
@@ -63,7 +65,8 @@ def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     assert isinstance(gate_up, Int8Linear)
     assert isinstance(down, Int8Linear)
-    return int8_activated(x, gate_up, down, mlp.activated, mlp.inner)
+    gated = UNGATED if not mlp.gated else GATE_FIRST if mlp.gate_first else GATE_SECOND
+    return int8_activated(x, gate_up, down, mlp.function, gated, mlp.inner)
 
 
 def compute_mlp(mlp: MLP, x: Rows) -> Tensor:
@@ -71,7 +74,7 @@ def compute_mlp(mlp: MLP, x: Rows) -> Tensor:
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     if not (isinstance(x, Tensor) and isinstance(gate_up, Int8Linear) and isinstance(down, Int8Linear)):
         return mlp.whole(x)
-    return int8_gated(x, gate_up, down, gelu=mlp.gelu)
+    return int8_activated(x, gate_up, down, "gelu_tanh" if mlp.gelu else "silu", GATE_FIRST, mlp.size)
 
 
 fill = fill_parts

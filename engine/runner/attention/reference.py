@@ -89,6 +89,7 @@ class ReferenceAttention(AttentionBackend):
 
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
+        self.heads = heads
         self._fold = heads // kv.keys.shape[2]
 
     @classmethod

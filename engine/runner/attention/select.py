@@ -70,7 +70,8 @@ def problem_of(
 
 def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> tuple[str, str]:
     if device.type == "cpu":
-        return "reference", "the model runs on the CPU"
+        problem = problem_of("native", device, config, dtype, kept)
+        return ("reference" if problem else "native"), "the model runs on the CPU"
     if problem := problem_of(FASTEST, device, config, dtype, kept):
         return "triton", f"not flashinfer: {problem}"
     if not flashinfer.compiled(config.head_dim, dtype, kept, config.attention_specs):

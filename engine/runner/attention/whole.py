@@ -37,12 +37,10 @@ class WholeAttention:
         typed: bool = False,
         biased: Encoder | None = None,
         slopes: Tensor | None = None,
-        narrow: bool = False,
     ) -> None:
         """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
-        to the scores by the distance of two tokens. ``slopes``, ``narrow``: see
-        :func:`~kernels.whole_attention.whole_attention`."""
-        self._slopes, self._narrow = slopes, narrow
+        to the scores by the distance of two tokens. ``slopes``: see :func:`~kernels.whole_attention.whole_attention`."""
+        self._slopes = slopes
         self._biased = biased
         self.specs = list(specs)
         self.device = device
@@ -59,7 +57,7 @@ class WholeAttention:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = None if model is None else partial(model.score_bias, layer, distances)
-            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
+            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes)
 
         types = self.types(segments)
         if types is not None and self.device.type != "cpu":

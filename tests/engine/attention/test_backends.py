@@ -22,6 +22,7 @@ from yardstick_llm.engine.requests.core import Request
 from yardstick_llm.engine.runner.attention import flashinfer
 from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
 from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, send
+from yardstick_llm.engine.runner.attention.native import NativeAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 from yardstick_llm.engine.runner.attention.triton import TritonAttention
 from yardstick_llm.kernels.attention_spec import AttentionSpec
@@ -146,6 +147,13 @@ def test_triton_with_specs(device: torch.device) -> None:
 @pytest.mark.slow
 def test_triton_normalises_and_rotates(device: torch.device) -> None:
     compare(TritonAttention, device, 3, 20, 2, 64, torch.float32, turned=True)
+
+
+@pytest.mark.parametrize("longest", [20, 700])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (7, 16), (1, 32), (2, 128), (1, 80), (8, 96)])
+def test_compiled_loops(group: int, head_dim: int, longest: int) -> None:
+    specs = [AttentionSpec(0.4, 7, 2.0), AttentionSpec(0.3, None)]
+    compare(NativeAttention, CPU, group, longest, group, head_dim, torch.float32, specs=specs, turned=True)
 
 
 @pytest.mark.parametrize("turned", [False, True])

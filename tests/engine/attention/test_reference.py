@@ -13,9 +13,10 @@ from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import Request
 from yardstick_llm.engine.runner.attention import reference
 from yardstick_llm.engine.runner.attention.base import KVCache
+from yardstick_llm.engine.runner.attention.native import NativeAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 
-HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 400
+HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 700
 
 
 def segment(context: Ints, new: int) -> ExtendSegment:
@@ -65,6 +66,26 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
     kv, segments, heads = some_step(lengths)
     found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, heads)
     torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[20, 20, 20], [9], [40, 3, 40, 1], [300, 260]], ids=str)
+def test_compiled_loops_see_the_same(lengths: list[int]) -> None:
+    kv, segments, heads = some_step(lengths)
+    found = NativeAttention(kv, HEADS).plan(segments).attend(0, heads)
+    torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("before", [0, 200])
+def test_only_queries_that_see_what_is_not_finite_are_not_finite(before: int) -> None:
+    """``before``: tokens of other sequences in front of it."""
+    kv, segments, heads = some_step([before, 40] if before else [40])
+    at = sum(len(each.tokens) for each in segments[:-2])  # of the item of 40
+    heads.qkv[at + 17] = float("inf")
+    heads.qkv[at + 30, HEADS + KV_HEADS :] = float("nan")  # only its values
+    found = NativeAttention(kv, HEADS).plan(segments).attend(0, heads)
+    assert not found[at + 17 : at + 40].isfinite().any()
+    assert found[:at + 17].isfinite().all()
+    assert found[at + 40 :].isfinite().all()
 
 
 def test_items_and_their_queries_are_attended_to_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

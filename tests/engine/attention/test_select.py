@@ -12,9 +12,11 @@ from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.runner.attention import flashinfer, triton
 from yardstick_llm.engine.runner.attention.flashinfer import FlashInferAttention
+from yardstick_llm.engine.runner.attention.native import NativeAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 from yardstick_llm.engine.runner.attention.select import choose
 from yardstick_llm.engine.runner.attention.triton import TritonAttention
+from yardstick_llm.kernels.quantize import FP8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -29,11 +31,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_reference_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_loops_on_a_cpu_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         choice = choose("auto", CPU, config(), torch.float32)
-    assert choice == (ReferenceAttention, "the model runs on the CPU", False)
-    assert caplog.messages == ["attention: the reference backend (the model runs on the CPU)"]
+    assert choice == (NativeAttention, "the model runs on the CPU", False)
+    assert caplog.messages == ["attention: the native backend (the model runs on the CPU)"]
+    assert choose("auto", CPU, config(), HALF).backend is ReferenceAttention
+    assert choose("auto", CPU, config(), torch.float32, FP8).backend is ReferenceAttention
     assert choose("reference", CPU, config(), torch.float32).backend is ReferenceAttention
 
 
@@ -108,6 +112,8 @@ def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
     )
     assert "it needs an NVIDIA GPU" in refused("flashinfer", CPU, config())
     assert "it computes on the CPU only" in refused("reference", GPU, config())
+    assert "it computes on the CPU only" in refused("native", GPU, config())
+    assert "it computes in float32 only" in refused("native", CPU, config())
     assert "heads have 80 elements, and its kernel takes 16, 32" in refused("triton", GPU, config(head_dim=80))
     assert "more than 16 query heads a key head" in refused("triton", GPU, config(num_heads=34, num_kv_heads=2))
     assert refused("auto", GPU, config(head_dim=80)).endswith("Serve it on the CPU.")

@@ -22,7 +22,7 @@ from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.native_attention import UNBOUNDED, Piece, Work, native_attention, plan
 from yardstick_llm.kernels.paged_attention import LOG2E, attend_block, block_keys, precision
 from yardstick_llm.kernels.row_chunks import in_threads
-from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl
+from yardstick_llm.kernels.runtime import FLOATS, compiles, expect, expect_device, jit, launches, power_of_two, tl
 from yardstick_llm.kernels.soft_cap import NO_CAP, soft_cap
 
 TILE = 256
@@ -107,7 +107,7 @@ def whole_attention(
     if bias is None and slopes is None:
         if launches(q, k, v):
             return whole_attention_triton(q, k, v, layout, spec)
-        if q.device.type == "cpu" and q.dtype == torch.float32 and not needs_gradient(q, k, v):
+        if compiles(q, k, v):
             return whole_attention_native(q, k, v, layout, spec)
     return whole_attention_reference(q, k, v, layout, spec, bias, slopes=slopes)
 

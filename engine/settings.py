@@ -89,8 +89,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     suffices, because only steps of a few rows are slower with dense weights. See [models.md](models.md#quantised-checkpoints).
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
-    """The attention backend. ``native`` (in float32) and ``reference`` serve a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
-    ``auto`` chose.
+    """The attention backend. ``native`` serves a CPU in float32, ``reference`` any CPU, ``triton`` and ``flashinfer`` a GPU. The
+    log names the one that ``auto`` chose.
     """
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
     """Capture steps at the start and replay them, which saves kernel launches: those of up to 1,024 tokens, and larger ones if a GB

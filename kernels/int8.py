@@ -88,8 +88,8 @@ def int8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> 
 def int8_activated(x: Tensor, into: Projection, down: Projection, function: str, gated: int, size: int) -> Tensor:
     """``down(function(into(x)))``: a feed-forward layer, whose activations are computed in float32 and quantised.
 
-    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: gelu, gelu_tanh, relu, silu or tanh; ``gated``: :data:`UNGATED`, or the half of the
-    product that it is applied to; ``size``: columns between the layers.
+    x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: gelu, gelu_tanh, relu, silu or tanh. ``gated``: :data:`UNGATED`,
+    or the half of the product that it is applied to. ``size``: columns between the layers.
     """
     codes, scales = quantize_rows(x)
     product = _product(codes, into.weight, x.dtype).float()  # in units of the scales

@@ -1,9 +1,9 @@
 """Loops over float32 numbers on a CPU, which LLVM compiles for its processor: attention, norms, rotations and 8-bit codes.
 
-PyTorch computes a chain of operations one by one, and each reads and writes memory; a loop here reads a row once. Numba compiles a
-loop when it is first called, in a second or a few, and keeps the result for the next process. All loops are in this file, because
-Numba compiles again what stands in a file that has changed, and knows no other reason. Arrays are flat. Offsets are unsigned: a
-signed one could count from the end of an array, and LLVM does not vectorise a loop that has to check for it.
+PyTorch computes a chain of operations one by one, and each reads and writes memory; a loop here reads a row once. Numba compiles
+the loops when this module is imported, in about five seconds, and keeps the result for the next process. All loops are in one file,
+because Numba compiles again only what stands in a file that has changed. Arrays are flat. Offsets are unsigned: a signed one could
+count from the end of an array, and LLVM does not vectorise a loop that has to check for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from yardstick_llm.kernels.int8 import GATE_SECOND, UNGATED
 from yardstick_llm.kernels.quantize import MIN_PEAK
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-F, I, U = np.float32, np.int32, np.uintp
+F32: Any = np.float32
+I32: Any = np.int32
+U64: Any = np.uintp
 FAST = {"contract", "reassoc", "arcp", "nsz"}
 """What LLVM may do to arithmetic. It may not assume that all numbers are finite."""
 
@@ -37,17 +39,25 @@ KEYS = 512
 """Keys that a block of queries attends to at a time. Copies of their keys and values stay in a core's cache."""
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
-NO_PEAK = F(-3e38)
+NO_PEAK = F32(-3e38)
 GELU, GELU_TANH, RELU, SILU, TANH = range(5)
 
 
-def compiled(function: Function) -> Function:
-    """Compile ``function`` when it is called. Without a folder to keep the result in, every process compiles it."""
+def compiled(*signature: str) -> Callable[[Function], Function]:
+    """Compile a function at once for the types of its ``signature``, or else for those that it is called with. Without a folder to
+    keep the result in, every process compiles it."""
     options: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+
+    def compile_it(function: Function) -> Function:
+        try:
+            compiled_one: Function = numba.njit(*signature, cache=True, **options)(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
+            compiled_one = numba.njit(*signature, **options)(function)
+        return compiled_one
+
+    return compile_it
 
 
 def _tile(vectors: int, *, adds: bool) -> Any:
@@ -59,7 +69,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
     131 billion a second, oneDNN 120, and MKL, which torch's attention multiplies with, 52).
     """
 
-    @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
+    @intrinsic  # type: ignore[untyped-decorator]
     def product(_: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, b_next: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> Any:  # fmt: skip  # noqa: ARG001, E501
         n = types.uintp
         signature = types.void(a, n, n, b, n, n, n, c, n, n, n)
@@ -110,77 +120,77 @@ _set_most, _set_two, _set_one = (_tile(vectors, adds=False) for vectors in (VECT
 _add_most, _add_two, _add_one = (_tile(vectors, adds=True) for vectors in (VECTORS, 2, 1))
 
 
-@compiled
+@compiled()
 def _exp(x: Any) -> Any:
-    """Within two units of the last place from -87 to 88; beyond, the value there. Source of the polynomial: Moshier, Cephes, expf."""
-    x = x if x > F(-87.0) else F(-87.0)
-    x = x if x < F(88.0) else F(88.0)
-    n = np.floor(x * F(1.44269504088896341) + F(0.5))
-    r = x - n * F(0.693359375) + n * F(2.12194440e-4)
-    p = F(1.9875691500e-4)
-    p = p * r + F(1.3981999507e-3)
-    p = p * r + F(8.3334519073e-3)
-    p = p * r + F(4.1665795894e-2)
-    p = p * r + F(1.6666665459e-1)
-    p = p * r + F(5.0000001201e-1)
-    return (p * r * r + r + F(1.0)) * I((I(n) + I(127)) << I(23)).view(F)
+    """From -87 to 88 within 2e-7 of it; beyond, the value there. Source of the polynomial: Moshier's Cephes, ``expf``."""
+    x = x if x > F32(-87.0) else F32(-87.0)
+    x = x if x < F32(88.0) else F32(88.0)
+    n = np.floor(x * F32(1.44269504088896341) + F32(0.5))
+    r = x - n * F32(0.693359375) + n * F32(2.12194440e-4)
+    p = F32(1.9875691500e-4)
+    p = p * r + F32(1.3981999507e-3)
+    p = p * r + F32(8.3334519073e-3)
+    p = p * r + F32(4.1665795894e-2)
+    p = p * r + F32(1.6666665459e-1)
+    p = p * r + F32(5.0000001201e-1)
+    return (p * r * r + r + F32(1.0)) * I32((I32(n) + I32(127)) << I32(23)).view(F32)
 
 
-@compiled
+@compiled()
 def _tanh(x: Any) -> Any:
-    e = _exp(F(-2.0) * abs(x))
-    size = (F(1.0) - e) / (F(1.0) + e)
-    return size if x >= F(0.0) else -size
+    e = _exp(F32(-2.0) * abs(x))
+    size = (F32(1.0) - e) / (F32(1.0) + e)
+    return size if x >= F32(0.0) else -size
 
 
-@compiled
+@compiled()
 def _erf(x: Any) -> Any:
     """Within 2e-7. Source: Abramowitz and Stegun 1964, 7.1.26."""
     size = abs(x)
-    t = F(1.0) / (F(1.0) + F(0.3275911) * size)
-    p = F(1.061405429)
-    p = p * t - F(1.453152027)
-    p = p * t + F(1.421413741)
-    p = p * t - F(0.284496736)
-    p = p * t + F(0.254829592)
-    found = F(1.0) - p * t * _exp(-size * size)
-    return found if x >= F(0.0) else -found
+    t = F32(1.0) / (F32(1.0) + F32(0.3275911) * size)
+    p = F32(1.061405429)
+    p = p * t - F32(1.453152027)
+    p = p * t + F32(1.421413741)
+    p = p * t - F32(0.284496736)
+    p = p * t + F32(0.254829592)
+    found = F32(1.0) - p * t * _exp(-size * size)
+    return found if x >= F32(0.0) else -found
 
 
-@compiled
+@compiled()
 def _fill(cells: Any, at: Any, end: Any, value: Any) -> None:
     for j in range(end - at):
-        cells[at + U(j)] = value
+        cells[at + U64(j)] = value
 
 
-@compiled
+@compiled()
 def _multiply(cells: Any, at: Any, count: Any, factor: Any) -> None:
     for j in range(count):
-        cells[at + U(j)] *= factor
+        cells[at + U64(j)] *= factor
 
 
-@compiled
+@compiled()
 def _softmax(cells: Any, at: Any, count: Any, peak: Any) -> tuple[Any, Any]:
     """Replace scores by exponentials of their differences to the largest of them and of ``peak``. -> it, and their sum, which is no
     number if a score is not finite. Integers find the largest, because LLVM does not vectorise that for numbers that may be NaN."""
     bits = cells.view(np.int32)
-    most, total = I(-0x7F800000), F(0)
+    most, total = I32(-0x7F800000), F32(0)
     for j in range(count):
-        ordered = I(bits[at + U(j)] ^ ((bits[at + U(j)] >> I(31)) & I(0x7FFFFFFF)))
+        ordered = I32(bits[at + U64(j)] ^ ((bits[at + U64(j)] >> I32(31)) & I32(0x7FFFFFFF)))
         most = max(most, ordered)
-        total += cells[at + U(j)] * F(0)
-    top = max(I(most ^ ((most >> I(31)) & I(0x7FFFFFFF))).view(F), peak)
+        total += cells[at + U64(j)] * F32(0)
+    top = max(I32(most ^ ((most >> I32(31)) & I32(0x7FFFFFFF))).view(F32), peak)
     for j in range(count):
-        found = _exp(cells[at + U(j)] - top)
-        cells[at + U(j)] = found
+        found = _exp(cells[at + U64(j)] - top)
+        cells[at + U64(j)] = found
         total += found
     return top, total
 
 
-@compiled
+@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, i8, i8, i8, f4[::1])")
 def attend(
     q: Any, q_step: int, k: Any, k_step: int, v: Any, v_step: int, index: Any, tasks: Any, left: int, right: int, scale: Any,
-    cap: Any, heads: int, fold: int, size: int, out: Any,
+    cap: Any, heads: Any, fold: Any, size: Any, out: Any,
 ) -> None:  # fmt: skip
     """Attention in tiles of keys, with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
@@ -190,156 +200,158 @@ def attend(
     ``width`` rows from place ``at`` of the index, of which ``before`` come before the first query's own. A query sees the keys from
     ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none.
     """
-    size, fold = U(size), U(fold)
-    wide = (size + U(LANES - 1)) // U(LANES) * U(LANES)
-    most = U(1)
+    size, fold = U64(size), U64(fold)
+    wide = (size + U64(LANES - 1)) // U64(LANES) * U64(LANES)
+    most = U64(1)
     for task in range(len(tasks)):
-        most = max(most, U(tasks[task, 1]))
-    room = (most * fold + U(ROWS - 1)) // U(ROWS) * U(ROWS)
+        most = max(most, U64(tasks[task, 1]))
+    room = (most * fold + U64(ROWS - 1)) // U64(ROWS) * U64(ROWS)
     asked = np.empty(room * size, np.float32)
     found = np.empty(room * wide, np.float32)
     peaks = np.empty(room, np.float32)
     totals = np.empty(room, np.float32)
     scores = np.empty(ROWS * KEYS, np.float32)
-    panel = np.empty(U(KEYS) * size, np.float32)  # keys, transposed, LANES of them after another
-    beside = np.zeros(U(KEYS) * wide, np.float32)  # values
+    panel = np.empty(U64(KEYS) * size, np.float32)  # keys, transposed, LANES of them after another
+    beside = np.zeros(U64(KEYS) * wide, np.float32)  # values
     for task in range(len(tasks)):
         start, count, at, width, before, head = tasks[task]
-        rows = U(count) * fold
-        padded = (rows + U(ROWS - 1)) // U(ROWS) * U(ROWS)
-        few = rows <= U(FEW)
+        rows = U64(count) * fold
+        padded = (rows + U64(ROWS - 1)) // U64(ROWS) * U64(ROWS)
+        few = rows <= U64(FEW)
         for r in range(rows):
-            base = (U(start) + r // fold) * U(q_step) + (U(head) * fold + r % fold) * size
+            base = (U64(start) + r // fold) * U64(q_step) + (U64(head) * fold + r % fold) * size
             for d in range(size):
                 asked[r * size + d] = q[base + d] * scale
-        _fill(asked, rows * size, padded * size, F(0))
-        _fill(found, U(0), padded * wide, F(0))
-        _fill(peaks, U(0), padded, NO_PEAK)
-        _fill(totals, U(0), padded, F(0))
+        _fill(asked, rows * size, padded * size, F32(0))
+        _fill(found, U64(0), padded * wide, F32(0))
+        _fill(peaks, U64(0), padded, NO_PEAK)
+        _fill(totals, U64(0), padded, F32(0))
         for first in range(max(0, before - left), width, KEYS):
             keys = min(KEYS, width - first)
-            finite = F(0)
+            finite = F32(0)
             if not few:
-                for j in range(U(keys)):
-                    row = U(index[U(at + first) + j])
-                    base = row * U(k_step) + U(head) * size
-                    to = j // U(LANES) * (U(LANES) * size) + j % U(LANES)
+                for j in range(U64(keys)):
+                    row = U64(index[U64(at + first) + j])
+                    base = row * U64(k_step) + U64(head) * size
+                    to = j // U64(LANES) * (U64(LANES) * size) + j % U64(LANES)
                     for d in range(size):
-                        panel[to + d * U(LANES)] = k[base + d]
-                    base = row * U(v_step) + U(head) * size
+                        panel[to + d * U64(LANES)] = k[base + d]
+                    base = row * U64(v_step) + U64(head) * size
                     for d in range(size):
                         beside[j * wide + d] = v[base + d]
-                        finite += v[base + d] * F(0)
-            apart = few or not finite == F(0)  # 0 · NaN is NaN, so a hidden value that is no number must not be multiplied
-            for r0 in range(U(0), rows, U(ROWS)):
-                last = min(r0 + U(ROWS), rows) - U(1)
-                begin_all = max(0, before + I(r0 // fold) - left - first) // LANES * LANES
-                end_all = min(keys, before + I(last // fold) + right + 1 - first)
+                        finite += v[base + d] * F32(0)
+            apart = few or finite != F32(0)  # 0 · NaN is NaN, so a hidden value that is no number must not be multiplied
+            for r0 in range(U64(0), rows, U64(ROWS)):
+                last = min(r0 + U64(ROWS), rows) - U64(1)
+                begin_all = max(0, before + I32(r0 // fold) - left - first) // LANES * LANES
+                end_all = min(keys, before + I32(last // fold) + right + 1 - first)
                 if begin_all >= end_all:
                     continue
-                low, high = U(begin_all), U(end_all)
+                low, high = U64(begin_all), U64(end_all)
                 if few:
                     for j in range(low, high):
-                        base = U(index[U(at + first) + j]) * U(k_step) + U(head) * size
+                        base = U64(index[U64(at + first) + j]) * U64(k_step) + U64(head) * size
                         for r in range(rows):
-                            total = F(0)
+                            total = F32(0)
                             for d in range(size):
                                 total += asked[r * size + d] * k[base + d]
-                            scores[r * U(KEYS) + j] = total
+                            scores[r * U64(KEYS) + j] = total
                 else:
-                    j, depth = low, U(LANES) * size
-                    while j + U(WIDE - LANES) < high:
-                        _set_most(asked, r0 * size, size, panel, j * size, U(LANES), depth, scores, j, U(KEYS), size)
-                        j += U(WIDE)
-                    while j + U(LANES) < high:
-                        _set_two(asked, r0 * size, size, panel, j * size, U(LANES), depth, scores, j, U(KEYS), size)
-                        j += U(2 * LANES)
+                    j, depth = low, U64(LANES) * size
+                    while j + U64(WIDE - LANES) < high:
+                        _set_most(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+                        j += U64(WIDE)
+                    while j + U64(LANES) < high:
+                        _set_two(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+                        j += U64(2 * LANES)
                     if j < high:
-                        _set_one(asked, r0 * size, size, panel, j * size, U(LANES), depth, scores, j, U(KEYS), size)
-                for r in range(r0, last + U(1)):
-                    line = (r - r0) * U(KEYS)
-                    place = before + I(r // fold) - first
+                        _set_one(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+                for r in range(r0, last + U64(1)):
+                    line = (r - r0) * U64(KEYS)
+                    place = before + I32(r // fold) - first
                     begin, end = max(begin_all, place - left), min(end_all, place + right + 1)
                     if begin >= end:
-                        _fill(scores, line + low, line + high, F(0))
+                        _fill(scores, line + low, line + high, F32(0))
                         continue
-                    if cap > F(0):
-                        for j in range(U(begin), U(end)):
+                    if cap > F32(0):
+                        for j in range(U64(begin), U64(end)):
                             scores[line + j] = cap * _tanh(scores[line + j] / cap)
-                    top, total = _softmax(scores, line + U(begin), end - begin, peaks[r])
-                    _fill(scores, line + low, line + U(begin), F(0))
-                    _fill(scores, line + U(end), line + high, F(0))
-                    if top > peaks[r] and totals[r] > F(0):
+                    top, total = _softmax(scores, line + U64(begin), end - begin, peaks[r])
+                    _fill(scores, line + low, line + U64(begin), F32(0))
+                    _fill(scores, line + U64(end), line + high, F32(0))
+                    if top > peaks[r] and totals[r] > F32(0):
                         factor = _exp(peaks[r] - top)
                         totals[r] *= factor
                         _multiply(found, r * wide, wide, factor)
                     totals[r] += total
                     peaks[r] = top
                     if apart:
-                        for j in range(U(begin), U(end)):
+                        for j in range(U64(begin), U64(end)):
                             weight = scores[line + j]
-                            base = U(index[U(at + first) + j]) * U(v_step) + U(head) * size
+                            base = U64(index[U64(at + first) + j]) * U64(v_step) + U64(head) * size
                             for d in range(size):
                                 found[r * wide + d] += weight * v[base + d]
                 if apart:
                     continue
-                column, of_values, of_found, depth = U(0), low * wide, r0 * wide, high - low
-                while column + U(WIDE) <= wide:
-                    _add_most(scores, low, U(KEYS), beside, of_values + column, wide, U(LANES), found, of_found + column, wide, depth)
-                    column += U(WIDE)
-                while column + U(2 * LANES) <= wide:
-                    _add_two(scores, low, U(KEYS), beside, of_values + column, wide, U(LANES), found, of_found + column, wide, depth)
-                    column += U(2 * LANES)
+                column, of_v, of_found, depth = U64(0), low * wide, r0 * wide, high - low
+                while column + U64(WIDE) <= wide:
+                    _add_most(
+                        scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth
+                    )
+                    column += U64(WIDE)
+                while column + U64(2 * LANES) <= wide:
+                    _add_two(scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth)
+                    column += U64(2 * LANES)
                 if column < wide:
-                    _add_one(scores, low, U(KEYS), beside, of_values + column, wide, U(LANES), found, of_found + column, wide, depth)
+                    _add_one(scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth)
         for r in range(rows):
-            base = ((U(start) + r // fold) * U(heads) + U(head) * fold + r % fold) * size
-            factor = F(0) if totals[r] == F(0) else F(1) / totals[r]  # 0: it sees no key
+            base = ((U64(start) + r // fold) * U64(heads) + U64(head) * fold + r % fold) * size
+            factor = F32(0) if totals[r] == F32(0) else F32(1) / totals[r]  # 0: it sees no key
             for d in range(size):
                 out[base + d] = found[r * wide + d] * factor
 
 
-@compiled
+@compiled()
 def _codes_of(row: Any, at: Any, size: Any, unit: Any, rounded: bool, codes: Any, to: Any) -> Any:
     """Write the codes of a row of numbers, which are in units of ``unit``, and return their scale. ``rounded``: to bfloat16."""
     bits = row.view(np.int32)
-    most = I(0)
+    most = I32(0)
     for c in range(size):
-        most = max(most, I(bits[at + U(c)] & I(0x7FFFFFFF)))
-    peak = I(most).view(F)
-    peak = F(MIN_PEAK) if peak < F(MIN_PEAK) else peak
-    scale, inverse = peak * unit * F(1 / 127), F(127) / peak
+        most = max(most, I32(bits[at + U64(c)] & I32(0x7FFFFFFF)))
+    peak = I32(most).view(F32)
+    peak = F32(MIN_PEAK) if peak < F32(MIN_PEAK) else peak
+    scale, inverse = peak * unit * F32(1 / 127), F32(127) / peak
     if rounded:  # a rounded scale makes codes of up to 127.25, which are still 127
-        pattern = F(scale).view(I)
-        scale = I((pattern + I(0x7FFF) + ((pattern >> I(16)) & I(1))) & I(-0x10000)).view(F)
+        pattern = F32(scale).view(I32)
+        scale = I32((pattern + I32(0x7FFF) + ((pattern >> I32(16)) & I32(1))) & I32(-0x10000)).view(F32)
         inverse = unit / scale
     for c in range(size):
-        codes[to + U(c)] = np.uint8(I(np.rint(row[at + U(c)] * inverse)) + I(128))
+        codes[to + U64(c)] = np.uint8(I32(np.rint(row[at + U64(c)] * inverse)) + I32(128))
     return scale
 
 
-@compiled
+@compiled("void(f4[::1], i8, b1, u1[::1], f4[::1], i8, i8)")
 def quantize(x: Any, size: int, rounded: bool, codes: Any, scales: Any, begin: int, end: int) -> None:
     """Rows ``begin`` to ``end`` of x, [rows, size] -> codes, [rows, size] uint8, and scales, [rows]."""
-    for r in range(U(begin), U(end)):
-        scales[r] = _codes_of(x, r * U(size), U(size), F(1), rounded, codes, r * U(size))
+    for r in range(U64(begin), U64(end)):
+        scales[r] = _codes_of(x, r * U64(size), U64(size), F32(1), rounded, codes, r * U64(size))
 
 
-@compiled
+@compiled("void(f4[::1], f4[::1], f4[::1], i8, i8, b1, i8, u1[::1], f4[::1], i8, i8)")
 def activate(
-    product: Any, scales: Any, bias: Any, function: int, gated: int, rounded: bool, size: int, codes: Any, out_scales: Any,
+    product: Any, scales: Any, bias: Any, function: int, gated: int, rounded: bool, size: Any, codes: Any, out_scales: Any,
     begin: int, end: int,
 ) -> None:  # fmt: skip
     """The activation between two products in 8-bit codes, rows ``begin`` to ``end``.
 
-    product: [rows, width] in units of scales, [rows]; bias: [width] or empty; width: ``size``, or twice that if ``gated``. -> codes,
-    [rows, size] uint8, and out_scales, [rows].
+    product: [rows, width] in units of scales, [rows]; bias: [width] or empty; width: ``size``, or twice that if ``gated``. ->
+    codes, [rows, size] uint8, and out_scales, [rows].
     """
-    size = U(size)
-    width = size if gated == UNGATED else U(2) * size
+    size = U64(size)
+    width = size if gated == UNGATED else U64(2) * size
     row, inner = np.empty(width, np.float32), np.empty(size, np.float32)
-    gate, other = (size, U(0)) if gated == GATE_SECOND else (U(0), size)
-    for r in range(U(begin), U(end)):
+    gate, other = (size, U64(0)) if gated == GATE_SECOND else (U64(0), size)
+    for r in range(U64(begin), U64(end)):
         for c in range(width):
             row[c] = product[r * width + c] * scales[r]
         if len(bias) > 0:
@@ -347,38 +359,36 @@ def activate(
                 row[c] += bias[c]
         if function == SILU:
             for c in range(size):
-                inner[c] = row[gate + c] / (F(1) + _exp(-row[gate + c]))
+                inner[c] = row[gate + c] / (F32(1) + _exp(-row[gate + c]))
         elif function == GELU_TANH:
             for c in range(size):
                 x = row[gate + c]
-                inner[c] = x / (F(1) + _exp(F(-1.5957691216057308) * (x + F(0.044715) * x * x * x)))
+                inner[c] = x / (F32(1) + _exp(F32(-1.5957691216057308) * (x + F32(0.044715) * x * x * x)))
         elif function == GELU:
             for c in range(size):
                 x = row[gate + c]
-                inner[c] = F(0.5) * x * (F(1) + _erf(x * F(0.7071067811865476)))
+                inner[c] = F32(0.5) * x * (F32(1) + _erf(x * F32(0.7071067811865476)))
         elif function == TANH:
             for c in range(size):
                 inner[c] = _tanh(row[gate + c])
         else:
             for c in range(size):
-                inner[c] = row[gate + c] if row[gate + c] > F(0) else row[gate + c] * F(0)
+                inner[c] = row[gate + c] if row[gate + c] > F32(0) else row[gate + c] * F32(0)
         if gated != UNGATED:
             for c in range(size):
                 inner[c] *= row[other + c]
-        out_scales[r] = _codes_of(inner, U(0), size, F(1), rounded, codes, r * size)
+        out_scales[r] = _codes_of(inner, U64(0), size, F32(1), rounded, codes, r * size)
 
 
-@compiled
-def add_norm(
-    x: Any, residual: Any, weight: Any, eps: float, size: int, normed: Any, total: Any, begin: int, end: int
-) -> None:
+@compiled("void(f4[::1], f4[::1], f4[::1], f8, i8, f4[::1], f4[::1], i8, i8)")
+def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any, normed: Any, total: Any, begin: int, end: int) -> None:
     """Rows ``begin`` to ``end``: ``total = x + residual``, and ``normed``, its root-mean-square normalisation. Without a residual,
     both of size 0, it normalises x. All: [rows, size]."""
-    size = U(size)
+    size = U64(size)
     adds = len(residual) > 0
-    for r in range(U(begin), U(end)):
+    for r in range(U64(begin), U64(end)):
         at = r * size
-        squares = F(0)
+        squares = F32(0)
         if adds:
             for c in range(size):
                 each = x[at + c] + residual[at + c]
@@ -387,7 +397,7 @@ def add_norm(
         else:
             for c in range(size):
                 squares += x[at + c] * x[at + c]
-        factor = F(1) / np.sqrt(squares / F(size) + F(eps))
+        factor = F32(1) / np.sqrt(squares / F32(size) + F32(eps))
         if adds:
             for c in range(size):
                 normed[at + c] = total[at + c] * factor * weight[c]
@@ -396,18 +406,18 @@ def add_norm(
                 normed[at + c] = x[at + c] * factor * weight[c]
 
 
-@compiled
+@compiled("void(f4[::1], f4[::1], f4[::1], f8, f4[::1], f4[::1], i8, i8, i8, i8, i8[::1], f4[::1], f4[::1], f4[::1], i8, i8)")
 def norm_rotate_write(
-    qkv: Any, q_weight: Any, k_weight: Any, eps: float, cos: Any, sin: Any, half: int, heads: int, kv_heads: int, size: int,
+    qkv: Any, q_weight: Any, k_weight: Any, eps: float, cos: Any, sin: Any, half: Any, heads: Any, kv_heads: Any, size: Any,
     slots: Any, keys: Any, values: Any, out: Any, begin: int, end: int,
 ) -> None:  # fmt: skip
-    """:func:`kernels.qk_norm_rope.qk_norm_rope_write` of tokens ``begin`` to ``end``. Weights of size 0: no norm. ``half``: angles of
-    a token."""
-    size, half, heads, kv_heads = U(size), U(half), U(heads), U(kv_heads)
+    """:func:`kernels.qk_norm_rope.qk_norm_rope_write` of tokens ``begin`` to ``end``. Weights of size 0: no norm. ``half``: angles
+    of a token."""
+    size, half, heads, kv_heads = U64(size), U64(half), U64(heads), U64(kv_heads)
     head = np.empty(size, np.float32)
-    for token in range(U(begin), U(end)):
-        slot = U(slots[token])
-        base = token * (heads + U(2) * kv_heads) * size
+    for token in range(U64(begin), U64(end)):
+        slot = U64(slots[token])
+        base = token * (heads + U64(2) * kv_heads) * size
         angles = token * half
         for h in range(heads + kv_heads):
             at = base + h * size
@@ -415,10 +425,10 @@ def norm_rotate_write(
                 head[d] = qkv[at + d]
             weight = q_weight if h < heads else k_weight
             if len(weight) > 0:
-                squares = F(0)
+                squares = F32(0)
                 for d in range(size):
                     squares += head[d] * head[d]
-                factor = F(1) / np.sqrt(squares / F(size) + F(eps))
+                factor = F32(1) / np.sqrt(squares / F32(size) + F32(eps))
                 for d in range(size):
                     head[d] *= factor * weight[d]
             into, to = (out, (token * heads + h) * size) if h < heads else (keys, (slot * kv_heads + h - heads) * size)
@@ -426,7 +436,7 @@ def norm_rotate_write(
                 into[to + d] = head[d] * cos[angles + d] - head[half + d] * sin[angles + d]
             for d in range(half):
                 into[to + half + d] = head[half + d] * cos[angles + d] + head[d] * sin[angles + d]
-            for d in range(U(2) * half, size):
+            for d in range(U64(2) * half, size):
                 into[to + d] = head[d]
         at = base + (heads + kv_heads) * size
         for d in range(kv_heads * size):

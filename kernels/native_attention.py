@@ -1,5 +1,5 @@
-"""Attention on a CPU in float32, by the compiled loops of :mod:`kernels.native`: from rows of queries to rows of keys and values that
-lie anywhere, without padding, masks or copies of a whole context.
+"""Attention on a CPU in float32, by the compiled loops of :mod:`kernels.native`: from rows of queries to rows of keys and values
+that lie anywhere, without padding, masks or copies of a whole context.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     start: int
     """Row of the first query."""
-    count: int
+    queries: int
     context: npt.NDArray[np.integer]
     """Rows of the keys."""
     before: int
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 class Work(NamedTuple):
     """What is computed in a step, in all layers."""
 
-    index: Longs
+    rows: Longs
     """Rows of all contexts."""
     tasks: Longs
     """See :func:`kernels.native.attend`."""
@@ -87,7 +87,7 @@ def native_attention(q: Tensor, k: Tensor, v: Tensor, work: Work, left: int, rig
     scale, fold, into, attend = np.float32(spec.scale_of(size)), heads // k.shape[1], flat(out), loops().attend
 
     def compute(span: slice) -> None:
-        attend(*given, work.index, work.tasks[span], left, right, scale, np.float32(cap), heads, fold, size, into)
+        attend(*given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), heads, fold, size, into)
 
     share(compute, work.shares)
     return out

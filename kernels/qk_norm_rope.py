@@ -13,7 +13,19 @@ from yardstick_llm.kernels.quantize import FP8, MAX_CODE
 from yardstick_llm.kernels.rms_norm import rms_norm_reference
 from yardstick_llm.kernels.rope import rope
 from yardstick_llm.kernels.row_chunks import in_threads
-from yardstick_llm.kernels.runtime import FLOATS, compiles, expect, expect_device, flat, jit, launches, loops, power_of_two, tl, warps
+from yardstick_llm.kernels.runtime import (
+    FLOATS,
+    compiles,
+    expect,
+    expect_device,
+    flat,
+    jit,
+    launches,
+    loops,
+    power_of_two,
+    tl,
+    warps,
+)
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
 

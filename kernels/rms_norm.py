@@ -78,7 +78,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """The normalised sum and the sum itself: ``(rms_norm(x + residual), x + residual)``, each of x's shape."""
     if launches(x, residual, weight):
         return add_rms_norm_triton(x, residual, weight, eps)
-    return _add_norm(x, residual, weight, eps) if compiles(x, residual, weight) else add_rms_norm_reference(x, residual, weight, eps)
+    return (
+        _add_norm(x, residual, weight, eps) if compiles(x, residual, weight) else add_rms_norm_reference(x, residual, weight, eps)
+    )
 
 
 def _add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +78,14 @@ def compiles(*tensors: Tensor | None) -> bool:
 
 @functools.cache
 def loops() -> Any:
-    """:mod:`kernels.native`, imported where it is first needed: Numba takes a quarter of a second."""
+    """:mod:`kernels.native`, imported where it is first needed: Numba takes a quarter of a second.
+
+    Numba takes only a folder that it can write to, so the loops that an image has (``YARDSTICK_LOOPS``) are copied to its folder.
+    """
+    given, kept = os.environ.get("YARDSTICK_LOOPS"), os.environ.get("NUMBA_CACHE_DIR")
+    if given and kept:
+        with suppress(OSError):  # they are there, or are compiled
+            shutil.copytree(given, kept, dirs_exist_ok=False)
     return importlib.import_module("yardstick_llm.kernels.native")
 
 

@@ -30,8 +30,8 @@ TILE = 256
 ROWS = 64
 """Queries of a program of the kernel."""
 MOST_TOKENS = 1024
-"""Longest sequences in bfloat16 whose scores are computed whole on a CPU. Heads of 32 took 0.5 (256 tokens) and heads of 64 0.45 (512
-tokens) times as long as with torch's attention (AMD EPYC, Zen 5)."""
+"""Longest sequences in bfloat16 whose scores are computed whole on a CPU. Heads of 32 took 0.5 (256 tokens) and heads of 64 0.45
+(512 tokens) times as long as with torch's attention (AMD EPYC, Zen 5)."""
 
 
 class Run(NamedTuple):

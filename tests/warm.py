@@ -42,6 +42,7 @@ _ENGINE = (
     "yardstick_llm.engine.server.app",
     "yardstick_llm.engine.loop.build",
     "yardstick_llm.engine.models.source",
+    "yardstick_llm.kernels.native",
 )
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
 _LOAD = ("yardstick_llm.loadgen.cli", "yardstick_llm.loadgen.runner")

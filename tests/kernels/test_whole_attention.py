@@ -13,7 +13,6 @@ from yardstick_llm.kernels.whole_attention import (
     ROWS,
     Layout,
     cut,
-    lay_out,
     runs_of,
     whole_attention,
     whole_attention_native,

@@ -84,7 +84,7 @@ def test_only_queries_that_see_what_is_not_finite_are_not_finite(before: int) ->
     heads.qkv[at + 30, HEADS + KV_HEADS :] = float("nan")  # only its values
     found = NativeAttention(kv, HEADS).plan(segments).attend(0, heads)
     assert not found[at + 17 : at + 40].isfinite().any()
-    assert found[:at + 17].isfinite().all()
+    assert found[: at + 17].isfinite().all()
     assert found[at + 40 :].isfinite().all()
 
 

@@ -1,0 +1,108 @@
+"""Loops that LLVM compiles: their functions, the tiles of products, and where they are kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from yardstick_llm.kernels import native
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.native_attention import MOST_QUERIES, UNBOUNDED, Piece, native_attention, plan
+from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("function", "exact", "tolerance"),
+    [(native._exp, torch.exp, 0.0), (native._tanh, torch.tanh, 2e-7), (native._erf, torch.erf, 3e-7)],
+)
+def test_functions(function: Callable[..., float], exact: Callable[[torch.Tensor], torch.Tensor], tolerance: float) -> None:
+    @numba.njit
+    def of(numbers, found):  # type: ignore[no-untyped-def]
+        for place in range(len(numbers)):
+            found[place] = function(numbers[place])
+
+    numbers = np.concatenate([np.linspace(-86, 86, 5001), np.linspace(-3, 3, 5001), [0.0]]).astype(np.float32)
+    found = np.empty_like(numbers)
+    of(numbers, found)
+    expected = exact(torch.from_numpy(numbers).double()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=3e-7 if tolerance == 0 else 1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("depth", [1, 7, 64])
+@pytest.mark.parametrize(("vectors", "name"), [(native.VECTORS, "most"), (2, "two"), (1, "one")])
+def test_tiles_of_products(vectors: int, name: str, depth: int) -> None:
+    sets, adds = getattr(native, f"_set_{name}"), getattr(native, f"_add_{name}")
+
+    @numba.njit
+    def both(a, b, first, second, depth, step):  # type: ignore[no-untyped-def]
+        sets(a, 0, depth, b, 0, step, native.LANES, first, 0, step, depth)
+        adds(a, 0, depth, b, 0, step, native.LANES, second, 0, step, depth)
+
+    random, columns = np.random.default_rng(depth), vectors * native.LANES
+    a = random.standard_normal((native.ROWS, depth)).astype(np.float32)
+    b, before = (random.standard_normal((rows, columns + 3)).astype(np.float32) for rows in (depth, native.ROWS))
+    first, second = before.copy(), before.copy()
+    both(a.ravel(), b.ravel(), first.reshape(-1), second.reshape(-1), depth, columns + 3)
+    np.testing.assert_allclose(first[:, :columns], (a @ b)[:, :columns], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(second[:, :columns], (before + a @ b)[:, :columns], rtol=1e-4, atol=1e-5)
+    assert np.array_equal(first[:, columns:], before[:, columns:])
+    assert np.array_equal(second[:, columns:], before[:, columns:])
+
+
+def test_a_score_does_not_depend_on_the_pieces_beside_it() -> None:
+    q, k, v = torch.randn(400, 4, 32), torch.randn(900, 2, 32), torch.randn(900, 2, 32)
+    rows = np.random.default_rng(0).permutation(900)
+    pieces = [Piece(0, 300, rows[:700], 400), Piece(300, 1, rows[:50], 49), Piece(301, 99, rows[100:300], 101)]
+    attend = lambda pieces: native_attention(q, k, v, plan(pieces, 4, 2, 32, causal=True), UNBOUNDED, 0, AttentionSpec())  # noqa: E731
+    whole = attend(pieces)
+    for piece in pieces:
+        span = slice(piece.start, piece.start + piece.queries)
+        assert torch.equal(attend([piece])[span], whole[span])
+
+
+def test_long_pieces_are_cut_and_work_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    work = plan([Piece(5, 600, np.arange(1000), 400), Piece(605, 2, np.arange(30), 28)], 4, 2, 64, causal=True)
+    heads = work.tasks[::2, :5].tolist()
+    assert [(start, count, width, before) for start, count, _, width, before in heads] == [
+        (261, MOST_QUERIES, 912, 656),
+        (5, MOST_QUERIES, 656, 400),
+        (517, 88, 1000, 912),
+        (605, 2, 30, 28),
+    ]
+    assert [task for share in work.shares for task in range(*share.indices(len(work.tasks)))] == [*range(8)]
+    assert len(work.shares) > 2
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (1, 576), (5, 4, 64), (0, 8)])
+def test_norms(shape: tuple[int, ...]) -> None:
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm_reference(x, residual, weight, 1e-6))
+
+
+@pytest.mark.slow
+def test_an_image_brings_its_loops_along(tmp_path: Path) -> None:
+    """They are compiled for one folder, and used by a process that cannot write there."""
+    given, kept = tmp_path / "given", tmp_path / "kept"
+    program = "from yardstick_llm.kernels.runtime import loops; print(loops().attend.stats.cache_hits)"
+
+    def hits(**folders: Path) -> list[str]:
+        environment = {name: str(folder) for name, folder in folders.items()} | {"PYTHONPATH": "src", "HOME": str(tmp_path)}
+        command = [sys.executable, "-c", program.replace("hits)", "hits.values())")]
+        found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return found.stdout.splitlines()
+
+    assert hits(NUMBA_CACHE_DIR=given) == ["dict_values([])"]
+    for _ in range(2):
+        assert hits(NUMBA_CACHE_DIR=kept, YARDSTICK_LOOPS=given) == ["dict_values([1])"]
+    assert {file.name for file in kept.rglob("*.nbc")} >= {file.name for file in given.rglob("*.nbc")} != set()

@@ -75,4 +75,4 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
 	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine,dev]'
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/openai-2 $(SDK_2)
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(kubernetes|transformers/models|sympy|faker|networkx|tests|torch/_inductor|torch/testing|pygments/lexers)/' .venv; touch $@ # little of those is imported, and files for other versions of Python do not compile
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(kubernetes|transformers/models|sympy|faker|networkx|tests|torch/_inductor|torch/testing|pygments/lexers)/' .venv; $(BIN)/python -m yardstick_llm.kernels.native && touch $@ # little of those is imported, and files for other versions of Python do not compile; the last command compiles loops for this processor

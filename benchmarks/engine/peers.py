@@ -2,7 +2,7 @@
 
 Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
 the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32
-and int8, or in the formats that are named. The others get the full prompts as one batch. Figures are medians of the rounds; ratios
+and int8, or in the formats that are named: two requests in each turn, of which the second is measured. The others get the full prompts as one batch. Figures are medians of the rounds; ratios
 are medians of the rounds' ratios to the engine in float32. The last line is JSON.
 """
 
@@ -141,8 +141,9 @@ def main(arguments: Sequence[str]) -> int:
         assert not wrong, f"these scores differ from the engine's: {wrong}"
         taken: dict[str, list[Spent]] = {name: [] for name in scorers}
         for place in records.progress(range(options.rounds), "rounds"):
-            message = workload.request(f"r{place}", rng, measured.config.vocab_size)
+            first, message = (workload.request(f"{part}{place}", rng, measured.config.vocab_size) for part in "wr")
             for name, scorer in scorers.items():
+                scorer.score(first)  # after the turns of the others, it runs as under load
                 taken[name].append(spent(scorer, message))
                 records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1].wall, "cpu": taken[name][-1].cpu})
     wall, cpu = ({name: [each[clock] for each in times] for name, times in taken.items()} for clock in range(2))

@@ -31,7 +31,7 @@ BENCHMARKS = {
     "step": Benchmark("benchmarks.engine.step", "full scoring steps: wall time, and each kernel's", True),
     "accuracy": Benchmark("benchmarks.engine.accuracy", "accuracy of bfloat16, FP8 and int8, beside float32", True),
     "gpu": Benchmark("benchmarks.engine.gpu", "a run on a GPU machine, in two calls of 8 minutes"),
-    "peers": Benchmark("benchmarks.engine.peers", "scoring on a CPU, beside OpenVINO and llama.cpp"),
+    "peers": Benchmark("benchmarks.engine.peers", "scoring on a CPU, beside OpenVINO and llama.cpp", True),
     "gguf": Benchmark("benchmarks.engine.peer_gguf", "a GGUF file on a CPU, beside llama.cpp", True),
     "kernels": Benchmark("benchmarks.kernels.cli", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu", "CPU time of the gateway for each score request"),

@@ -2,8 +2,9 @@
 
 Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
 the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32
-and int8, or in the formats that are named: two requests in each turn, of which the second is measured. The others get the full prompts as one batch. Figures are medians of the rounds; ratios
-are medians of the rounds' ratios to the engine in float32. The last line is JSON.
+and int8, or in the formats that are named: two requests in each turn, of which the second is measured. The others get the full
+prompts as one batch. Figures are medians of the rounds; ratios are medians of the rounds' ratios to the engine in float32. The last
+line is JSON.
 """
 
 from __future__ import annotations

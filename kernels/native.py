@@ -386,24 +386,18 @@ def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any, normed: 
     both of size 0, it normalises x. All: [rows, size]."""
     size = U64(size)
     adds = len(residual) > 0
+    source = total if adds else x
     for r in range(U64(begin), U64(end)):
         at = r * size
+        if adds:
+            for c in range(size):
+                total[at + c] = x[at + c] + residual[at + c]
         squares = F32(0)
-        if adds:
-            for c in range(size):
-                each = x[at + c] + residual[at + c]
-                total[at + c] = each
-                squares += each * each
-        else:
-            for c in range(size):
-                squares += x[at + c] * x[at + c]
+        for c in range(size):
+            squares += source[at + c] * source[at + c]
         factor = F32(1) / np.sqrt(squares / F32(size) + F32(eps))
-        if adds:
-            for c in range(size):
-                normed[at + c] = total[at + c] * factor * weight[c]
-        else:
-            for c in range(size):
-                normed[at + c] = x[at + c] * factor * weight[c]
+        for c in range(size):
+            normed[at + c] = source[at + c] * factor * weight[c]
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, f4[::1], f4[::1], i8, i8, i8, i8, i8[::1], f4[::1], f4[::1], f4[::1], i8, i8)")

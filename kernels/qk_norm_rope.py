@@ -59,10 +59,11 @@ def qk_norm_rope_write(
     out: where the queries go, contiguous; None for a new tensor.
     """
     given = qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots
+    if launches(qkv, q_weight, k_weight):
+        return qk_norm_rope_write_triton(*given, scales, out)
     if scales is None and out is None and keys.is_contiguous() and compiles(qkv, q_weight, k_weight, cos, sin, keys, values):
         return qk_norm_rope_write_native(*given)
-    operation = qk_norm_rope_write_triton if launches(qkv, q_weight, k_weight) else qk_norm_rope_write_reference
-    return operation(*given, scales, out)
+    return qk_norm_rope_write_reference(*given, scales, out)
 
 
 def qk_norm_rope_write_native(

@@ -117,8 +117,9 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 
 def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """:func:`rms_norm` in float32, then FP8. x: [tokens, size] -> [tokens, size] e4m3, scales [tokens, 1] float32."""
-    fused = launches(x, weight)
-    return rms_norm_quantized_triton(x, weight, eps) if fused else rms_norm_quantized_reference(x, weight, eps)
+    if launches(x, weight):
+        return rms_norm_quantized_triton(x, weight, eps)
+    return quantize_rows_reference(rms_norm(x.float(), weight.float(), eps))
 
 
 def rms_norm_quantized_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -135,9 +136,10 @@ def rms_norm_quantized_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Te
 
 def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``(*rms_norm_quantized(x + residual), x + residual)``; the sum is in x's dtype, and rounded to it before it is normalised."""
-    fused = launches(x, residual, weight)
-    operation = add_rms_norm_quantized_triton if fused else add_rms_norm_quantized_reference
-    return operation(x, residual, weight, eps)
+    if launches(x, residual, weight):
+        return add_rms_norm_quantized_triton(x, residual, weight, eps)
+    total = x + residual
+    return *rms_norm_quantized(total, weight, eps), total
 
 
 def add_rms_norm_quantized_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 AVAILABLE = INTERPRETED or torch.cuda.is_available()
 
+HAS_LOOPS = find_spec("numba") is not None
+"""Whether numba is installed, which compiles :mod:`kernels.native`; hosts of GPUs may be without it."""
 NOTHING = np.empty(0, np.float32)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,6 +75,8 @@ def launches(*tensors: Tensor | None) -> bool:
 
 def compiles(*tensors: Tensor | None) -> bool:
     """Whether the loops of :mod:`kernels.native` accept these tensors: on a CPU, in float32, and none needs a gradient."""
+    if not HAS_LOOPS:
+        return False
     given = [tensor for tensor in tensors if tensor is not None]
     return all(each.dtype == torch.float32 and each.device.type == "cpu" for each in given) and not needs_gradient(*given)
 
@@ -147,6 +152,7 @@ def _is_dense(tensor: Tensor, axes: int) -> bool:
 __all__ = [
     "AVAILABLE",
     "FLOATS",
+    "HAS_LOOPS",
     "INTERPRETED",
     "Kernel",
     "compiles",

@@ -11,8 +11,8 @@ host_python=${HOST_PYTHON:-3.12}
 # transformers and what it shares with the engine: the host's own versions are kept.
 host_may_have=(numpy tokenizers safetensors huggingface-hub packaging requests tqdm click filelock fsspec markupsafe typing-extensions)
 not_needed='torch|triton|transformers|mypy|ruff|import-linter|flashinfer-python|apache-tvm-ffi'
-# For tests that need no GPU, for plots, and for a gateway in Kubernetes.
-not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|openai|opentelemetry-exporter-otlp-proto-http'
+# For loops on a CPU, whose place PyTorch takes; for tests that need no GPU, for plots, and for a gateway in Kubernetes.
+not_needed+='|numba|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|openai|opentelemetry-exporter-otlp-proto-http'
 not_needed+='|opentelemetry-sdk|peft|playwright|pyarrow|rotel|testcontainers'
 # What `import flashinfer` and its attention need beside the extra gpu. Its other dependencies take gigabytes, and one is torch.
 flashinfer_needs=(click packaging requests tqdm)

@@ -126,4 +126,4 @@ print(sorted(name for name in ATTENTION_BACKENDS if backend_of(name)), torch.__v
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
-    assert checked.stdout.startswith("['flashinfer', 'reference', 'triton'] ")
+    assert checked.stdout.startswith("['flashinfer', 'native', 'reference', 'triton'] ")

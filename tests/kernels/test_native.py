@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +89,35 @@ def test_norms(shape: tuple[int, ...]) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm_reference(x, residual, weight, 1e-6))
+
+
+OTHER = """
+import llvmlite.binding as llvm
+llvm.get_host_cpu_features = lambda: {"avx2": True}
+import torch
+from yardstick_llm.kernels import native
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.native_attention import Piece, native_attention, plan
+q, k, v = (torch.randn(200, heads, 80) for heads in (4, 2, 2))
+work = plan([Piece(0, 150, torch.arange(150).numpy(), 0), Piece(150, 50, torch.arange(200).numpy(), 150)], 4, 2, 80, causal=True)
+found = native_attention(q, k, v, work, 90, 0, AttentionSpec())
+apart = torch.arange(200)[:, None] - torch.arange(200)
+heads = [each.transpose(0, 1) for each in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))]
+mask = (apart >= 0) & (apart <= 90)
+expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
+torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+print(native.LANES, native.VECTORS)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is of x86-64")
+def test_a_processor_with_smaller_registers(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": "src", "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
+    command = [sys.executable, "-c", OTHER]
+    found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert found.stdout == "8 2\n"
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from yardstick_llm.kernels.int8 import (
     pack_codes,
 )
 from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
-from yardstick_llm.kernels.runtime import loops
+from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
             f"--quantize int8 with --dtype bfloat16 needs a processor with one of {', '.join(BFLOAT16_INSTRUCTIONS)}, and this one"
             " has none; use --dtype float32."
         )
+    if not HAS_LOOPS:
+        raise ModelError("--quantize int8 needs the package numba, which is not installed; install it, or leave --quantize out.")
     loops()  # compiles or loads them
     logger.info("the layers' matrix products are computed in int8, with %s, and the rest in %s", found, name)
 

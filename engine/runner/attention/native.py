@@ -16,7 +16,7 @@ from yardstick_llm.engine.runner.attention.reference import ReferenceAttention, 
 from yardstick_llm.kernels import native_attention as native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
-from yardstick_llm.kernels.runtime import loops
+from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
 
 
 class NativeAttention(ReferenceAttention):
@@ -32,6 +32,8 @@ class NativeAttention(ReferenceAttention):
     def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:  # noqa: ARG003
         if device.type != "cpu":
             return "it computes on the CPU only"
+        if not HAS_LOOPS:
+            return "it needs the package numba, which is not installed"
         return None if dtype == kept == torch.float32 else "it computes in float32 only"
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:

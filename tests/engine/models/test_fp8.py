@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **OVERRIDES.get(request.param, {}))
 
 
-def logits(decoder: Decoder, count: int = 60) -> Tensor:
+def logits(decoder: Decoder, count: int = 60, seed: int = 1) -> Tensor:
     """Logits of ``count`` random tokens, computed where the decoder is. -> [count, vocab] float32 on the CPU."""
     device = decoder.embed.weight.device
-    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.inference_mode():
         hidden = decoder(tokens, torch.arange(count, device=device), causal_of(decoder.config))
         return decoder.logits(hidden).float().cpu()
@@ -72,15 +73,16 @@ def rounding(decoder: Decoder) -> Decoder:
 
 
 def test_it_computes_what_rounding_every_operand_does(model: Path) -> None:
-    found, plain, expected = (
-        logits(load_model(model, quantize="fp8")),
-        logits(load_model(model)),
-        logits(rounding(load_model(model))),
-    )
-    cost = (expected - plain).norm()
-    assert 0.005 < cost / plain.norm() < (0.25 if load_config(model).experts is None else 0.3)
-    # One code that falls to the other side for a difference in the last bit is all that may differ.
-    assert (found - expected).norm() < 0.1 * cost
+    decoders = load_model(model, quantize="fp8"), load_model(model), rounding(load_model(model))
+    differences = []
+    for seed in range(3):
+        found, plain, expected = (logits(decoder, seed=seed) for decoder in decoders)
+        cost = (expected - plain).norm()
+        assert 0.005 < cost / plain.norm() < (0.25 if load_config(model).experts is None else 0.3)
+        differences.append(float((found - expected).norm() / cost))
+    # A code that falls to the other side for a difference in the last bit changes the tokens that follow.
+    assert statistics.median(differences) < 0.05
+    assert max(differences) < 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

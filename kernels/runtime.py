@@ -94,6 +94,12 @@ def loops() -> Any:
     return importlib.import_module("yardstick_llm.kernels.native")
 
 
+def prepare_loops(weight: Tensor) -> None:
+    """Load the loops if a model with this ``weight`` computes with them, so that its first step does not wait for them."""
+    if compiles(weight.detach()):
+        loops()
+
+
 def flat(tensor: Tensor | None) -> npt.NDArray[Any]:
     """The numbers of a tensor on a CPU, as loops take them; a copy if it is not contiguous. None: an empty array of float32."""
     return NOTHING if tensor is None else tensor.detach().contiguous().view(-1).numpy()
@@ -164,6 +170,7 @@ __all__ = [
     "loops",
     "needs_gradient",
     "power_of_two",
+    "prepare_loops",
     "tl",
     "triton",
     "warps",

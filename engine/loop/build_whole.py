@@ -26,7 +26,7 @@ from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.scheduling.whole import WholeScheduler
 from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, RUNNING_REQUESTS, EngineSettings
-from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
+from yardstick_llm.kernels.runtime import prepare_loops
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ def assemble_whole(
     biased = model if isinstance(model, Encoder) and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) else None
     attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes)
-    if HAS_LOOPS and not weight.is_cuda:
-        loops()  # compiles or loads them
+    prepare_loops(weight)
     runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

@@ -11,22 +11,16 @@ from yardstick_llm.engine.ints import as_ints
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import FusedAttend, Heads
 from yardstick_llm.engine.requests.batch import ExtendSegment
-from yardstick_llm.engine.runner.attention.base import KVCache
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention, joined
 from yardstick_llm.kernels import native_attention as native
-from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
-from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
+from yardstick_llm.kernels.runtime import HAS_LOOPS
 
 
 class NativeAttention(ReferenceAttention):
     """Serves a CPU in float32. Branches of one token attend as in :class:`ReferenceAttention`."""
 
     make_ready = staticmethod(qk_norm_rope_write)
-
-    def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
-        super().__init__(kv, heads, specs)
-        loops()  # compiles or loads them
 
     @classmethod
     def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:  # noqa: ARG003

@@ -18,6 +18,7 @@ from yardstick_llm.engine.runner.attention import flashinfer
 from yardstick_llm.engine.runner.attention.base import AttentionBackend, KVCache
 from yardstick_llm.engine.settings import ATTENTION, ATTENTION_BACKENDS
 from yardstick_llm.kernels.quantize import FP8
+from yardstick_llm.kernels.runtime import prepare_loops
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def make_attention(decoder: Decoder, slots: int, backend: str, kv_dtype: str = "
     scales = None if kv_dtype == "auto" else kv_scales(decoder)
     kept = weight.dtype if scales is None else FP8
     choice = choose(backend, weight.device, config, weight.dtype, kept)
+    prepare_loops(weight)
     kv = KVCache(
         layers=config.num_layers,
         slots=slots,

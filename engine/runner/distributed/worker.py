@@ -38,6 +38,7 @@ from yardstick_llm.engine.runner.distributed.shard import (
 )
 from yardstick_llm.engine.runner.machine import device_of, dtype_of, set_threads
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.runtime import prepare_loops
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     if assignment.fingerprint and group_fingerprint(directory, dtype, settings, decoder.config) != assignment.fingerprint:
         raise ModelError("The files of the model are not those of node 0; give all nodes the same --model and --revision.")
     load_part(decoder, directory, format_of(settings.quantize, device, dtype))
-    return decoder.to(device)
+    decoder = decoder.to(device)
+    prepare_loops(decoder.embed.weight)
+    return decoder
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ F32: Any = np.float32
 I32: Any = np.int32
 U64: Any = np.uintp
 FAST = {"contract", "reassoc", "arcp", "nsz"}
-"""What LLVM may do to arithmetic. It may not assume that all numbers are finite."""
+"""Changes that LLVM may make to floating-point arithmetic. It must not assume that all numbers are finite."""
 
 _features = llvm.get_host_cpu_features()
 LANES, VECTORS = (16, 4) if _features.get("avx512f") else (8, 2) if _features.get("avx2") else (4, 4)
@@ -65,8 +65,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
     :data:`LANES` of a matrix product, ``c = a · b``, or ``c += a · b`` if it ``adds``.
 
     ``_at``: place of the first number in a flat array; ``_step``: from row to row; ``b_next``: from one vector of a row of b to the
-    next. LLVM keeps the sums in registers, and so reaches the processor's rate of multiplications (a core of an AMD EPYC, Zen 5:
-    131 billion a second, oneDNN 120, and MKL, which torch's attention multiplies with, 52).
+    next. LLVM keeps the sums in registers, which a loop in Python cannot ask for.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -312,19 +311,19 @@ def attend(
 
 
 @compiled()
-def _codes_of(row: Any, at: Any, size: Any, unit: Any, rounded: bool, codes: Any, to: Any) -> Any:
-    """Write the codes of a row of numbers, which are in units of ``unit``, and return their scale. ``rounded``: to bfloat16."""
+def _codes_of(row: Any, at: Any, size: Any, rounded: bool, codes: Any, to: Any) -> Any:
+    """Write the codes of a row of numbers and return their scale. ``rounded``: to bfloat16."""
     bits = row.view(np.int32)
     most = I32(0)
     for c in range(size):
         most = max(most, I32(bits[at + U64(c)] & I32(0x7FFFFFFF)))
     peak = I32(most).view(F32)
     peak = F32(MIN_PEAK) if peak < F32(MIN_PEAK) else peak
-    scale, inverse = peak * unit * F32(1 / 127), F32(127) / peak
+    scale, inverse = peak * F32(1 / 127), F32(127) / peak
     if rounded:  # a rounded scale makes codes of up to 127.25, which are still 127
         pattern = F32(scale).view(I32)
         scale = I32((pattern + I32(0x7FFF) + ((pattern >> I32(16)) & I32(1))) & I32(-0x10000)).view(F32)
-        inverse = unit / scale
+        inverse = F32(1) / scale
     for c in range(size):
         codes[to + U64(c)] = np.uint8(I32(np.rint(row[at + U64(c)] * inverse)) + I32(128))
     return scale
@@ -334,7 +333,7 @@ def _codes_of(row: Any, at: Any, size: Any, unit: Any, rounded: bool, codes: Any
 def quantize(x: Any, size: int, rounded: bool, codes: Any, scales: Any, begin: int, end: int) -> None:
     """Rows ``begin`` to ``end`` of x, [rows, size] -> codes, [rows, size] uint8, and scales, [rows]."""
     for r in range(U64(begin), U64(end)):
-        scales[r] = _codes_of(x, r * U64(size), U64(size), F32(1), rounded, codes, r * U64(size))
+        scales[r] = _codes_of(x, r * U64(size), U64(size), rounded, codes, r * U64(size))
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], i8, i8, b1, i8, u1[::1], f4[::1], i8, i8)")
@@ -377,7 +376,7 @@ def activate(
         if gated != UNGATED:
             for c in range(size):
                 inner[c] *= row[other + c]
-        out_scales[r] = _codes_of(inner, U64(0), size, F32(1), rounded, codes, r * size)
+        out_scales[r] = _codes_of(inner, U64(0), size, rounded, codes, r * size)
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, i8, f4[::1], f4[::1], i8, i8)")

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is computed in a step, in all layers."""
+    """The tasks of one step. All layers share them."""
 
     rows: Longs
     """Rows of all contexts."""

@@ -61,23 +61,9 @@ def qk_norm_rope_write(
     given = qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots
     if launches(qkv, q_weight, k_weight):
         return qk_norm_rope_write_triton(*given, scales, out)
-    if scales is None and out is None and keys.is_contiguous() and compiles(qkv, q_weight, k_weight, cos, sin, keys, values):
-        return qk_norm_rope_write_native(*given)
-    return qk_norm_rope_write_reference(*given, scales, out)
-
-
-def qk_norm_rope_write_native(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """:func:`qk_norm_rope_write` by a compiled loop."""
+    plain = scales is None and out is None and keys.is_contiguous()
+    if not (plain and compiles(qkv, q_weight, k_weight, cos, sin, keys, values)):
+        return qk_norm_rope_write_reference(*given, scales, out)
     tokens, kv_heads, size = len(qkv), *keys.shape[1:]
     heads = qkv.shape[1] - 2 * kv_heads
     out = qkv.new_empty(tokens, heads, size)

@@ -30,6 +30,10 @@ if [ ${#missing[@]} -gt 0 ]; then
     >"$LOG" 2>&1 || cannot "${missing[*]} cannot be installed" "$LOG"
 fi
 
+# A node whose disk is almost full starts no pod. Images, built, pushed and pulled, and what pods write take 10.4 GB.
+room=$(df --output=avail --block-size=GB / | tail -1 | tr -dc 0-9)
+[ "$room" -ge 12 ] || cannot "$room GB of its disk are free, and it takes 12"
+
 dockerd= cluster=
 stop() {
   if [ -n "$cluster" ]; then "$CLUSTER" down || true; fi
@@ -87,11 +91,17 @@ for _ in $(seq 3600); do
 done
 
 make --no-print-directory wheels images BASE=localhost/yardstick-base:bookworm OFFLINE=1
+for title in gateway engine build; do # what earlier builds left, and the stages of this one
+  docker image prune --force --filter "label=org.opencontainers.image.title=yardstick-$title" >>"$LOG"
+done
 for image in "localhost/yardstick-gateway:$RELEASE" "localhost/yardstick-engine:$RELEASE"; do
   "$CLUSTER" load-image "$image"
 done
 # One node that does everything may be late: tests that fail get one more go. Other tests may run meanwhile; each part has a cache of its
 # own.
 export PYTEST_ADDOPTS="-o cache_dir=.pytest_cache/cluster"
-make --no-print-directory "${TARGET:-test-cluster}" ||
+make --no-print-directory "${TARGET:-test-cluster}" || {
+  df -h /
+  kubectl describe nodes | sed -n '/^Conditions:/,/^Addresses:/p' || true
   .venv/bin/python -m pytest -q -m cluster --last-failed --last-failed-no-failures none tests/cluster
+}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.attacks.conftest import StartGateway
 from tests.attacks.raw import connected, parse, read_answer, read_to_end, request
-from tests.attacks.watch import Watch, metric_of
+from tests.attacks.watch import Watch, metric_of, settled_mib
 from tests.fakes import FakeEngine
 from tests.gateway.keys import entry, write
 from tests.processes import Program, wait_until
@@ -189,6 +189,7 @@ def test_many_large_uploads_cost_no_more_than_their_bound(start_gateway: StartGa
     start += b"transfer-encoding: chunked\r\n\r\n" if chunked else b"content-length: %d\r\n\r\n" % (20 * MEBIBYTE)
     part = b" " * (MEBIBYTE // 2)
     part = b"%x\r\n%b\r\n" % (len(part), part) if chunked else part
+    settled_mib(gateway.process.pid)
     with Watch(gateway) as watch, ExitStack() as stack:
         connections = [stack.enter_context(connected(gateway, timeout=1)) for _ in range(40)]
         for connection in connections:

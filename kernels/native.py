@@ -1,4 +1,4 @@
-"""Loops over float32 numbers on a CPU, which LLVM compiles for its processor: attention, norms, rotations and 8-bit codes.
+"""Loops on a CPU, which LLVM compiles for its processor: attention, norms and rotations in float32, and products of codes.
 
 PyTorch computes a chain of operations one by one, and each reads and writes memory; a loop here reads a row once. Numba compiles
 the loops when this module is imported, in about five seconds, and keeps the result for the next process. All loops are in one file,
@@ -8,6 +8,7 @@ count from the end of an array, and LLVM does not vectorise a loop that has to c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,11 +33,16 @@ FAST = {"contract", "reassoc", "arcp", "nsz"}
 _features = llvm.get_host_cpu_features()
 LANES, VECTORS = (16, 4) if _features.get("avx512f") else (8, 2) if _features.get("avx2") else (4, 4)
 """Numbers in a register, and registers in a row of a tile of products."""
+DOT = {16: "avx512vnni", 8: "avxvnni", 4: ""}[LANES]
+"""LLVM's name of the instructions that add products of bytes to integers of as many lanes."""
+HAS_DOT = bool(_features.get(DOT))
 ROWS = 6
 """Rows of a tile of products, which the registers hold."""
 WIDE = VECTORS * LANES
 KEYS = 512
 """Keys that a block of queries attends to at a time. Copies of their keys and values stay in a core's cache."""
+ROW_BYTES = 384 << 10
+"""Codes of rows that are multiplied with a part of a weight after another; they stay in a core's second cache."""
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
 NO_PEAK = F32(-3e38)
@@ -117,6 +123,148 @@ def _tile(vectors: int, *, adds: bool) -> Any:
 
 _set_most, _set_two, _set_one = (_tile(vectors, adds=False) for vectors in (VECTORS, 2, 1))
 _add_most, _add_two, _add_one = (_tile(vectors, adds=True) for vectors in (VECTORS, 2, 1))
+
+
+def _dots(rows: int, *, halved: bool, shifted: bool) -> Any:
+    """Return ``dots(x, x_at, x_step, w, w_at, w_step, scales, sums, s_at, s_step, w_scales, v_at, v_step, zero, factors, bias,
+    f_at, c, c_at, c_step, groups, quads)``: ``rows`` rows and two panels of :func:`multiply_codes`.
+
+    ``_at``: place of the first element in a flat array; ``_step``: from row to row, or from panel to panel. Elements of x are four
+    codes, of which a group has ``quads``. Sums of products of codes are integers, and the rest is computed in the same order for
+    all numbers of rows, so that a row's result does not depend on the rows beside it.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def dots(_: Any, x: Any, x_at: Any, x_step: Any, w: Any, w_at: Any, w_step: Any, scales: Any, sums: Any, s_at: Any, s_step: Any, w_scales: Any, v_at: Any, v_step: Any, zero: Any, factors: Any, bias: Any, f_at: Any, c: Any, c_at: Any, c_step: Any, groups: Any, quads: Any) -> Any:  # fmt: skip  # noqa: ARG001, E501
+        n = types.uintp
+        signature = types.void(x, n, n, w, n, n, scales, sums, n, n, w_scales, n, n, types.int32, factors, bias, n, c, n, n, n, n)
+
+        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+            quad, number, half = (ir.VectorType(kind, LANES) for kind in (i32, f32, ir.HalfType()))
+            byte = ir.VectorType(ir.IntType(8), 4 * LANES)
+            none, nothing, one = ir.Constant(quad, [0] * LANES), ir.Constant(number, [0.0] * LANES), ir.Constant(i64, 1)
+            x, w, scales, sums, w_scales, factors, bias, c = (
+                cgutils.create_struct_proxy(signature.args[place])(context, builder, value=given[place]).data
+                for place in (0, 3, 6, 7, 10, 14, 15, 17)
+            )
+            (
+                _,
+                x_at,
+                x_step,
+                _,
+                w_at,
+                w_step,
+                _,
+                _,
+                s_at,
+                s_step,
+                _,
+                v_at,
+                v_step,
+                zero,
+                _,
+                _,
+                f_at,
+                _,
+                c_at,
+                c_step,
+                groups,
+                quads,
+            ) = given
+
+            def place(start: Any, *more: tuple[int, Any]) -> Any:
+                """start + count · step + ..."""
+                for count, step in more:
+                    start = builder.add(start, builder.mul(ir.Constant(i64, count), step))
+                return start
+
+            def load(pointer: Any, at: Any, kind: Any) -> Any:
+                return builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()), align=1)
+
+            def spread(value: Any, kind: Any) -> Any:
+                empty = ir.Constant(kind, ir.Undefined)
+                return builder.shuffle_vector(builder.insert_element(empty, value, ir.Constant(i32, 0)), empty, none)
+
+            def known(name: str, kind: Any, *three: Any) -> Any:
+                function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+                return builder.call(function, three)
+
+            def fma(left: Any, right: Any, more: Any) -> Any:
+                return known(f"llvm.fma.v{LANES}f32", number, left, right, more)
+
+            def dot(total: Any, column: Any, codes: Any) -> Any:
+                """``total``, and four products of unsigned and signed bytes in each lane."""
+                if HAS_DOT:
+                    return known(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", quad, total, column, codes)
+                for bits in range(0, 32, 8):
+                    down, low, up, last = (ir.Constant(quad, [each] * LANES) for each in (bits, 255, 24 - bits, 24))
+                    left = builder.and_(builder.lshr(column, down), low)
+                    total = builder.add(total, builder.mul(left, builder.ashr(builder.shl(codes, up), last)))
+                return total
+
+            both, step = range(2), 2 if halved else 1  # panels, and quads at a time
+            found = [[cgutils.alloca_once(builder, number) for _ in both] for _ in range(rows)]
+            counted = [[cgutils.alloca_once(builder, quad) for _ in both] for _ in range(rows)]
+            for total in itertools.chain(*found):
+                builder.store(nothing, total)
+            with cgutils.for_range(builder, groups) as group:
+                of_row = [place(s_at, (row, s_step), (1, group.index)) for row in range(rows)]
+                summed = [builder.load(builder.gep(sums, [at])) for at in of_row]
+                for row in range(rows):
+                    start = none if shifted else spread(builder.neg(builder.mul(zero, summed[row])), quad)
+                    for total in counted[row]:
+                        builder.store(start, total)
+                with cgutils.for_range(builder, builder.udiv(quads, ir.Constant(i64, step))) as turn:
+                    first = builder.add(builder.mul(group.index, quads), builder.mul(ir.Constant(i64, step), turn.index))
+                    columns = []
+                    for panel in both:
+                        at = place(w_at, (panel, w_step), (4 * LANES // step, first))
+                        codes = load(w, at, byte)
+                        parts = [codes]
+                        if halved:
+                            low, four = (ir.Constant(byte, [each] * 4 * LANES) for each in (15, 4))
+                            parts = [builder.and_(codes, low), builder.lshr(codes, four)]
+                        columns.append([builder.bitcast(part, quad) for part in parts])
+                    for part in range(step):
+                        for row in range(rows):
+                            at = place(x_at, (row, x_step), (1, first), (part, one))
+                            codes = spread(builder.load(builder.gep(x, [at])), quad)
+                            for total, column in zip(counted[row], columns, strict=True):
+                                builder.store(dot(builder.load(total), column[part], codes), total)
+                of_group: list[list[Any]] = [[], []]  # scales and offsets of both panels
+                width = 2 if shifted else 1
+                for panel, kind in itertools.product(both, range(width)):
+                    at = place(v_at, (panel, v_step), (width * LANES, group.index), (kind * LANES, one))
+                    of_group[kind].append(builder.fpext(load(w_scales, at, half), number))
+                for row in range(rows):
+                    scale = builder.load(builder.gep(scales, [of_row[row]]))
+                    shift = spread(builder.fmul(scale, builder.sitofp(summed[row], f32)), number)
+                    scale = spread(scale, number)
+                    for panel in both:
+                        product = builder.fmul(builder.sitofp(builder.load(counted[row][panel]), number), scale)
+                        total = fma(product, of_group[0][panel], builder.load(found[row][panel]))
+                        builder.store(fma(shift, of_group[1][panel], total) if shifted else total, found[row][panel])
+            for panel in both:
+                at = place(f_at, (panel * LANES, one))
+                factor, more = load(factors, at, number), load(bias, at, number)
+                for row in range(rows):
+                    into = builder.gep(c, [place(c_at, (row, c_step), (panel * LANES, one))])
+                    total = fma(builder.load(found[row][panel]), factor, more)
+                    builder.store(total, builder.bitcast(into, number.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return signature, build
+
+    return dots
+
+
+_dots_few, _dots_few_shifted, _dots_few_halved, _dots_few_both = (
+    _dots(1, halved=halved, shifted=shifted) for halved in (False, True) for shifted in (False, True)
+)
+_dots_many, _dots_many_shifted, _dots_many_halved, _dots_many_both = (
+    _dots(ROWS, halved=halved, shifted=shifted) for halved in (False, True) for shifted in (False, True)
+)
 
 
 @compiled()
@@ -311,10 +459,10 @@ def attend(
 
 
 @compiled()
-def _codes_of(row: Any, at: Any, size: Any, rounded: bool, codes: Any, to: Any) -> Any:
-    """Write the codes of a row of numbers and return their scale. ``rounded``: to bfloat16."""
+def _codes_of(row: Any, at: Any, size: Any, rounded: bool, zero: Any, codes: Any, to: Any) -> tuple[Any, Any]:
+    """Write the codes of numbers; ``zero`` is that of 0. -> their scale, and their sum, less zeros. ``rounded``: to bfloat16."""
     bits = row.view(np.int32)
-    most = I32(0)
+    most, total = I32(0), I32(0)
     for c in range(size):
         most = max(most, I32(bits[at + U64(c)] & I32(0x7FFFFFFF)))
     peak = I32(most).view(F32)
@@ -325,34 +473,40 @@ def _codes_of(row: Any, at: Any, size: Any, rounded: bool, codes: Any, to: Any) 
         scale = I32((pattern + I32(0x7FFF) + ((pattern >> I32(16)) & I32(1))) & I32(-0x10000)).view(F32)
         inverse = F32(1) / scale
     for c in range(size):
-        codes[to + U64(c)] = np.uint8(I32(np.rint(row[at + U64(c)] * inverse)) + I32(128))
-    return scale
+        code = I32(np.rint(row[at + U64(c)] * inverse))
+        total += code
+        codes[to + U64(c)] = np.uint8(code + I32(zero))
+    return scale, total
 
 
-@compiled("void(f4[::1], i8, b1, u1[::1], f4[::1], i8, i8)")
-def quantize(x: Any, size: int, rounded: bool, codes: Any, scales: Any, begin: int, end: int) -> None:
-    """Rows ``begin`` to ``end`` of x, [rows, size] -> codes, [rows, size] uint8, and scales, [rows]."""
-    for r in range(U64(begin), U64(end)):
-        scales[r] = _codes_of(x, r * U64(size), U64(size), rounded, codes, r * U64(size))
+@compiled("void(f4[::1], i8, i8, b1, i8, u1[::1], f4[::1], i4[::1], i8, i8)")
+def quantize(
+    x: Any, size: Any, group: Any, rounded: bool, zero: int, codes: Any, scales: Any, sums: Any, begin: int, end: int
+) -> None:  # fmt: skip
+    """Rows ``begin`` to ``end`` of x, [rows, size] -> codes, [rows, size] uint8, and scales and sums, [rows, size / group]."""
+    size, group = U64(size), U64(group)
+    for place in range(U64(begin) * (size // group), U64(end) * (size // group)):
+        scales[place], sums[place] = _codes_of(x, place * group, group, rounded, zero, codes, place * group)
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1], i8, i8, b1, i8, u1[::1], f4[::1], i8, i8)")
+@compiled("void(f4[::1], f4[::1], f4[::1], i8, i8, i8, i8, b1, i8, u1[::1], f4[::1], i4[::1], i8, i8)")
 def activate(
-    product: Any, scales: Any, bias: Any, function: int, gated: int, rounded: bool, size: Any, codes: Any, out_scales: Any,
-    begin: int, end: int,
+    product: Any, scales: Any, bias: Any, function: int, gated: int, size: Any, group: Any, rounded: bool, zero: int, codes: Any,
+    out_scales: Any, sums: Any, begin: int, end: int,
 ) -> None:  # fmt: skip
     """The activation between two products in 8-bit codes, rows ``begin`` to ``end``.
 
-    product: [rows, width] in units of scales, [rows]; bias: [width] or empty; width: ``size``, or twice that if ``gated``. ->
-    codes, [rows, size] uint8, and out_scales, [rows].
+    product: [rows, width], in units of scales, [rows], unless these are empty; bias: [width] or empty; width: ``size``, or twice
+    that if ``gated``. -> codes, [rows, size] uint8, and out_scales and sums, [rows, size / group].
     """
-    size = U64(size)
+    size, group = U64(size), U64(group)
     width = size if gated == UNGATED else U64(2) * size
     row, inner = np.empty(width, np.float32), np.empty(size, np.float32)
     gate, other = (size, U64(0)) if gated == GATE_SECOND else (U64(0), size)
     for r in range(U64(begin), U64(end)):
+        unit = scales[r] if len(scales) > 0 else F32(1)
         for c in range(width):
-            row[c] = product[r * width + c] * scales[r]
+            row[c] = product[r * width + c] * unit
         if len(bias) > 0:
             for c in range(width):
                 row[c] += bias[c]
@@ -376,7 +530,55 @@ def activate(
         if gated != UNGATED:
             for c in range(size):
                 inner[c] *= row[other + c]
-        out_scales[r] = _codes_of(inner, U64(0), size, rounded, codes, r * size)
+        for g in range(size // group):
+            place = r * (size // group) + g
+            out_scales[place], sums[place] = _codes_of(inner, g * group, group, rounded, zero, codes, place * group)
+
+
+@compiled("void(i4[::1], f4[::1], i4[::1], u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1], i8, i8, i8, i8, b1, b1, i8, i8)")
+def multiply_codes(
+    x: Any, scales: Any, sums: Any, w: Any, w_scales: Any, zero: Any, factors: Any, bias: Any, out: Any, rows: Any, columns: Any,
+    groups: Any, group: Any, halved: bool, shifted: bool, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Products of rows of codes with the pairs of panels from ``begin`` to ``end``; see :class:`kernels.int8.Panels`.
+
+    x: [rows, groups · group / 4]; scales, sums: [rows, groups], of the codes; bias: [columns]. -> out: [rows, columns]. Rows after
+    the last multiple of :data:`ROWS` are multiplied one by one.
+    """
+    rows, columns, groups, group, zero = U64(rows), U64(columns), U64(groups), U64(group), I32(zero)
+    quads = group // U64(4)
+    line = groups * quads
+    stored = line * U64((2 if halved else 4) * LANES)
+    scaled = groups * U64((2 if shifted else 1) * LANES)
+    block = max(U64(1), U64(ROW_BYTES) // (line * U64(4) * U64(ROWS))) * U64(ROWS)
+    for start in range(U64(0), rows, block):
+        stop = min(rows, start + block)
+        for pair in range(U64(begin), U64(end)):
+            w_at, v_at, column = pair * U64(2) * stored, pair * U64(2) * scaled, pair * U64(2 * LANES)
+            r = start
+            while r < stop:
+                few = stop - r < U64(ROWS)
+                given = (
+                    x, r * line, line, w, w_at, stored, scales, sums, r * groups, groups, w_scales, v_at, scaled, zero, factors,
+                    bias, column, out, r * columns + column, columns, groups, quads,
+                )  # fmt: skip
+                if few and halved and shifted:
+                    _dots_few_both(*given)
+                elif few and halved:
+                    _dots_few_halved(*given)
+                elif few and shifted:
+                    _dots_few_shifted(*given)
+                elif few:
+                    _dots_few(*given)
+                elif halved and shifted:
+                    _dots_many_both(*given)
+                elif halved:
+                    _dots_many_halved(*given)
+                elif shifted:
+                    _dots_many_shifted(*given)
+                else:
+                    _dots_many(*given)
+                r += U64(1) if few else U64(ROWS)
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, i8, f4[::1], f4[::1], i8, i8)")

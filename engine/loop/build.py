@@ -156,8 +156,8 @@ def check_settings(settings: EngineSettings, config: ModelConfig) -> None:
         raise ModelError("LoRA adapters cannot be used with --tensor-parallel; leave one of the two out.")
     if settings.takes_adapters and settings.kv_dtype != "auto":
         raise ModelError("LoRA adapters cannot be used with --kv-dtype fp8, whose scales hold for the base model; leave one out.")
-    if settings.dequantize == "off" and (shared or settings.quantize is not None):
-        other = "--tensor-parallel" if shared else "--quantize"
+    if settings.dequantize == "off" and (shared or settings.quantize == "fp8"):
+        other = "--tensor-parallel" if shared else "--quantize fp8"
         raise ModelError(f"--dequantize off cannot be used with {other}, which converts dense weights; leave one of the two out.")
     if settings.expert_parallel not in (1, settings.tensor_parallel):
         raise ModelError(
@@ -238,7 +238,9 @@ def build_loop(settings: EngineSettings) -> Loop:
     if is_whole:
         return build_whole_loop(settings, model, device, dtype, make_graphs)
     shared = settings.tensor_parallel > 1
-    quantize = stored.NAME if keeps_codes(directory, settings, dtype, device) else settings.quantize
+    quantize = settings.quantize
+    if keeps_codes(directory, settings, dtype, device):
+        quantize = stored.NAME if quantize is None else stored.IN_INT8
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
@@ -260,10 +262,10 @@ def build_loop(settings: EngineSettings) -> Loop:
 def keeps_codes(directory: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether layers multiply with the codes of a quantised checkpoint; see :attr:`EngineSettings.dequantize`."""
     method = method_of(directory)
-    if method is None or settings.quantize is not None or settings.tensor_parallel > 1 or settings.dequantize == "on":
+    if method is None or settings.quantize == "fp8" or settings.tensor_parallel > 1 or settings.dequantize == "on":
         return False
-    needed = dense_bytes(directory, dtype)
-    keeps = settings.dequantize == "off" or device.type == "cuda" or needed > available_memory() * DENSE_SHARE
+    needed, asked = dense_bytes(directory, dtype), settings.dequantize == "off" or settings.quantize == "int8"
+    keeps = asked or device.type == "cuda" or needed > available_memory() * DENSE_SHARE
     what = "layers multiply with its codes" if keeps else "they are dequantised"
     logger.info("weights of the format %s: %s; dense weights take %d MiB (--dequantize)", method, what, needed >> 20)
     return keeps

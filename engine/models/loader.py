@@ -54,7 +54,7 @@ def load_model(
     """The decoder in a model directory, GGUF file or hub repository, converted to ``dtype``, in evaluation mode, on the CPU.
 
     ``quantize``: what its layers are then converted to, one of :data:`~engine.models.formats.quantization.FORMATS`, or
-    :data:`engine.models.formats.stored.NAME` to keep codes as they are stored, for products on ``device``. ``max_context``: see
+    one of :mod:`engine.models.formats.stored` to keep codes as they are stored, for products on ``device``. ``max_context``: see
     :attr:`~engine.settings.EngineSettings.max_context`.
     Raises :class:`~engine.models.files.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
     """
@@ -64,7 +64,7 @@ def load_model(
     if decoder.config.pooling is not None:
         _fill_projections(directory, decoder.projected, decoder.config.pooling)
     decoder.weight_format = format_in_words(directory, quantize)
-    pack_head(decoder, quantize)
+    pack_head(decoder, "int8" if quantize == as_stored.IN_INT8 else quantize)
     return decoder.eval()
 
 
@@ -132,7 +132,7 @@ def format_in_words(directory: Path, quantize: str | None) -> str | None:
     method = method_of(directory)
     if method is None:
         return None
-    return f"codes of {method}" if quantize == as_stored.NAME else f"weights of {method} dequantised"
+    return f"codes of {method}" if quantize in (as_stored.NAME, as_stored.IN_INT8) else f"weights of {method} dequantised"
 
 
 def dense_bytes(directory: Path, dtype: torch.dtype) -> int:
@@ -178,9 +178,10 @@ def fill(
 
 
 def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: str, part: int, device: torch.device) -> None:
-    form = None if quantize == as_stored.NAME else FORMATS[quantize]
-    if form is not None:
-        form.check_shapes(decoder)
+    in_int8 = quantize == as_stored.IN_INT8
+    form = None if quantize == as_stored.NAME or in_int8 else FORMATS[quantize]
+    if form is not None or in_int8:
+        (form or FORMATS["int8"]).check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
     decoder.norm.add_offset()
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
@@ -199,7 +200,7 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
         codes: dict[str, CodedWeight] = {}
         if form is None:
             whole = as_stored.codes_of(passage, views, checkpoint.read_all_codes(stored, views))
-            codes = as_stored.convert(layer, whole, device)
+            codes = as_stored.convert(layer, whole, device, in_int8=in_int8)
             views = as_stored.dense_views(passage, views, codes)
         checkpoint.copy(stored, views, part)
         _add_offsets(passage)

@@ -1,5 +1,5 @@
-"""A decoder whose layers multiply in 8-bit integers on a CPU: a scale for each output channel of the weights and for each token of
-their input (:mod:`kernels.int8`).
+"""A decoder whose layers multiply in 8-bit integers on a CPU (:mod:`kernels.int8`): dense weights with a scale for each output and for
+each token of their input, and codes of a quantised checkpoint as they are, with the scales of their groups.
 
 Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in the model's dtype, float32 or
 bfloat16. Where several processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.formats.fp8`).
@@ -23,12 +23,14 @@ from yardstick_llm.kernels.int8 import (
     INSTRUCTIONS,
     MOST_COLUMNS,
     UNGATED,
-    PackedWeight,
+    Weight,
     instructions,
     int8_activated,
     int8_linear,
     pack,
     pack_codes,
+    pack_panels,
+    takes,
 )
 from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloat16
 from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
@@ -39,13 +41,24 @@ logger = logging.getLogger(__name__)
 class Int8Linear(ConvertedLinear):
     """A linear layer of codes."""
 
-    weight: PackedWeight
+    weight: Weight
 
     def fill(self, weight: Tensor) -> None:
         self.weight = pack(weight)
 
     def fill_codes(self, weight: CodedWeight) -> None:
-        self.weight = pack_codes(weight.codes, weight.by_row().scales.flatten())
+        weight = weight.by_row()
+        plain = weight.zeros is None and weight.offsets is None and weight.codes.dtype == torch.int8
+        if plain and weight.scales.shape[1] == 1:
+            self.weight = pack_codes(weight.codes, weight.scales[:, 0])
+        else:
+            self.weight = pack_panels(weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bits)
+
+
+def takes_codes(weight: CodedWeight) -> bool:
+    """Whether an :class:`Int8Linear` takes these codes as they are."""
+    bytes_only = weight.codes.dtype in (torch.int8, torch.uint8)
+    return bytes_only and weight.groups is None and takes(weight.shape[1], weight.block[1], weight.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""

@@ -32,8 +32,9 @@ from yardstick_llm.kernels.quantize import FP8, SIDE, supported
 from yardstick_llm.kernels.weight_only import Codes, PackedCodes
 
 QKV = "attention.qkv_proj"
-NAME = "stored"
-"""The format of layers, beside those of :data:`engine.models.formats.quantization.FORMATS`."""
+NAME, IN_INT8 = "stored", "stored int8"
+"""Formats of layers, beside those of :data:`engine.models.formats.quantization.FORMATS`; the second multiplies in 8-bit integers
+on a CPU, and so it converts dense weights too."""
 
 
 class WeightOnly(ConvertedLinear):
@@ -140,9 +141,14 @@ class BlockScaledLinear(ConvertedLinear):
         return block_scaled.block_scaled_linear(given, self.codes, self.scales, self.block, self.bias, self.dtype)
 
 
-def convert(layer: DecoderLayer, codes: Mapping[str, CodedWeight], device: torch.device) -> dict[str, CodedWeight]:
+def convert(
+    layer: DecoderLayer, codes: Mapping[str, CodedWeight], device: torch.device, *, in_int8: bool = False
+) -> dict[str, CodedWeight]:
     """Give a layer its parts for codes, uninitialised. -> those codes that they take. ``codes``: of whole projections, by their
-    names in the layer; ``device``: where the layer will compute."""
+    names in the layer; ``device``: where the layer will compute; ``in_int8``: see :data:`IN_INT8`."""
+    if in_int8:
+        int8.convert(layer)
+        return {name: weight for name, weight in codes.items() if int8.takes_codes(weight)}
     wanted = [name for name in fp8.parts_of(layer) if isinstance(layer.get_submodule(name), Linear | GroupedLinear)]
     if all(name in codes and _suits_fp8(codes[name], layer.get_parameter(f"{name}.weight"), device) for name in wanted):
         fp8.convert(layer)

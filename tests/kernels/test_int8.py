@@ -9,6 +9,8 @@ import torch
 
 from yardstick_llm.engine.models.encoder import FUNCTIONS
 from yardstick_llm.kernels import int8
+from yardstick_llm.kernels.runtime import loops
+from yardstick_llm.kernels.weight_only import dense
 
 pytestmark = pytest.mark.skipif(int8.instructions() is None, reason="the processor does not multiply bytes")
 
@@ -22,10 +24,17 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True, params=["loops", "oneDNN"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What multiplies with one scale for each output: as without AMX, and as with it."""
+    monkeypatch.setattr(int8, "PANEL_INSTRUCTIONS", int8.INSTRUCTIONS if request.param == "loops" else ())
+    return request.param
+
+
 class Layer(NamedTuple):
     """A projection."""
 
-    weight: int8.PackedWeight
+    weight: int8.Weight
     bias: torch.Tensor | None
 
 
@@ -33,6 +42,13 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     """To 8 bits and back, with a scale for each row, in float64; rows of bfloat16 have scales of bfloat16."""
     scales = (x.float().abs().amax(1, keepdim=True) / 127).to(x.dtype).double()
     return (x.double() / scales).round() * scales
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes whose zero is 0, and scales."""
+    like = int8.pack(torch.ones(1, x.shape[1]))
+    codes, scales, _ = (part[: len(x)] for part in int8.quantize_rows(x, like))
+    return (codes.view(torch.int8).int() if isinstance(like, int8.Panels) else codes.int() - 128), scales
 
 
 @pytest.mark.parametrize(("size", "out"), SHAPES)
@@ -50,10 +66,9 @@ def test_it_multiplies_rounded_operands(size: int, out: int, biased: bool) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_of_rows_is_within_a_half(dtype: torch.dtype) -> None:
     x = (random(3000, 40) * torch.logspace(-6, 6, 3000)[:, None]).to(dtype)
-    codes, scales = int8.quantize_rows(x)
-    assert scales.dtype == dtype
-    assert codes.min() >= 1
-    assert ((codes.double() - 128) - x.double() / scales.double()).abs().max() < 0.501
+    codes, scales = quantized(x)
+    assert codes.abs().max() <= 127
+    assert (codes - x.double() / scales.double()).abs().max() < 0.501
 
 
 @pytest.mark.parametrize("gated", [int8.UNGATED, int8.GATE_FIRST, int8.GATE_SECOND])
@@ -94,8 +109,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(size: int, out: int, dtype:
 
 
 def test_rows_of_zeros_and_of_large_and_tiny_numbers() -> None:
-    codes, scales = int8.quantize_rows(torch.tensor([[0.0, 0.0], [1e30, -1e30], [1e-6, -2e-6], [-3.0, 3.0]]))
-    assert codes.tolist() == [[128, 128], [255, 1], [192, 1], [1, 255]]
+    codes, scales = quantized(torch.tensor([[0.0, 0.0] * 2, [1e30, -1e30] * 2, [1e-6, -2e-6] * 2, [-3.0, 3.0] * 2]))
+    assert codes[:, :2].tolist() == [[0, 0], [127, -127], [64, -127], [-127, 127]]
     torch.testing.assert_close(scales.squeeze(1), torch.tensor([1e-10, 1e30, 2e-6, 3.0]) / 127)
 
 
@@ -105,3 +120,41 @@ def test_what_is_not_a_number_stays_visible() -> None:
     found = int8.int8_linear(x, int8.pack(random(8, 40, seed=1)))
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
+
+
+FORMS = [
+    (1, 70, 64, 32, 4, "one zero"),
+    (5, 64, 128, 32, 4, "offsets"),
+    (8, 96, 128, 64, 4, "zeros"),
+    (13, 33, 96, 96, 8, "signed"),
+    (300, 160, 256, 16, 8, "offsets"),
+    (2, 64, 64, 32, 8, "signed"),
+    (7, 40, 128, 32, 8, "signed with offsets"),
+]
+
+
+@pytest.mark.parametrize(("rows", "out", "size", "group", "bits", "form"), FORMS)
+def test_codes_with_scales_of_groups(rows: int, out: int, size: int, group: int, bits: int, form: str, by: str) -> None:
+    if by != "loops":
+        pytest.skip("oneDNN has one scale for each output")
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << bits, (out, size), dtype=torch.uint8, generator=generator)
+    codes = codes.view(torch.int8) if "signed" in form else codes
+    scales = random(out, size // group, seed=1) / 100
+    zeros = (
+        torch.full_like(scales, 8) if form == "one zero" else (random(*scales.shape).abs() * 4).round() if form == "zeros" else None
+    )
+    offsets = random(*scales.shape, seed=2) / 10 if "offsets" in form else None
+    weight = int8.pack_panels(codes, scales, zeros, offsets, bits)
+    assert weight.codes.nbytes == -(-out // 32) * 32 * size * bits // 8 or loops().LANES < 16
+    x, bias = random(rows, size, seed=3), random(out, seed=4)
+    found = int8.int8_linear(x, weight, bias)
+    plain, parts = dense(codes, scales, zeros, offsets), int8.quantize_rows(x, weight)
+    given = parts.codes[:rows].view(torch.int8).double().view(rows, -1, group) * parts.scales[:rows, :, None]
+    exact = given.view(rows, size) @ plain.double().t() + bias
+    assert (found - exact).norm() < 5e-4 * exact.norm()  # scales are rounded to float16
+    assert (found - (x @ plain.t() + bias)).norm() < 0.02 * exact.norm()
+    assert torch.equal(torch.cat([int8.int8_linear(row, weight, bias) for row in x[:, None]]), found)
+    assert torch.equal(
+        int8.int8_linear(x.bfloat16(), weight, bias), int8.int8_linear(x.bfloat16().float(), weight, bias).bfloat16()
+    )

@@ -1,5 +1,5 @@
-"""A decoder whose layers multiply in 8-bit integers on a CPU (:mod:`kernels.int8`): dense weights with a scale for each output and for
-each token of their input, and codes of a quantised checkpoint as they are, with the scales of their groups.
+"""A decoder whose layers multiply in 8-bit integers on a CPU (:mod:`kernels.int8`): dense weights with a scale for each output and
+for each token of their input, and codes of a quantised checkpoint as they are, with the scales of their groups.
 
 Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in the model's dtype, float32 or
 bfloat16. Where several processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.formats.fp8`).
@@ -54,15 +54,15 @@ class Int8Linear(ConvertedLinear):
         else:
             self.weight = pack_panels(weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bits)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return int8_linear(x, self.weight, self.bias)
+
 
 def takes_codes(weight: CodedWeight) -> bool:
     """Whether an :class:`Int8Linear` takes these codes as they are."""
     bytes_only = weight.codes.dtype in (torch.int8, torch.uint8)
     return bytes_only and weight.groups is None and takes(weight.shape[1], weight.block[1], weight.bits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]"""
-        return int8_linear(x, self.weight, self.bias)
 
 
 def convert(layer: Layer) -> None:

@@ -29,6 +29,7 @@ from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
+from yardstick_llm.engine.models.formats.int8 import Int8Linear
 from yardstick_llm.engine.models.formats.published import read_stored
 from yardstick_llm.engine.models.gguf.blocks import DENSE, read_weight
 from yardstick_llm.engine.models.gguf.file import TYPES, GGUFTensor
@@ -37,6 +38,7 @@ from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.modules import ConvertedLinear
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
+from yardstick_llm.kernels.int8 import instructions
 
 GEMMA = {"query_pre_attn_scalar": 64}
 """Files do not have it; it is the width of a head."""
@@ -101,7 +103,14 @@ def test_codes_multiply_as_they_are(tmp_path: Path, kind: str, others: dict[str,
     assert len(parts) == 4
     numbers = sum(math.prod(weight.shape) for name, weight in reference.named_parameters() if "_proj" in name)
     codes = sum(buffer.nbytes for part in parts for name, buffer in part.named_buffers() if name == "codes")
-    assert codes <= numbers * (0.5 if kind[:2] == "Q4" and not others else 0.85 if others else 1)
+    promised = numbers * (0.5 if kind[:2] == "Q4" and not others else 0.85 if others else 1)
+    assert codes <= promised
+    if instructions() is not None:
+        decoder = load_model(tmp_path / "model.gguf", quantize=stored.IN_INT8)
+        found = own_logits(decoder, tokens)
+        assert (found - expected).norm() < 3e-2 * expected.norm()
+        weights = [part.weight for part in decoder.modules() if isinstance(part, Int8Linear)]
+        assert sum(weight.codes.nbytes for weight in weights) <= promised
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -22,7 +22,7 @@ from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.loader import fingerprint, load_model
 from yardstick_llm.engine.models.modules import Linear
 from yardstick_llm.engine.settings import EngineSettings
-from yardstick_llm.kernels.int8 import instructions, quantize_rows
+from yardstick_llm.kernels.int8 import Panels, instructions, pack, quantize_rows
 from yardstick_llm.kernels.linear import multiplies_bfloat16
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
@@ -42,8 +42,9 @@ def logits(decoder: Decoder, count: int = 60) -> Tensor:
 
 def rounded(x: Tensor) -> Tensor:
     """To 8 bits and back."""
-    codes, scales = quantize_rows(x)
-    return (codes.float() - 128) * scales
+    like = pack(torch.ones(1, x.shape[1]))
+    codes, scales, _ = (part[: len(x)] for part in quantize_rows(x, like))
+    return (codes.view(torch.int8).float() if isinstance(like, Panels) else codes.float() - 128) * scales
 
 
 @able

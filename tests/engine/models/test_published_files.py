@@ -36,6 +36,7 @@ from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import PROJECTIONS, GroupedLinear, Linear
 from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_part
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels.int8 import Panels, instructions
 from yardstick_llm.kernels.quantize import quantize_rows
 from yardstick_llm.kernels.weight_only import has_operator
 
@@ -268,6 +269,35 @@ def test_experts_execute_codes(
     assert (found - exact).norm() < tolerance * exact.norm()
 
 
+@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+@pytest.mark.parametrize(
+    ("name", "group", "bits"),
+    [
+        ("w4a16", 32, 4),
+        ("w4a16 asymmetric", 32, 4),
+        ("awq", 32, 4),
+        ("w8a16", 32, 8),
+        ("nvfp4", 16, 8),
+        pytest.param("gptq asymmetric ordered", 0, 8, marks=pytest.mark.slow),
+        pytest.param("fp8 block", 0, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_products_in_int8_take_codes_as_they_are(wide: Path, tmp_path: Path, name: str, group: int, bits: int) -> None:
+    """Codes that they do not take, for which ``group`` is 0 here, become codes with a scale for each output."""
+    quantised, dense = write_quantised(wide, tmp_path, name, kept=())
+    decoder = load_model(quantised, torch.float32, stored.IN_INT8)
+    parts = [layer.get_submodule(part) for layer in decoder.layers for part in PROJECTIONS]
+    for part in parts:
+        assert isinstance(part, Int8Linear)
+        if group:
+            assert isinstance(part.weight, Panels)
+            assert (part.weight.group, part.weight.halved) == (group, bits == 4)
+        elif isinstance(part.weight, Panels):
+            assert part.weight.groups == 1
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < 3e-2 * exact.norm()
+
+
 def scores(model: Path, **options: Any) -> tuple[str, str, Tensor]:
     """Arithmetic, fingerprint, and log-probabilities of labels."""
     loop = build_loop(EngineSettings(model=str(model), name="t", max_total_tokens=1024, device="cpu", **options))
@@ -292,9 +322,17 @@ def test_the_engine_serves_a_quantised_checkpoint(wide: Path, tmp_path: Path, mo
         torch.testing.assert_close(rows, expected[2], rtol=0, atol=1e-4)
     monkeypatch.setattr("yardstick_llm.engine.loop.build.available_memory", lambda: 1 << 20)
     assert scores(quantised)[0] == "float32, codes of gptq"
-    with pytest.raises(ModelError, match="--dequantize off cannot be used with --quantize, which converts dense weights"):
+    with pytest.raises(ModelError, match="--dequantize off cannot be used with --quantize fp8, which converts dense weights"):
         scores(quantised, dequantize="off", quantize="fp8")
     assert scores(quantised, quantize="fp8")[0] == "float32, weights of gptq dequantised, matrix products in fp8"
+    if (named := instructions()) is not None:
+        in_int8 = {option: scores(quantised, dequantize=option, quantize="int8") for option in ("auto", "on", "off")}
+        assert in_int8["auto"][0] == f"float32, codes of gptq, matrix products in int8 ({named})"
+        assert in_int8["on"][0] == f"float32, weights of gptq dequantised, matrix products in int8 ({named})"
+        assert in_int8["auto"][1] == in_int8["off"][1]
+        assert len({each[1] for each in [*found.values(), *in_int8.values()]}) == 4
+        for _, _, rows in in_int8.values():
+            torch.testing.assert_close(rows, expected[2], rtol=0, atol=0.05)
 
 
 MEASURE = """

@@ -25,10 +25,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True, params=["loops", "oneDNN"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What multiplies with one scale for each output: as without AMX, and as with it."""
     monkeypatch.setattr(int8, "PANEL_INSTRUCTIONS", int8.INSTRUCTIONS if request.param == "loops" else ())
-    return request.param
 
 
 class Layer(NamedTuple):
@@ -134,16 +133,13 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("rows", "out", "size", "group", "bits", "form"), FORMS)
-def test_codes_with_scales_of_groups(rows: int, out: int, size: int, group: int, bits: int, form: str, by: str) -> None:
-    if by != "loops":
-        pytest.skip("oneDNN has one scale for each output")
+def test_codes_with_scales_of_groups(rows: int, out: int, size: int, group: int, bits: int, form: str) -> None:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 1 << bits, (out, size), dtype=torch.uint8, generator=generator)
     codes = codes.view(torch.int8) if "signed" in form else codes
     scales = random(out, size // group, seed=1) / 100
-    zeros = (
-        torch.full_like(scales, 8) if form == "one zero" else (random(*scales.shape).abs() * 4).round() if form == "zeros" else None
-    )
+    forms = {"one zero": torch.full_like(scales, 8), "zeros": (random(*scales.shape).abs() * 4).round()}
+    zeros = forms.get(form)
     offsets = random(*scales.shape, seed=2) / 10 if "offsets" in form else None
     weight = int8.pack_panels(codes, scales, zeros, offsets, bits)
     assert weight.codes.nbytes == -(-out // 32) * 32 * size * bits // 8 or loops().LANES < 16
@@ -152,9 +148,8 @@ def test_codes_with_scales_of_groups(rows: int, out: int, size: int, group: int,
     plain, parts = dense(codes, scales, zeros, offsets), int8.quantize_rows(x, weight)
     given = parts.codes[:rows].view(torch.int8).double().view(rows, -1, group) * parts.scales[:rows, :, None]
     exact = given.view(rows, size) @ plain.double().t() + bias
-    assert (found - exact).norm() < 5e-4 * exact.norm()  # scales are rounded to float16
+    assert (found - exact).norm() < 1e-3 * exact.norm()  # scales and offsets are rounded to float16
     assert (found - (x @ plain.t() + bias)).norm() < 0.02 * exact.norm()
     assert torch.equal(torch.cat([int8.int8_linear(row, weight, bias) for row in x[:, None]]), found)
-    assert torch.equal(
-        int8.int8_linear(x.bfloat16(), weight, bias), int8.int8_linear(x.bfloat16().float(), weight, bias).bfloat16()
-    )
+    narrow = x.bfloat16()
+    assert torch.equal(int8.int8_linear(narrow, weight, bias), int8.int8_linear(narrow.float(), weight, bias).bfloat16())

@@ -295,7 +295,7 @@ def test_products_in_int8_take_codes_as_they_are(wide: Path, tmp_path: Path, nam
         elif isinstance(part.weight, Panels):
             assert part.weight.groups == 1
     found, exact = logits(decoder), logits(load_model(dense))
-    assert (found - exact).norm() < 3e-2 * exact.norm()
+    assert (found - exact).norm() < (3e-2 if group else 4e-2) * exact.norm()
 
 
 def scores(model: Path, **options: Any) -> tuple[str, str, Tensor]:

@@ -169,8 +169,8 @@ def _in_panels(codes: Tensor, lanes: int, *, halved: bool) -> Tensor:
     panels = codes.view(len(codes) // lanes, lanes, -1, 4).transpose(1, 2)
     if not halved:
         return panels.contiguous()
-    low, high = panels.unflatten(1, (-1, 2)).unbind(2)
-    return (low | high << 4).contiguous()
+    low, high = panels[:, ::2], panels[:, 1::2]
+    return torch.bitwise_or(low, high << 4).contiguous()
 
 
 def quantize_rows(x: Tensor, weight: Weight) -> Quantized:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from yardstick_llm.kernels.quantize import MIN_PEAK
 from yardstick_llm.kernels.row_chunks import in_threads, share
 from yardstick_llm.kernels.runtime import flat, loops
+
+MIN_PEAK = 1e-10
+"""A row of zeros counts as one with a peak of this: a scale is never zero."""
 
 MAX_CODE = 127.0
 ZERO = 128
@@ -87,6 +89,9 @@ class Panels:
     """Whether there are offsets; ``zero`` is 0 then."""
     zero: int
     """Code that stands for 0."""
+
+    def __len__(self) -> int:
+        return self.out
 
     @property
     def width(self) -> int:

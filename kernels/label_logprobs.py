@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 from yardstick_llm.kernels.soft_cap import NO_CAP, capped, soft_cap
@@ -26,18 +26,18 @@ WAVES = 4
 """Programs for each multiprocessor, so that the last ones to end leave little of the GPU idle."""
 
 
-def label_logprobs(hidden: Tensor, head: Tensor | PackedWeight, labels: Tensor, cap: float = NO_CAP) -> Tensor:
+def label_logprobs(hidden: Tensor, head: Weight, labels: Tensor, cap: float = NO_CAP) -> Tensor:
     """``log_softmax(hidden · headᵀ)`` at each row's own labels.
 
     hidden: [rows, size]; head: [vocab, size]; labels: [rows, labels] int64, below vocab. -> [rows, labels], float32, as is the
     sum over the vocabulary whatever the dtype of the product. cap: soft cap of the logits (:mod:`kernels.soft_cap`).
     """
-    if isinstance(head, PackedWeight) or not launches(hidden, head):
+    if not isinstance(head, Tensor) or not launches(hidden, head):
         return label_logprobs_reference(hidden, head, labels, cap)
     return label_logprobs_triton(hidden, head, labels, cap)
 
 
-def label_logprobs_reference(hidden: Tensor, head: Tensor | PackedWeight, labels: Tensor, cap: float = NO_CAP) -> Tensor:
+def label_logprobs_reference(hidden: Tensor, head: Weight, labels: Tensor, cap: float = NO_CAP) -> Tensor:
     """:func:`label_logprobs` in plain PyTorch, a chunk of the rows at a time."""
     rows = max(1, CHUNK_ELEMENTS // len(head))
     out = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)

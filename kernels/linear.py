@@ -15,11 +15,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from yardstick_llm.kernels.int8 import Panels, int8_linear
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +62,16 @@ class PackedWeight:
         return len(self.like)
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+Weight: TypeAlias = Tensor | PackedWeight | Panels
+"""What :func:`linear` takes."""
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x · weightᵀ + bias``. x: [rows, in]; weight: [out, in]; bias: [out]. -> [rows, out]"""
     if isinstance(weight, PackedWeight):
         return packed_linear(x, weight, bias)
+    if isinstance(weight, Panels):
+        return int8_linear(x, weight, bias)
     if x.device.type != "cpu" or x.dtype != torch.float32 or library() == MKL:
         return torch.nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

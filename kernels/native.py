@@ -20,8 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from yardstick_llm.kernels.int8 import GATE_SECOND, UNGATED
-from yardstick_llm.kernels.quantize import MIN_PEAK
+from yardstick_llm.kernels.int8 import GATE_SECOND, MIN_PEAK, UNGATED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 F32: Any = np.float32

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from yardstick_llm.kernels.int8 import MIN_PEAK
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
@@ -16,9 +17,6 @@ FP8 = torch.float8_e4m3fn
 
 MAX_CODE = 448.0
 """The largest number of e4m3."""
-
-MIN_PEAK = 1e-10
-"""A row of zeros counts as one with a peak of this: a scale is never zero."""
 
 _MAX_CODE = tl.constexpr(MAX_CODE)
 _MIN_PEAK = tl.constexpr(MIN_PEAK)

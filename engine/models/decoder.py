@@ -20,7 +20,7 @@ from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNo
 from yardstick_llm.engine.models.registry import ExpertNames, Norms, family_of
 from yardstick_llm.engine.models.rope import Rope
 from yardstick_llm.kernels.gelu_mul import gelu_mul
-from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
 from yardstick_llm.kernels.rms_norm import rms_norm
 from yardstick_llm.kernels.rope import rope
@@ -283,8 +283,8 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
         classes = len(config.classes)
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
-        self.packed_head: PackedWeight | None = None
-        """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
+        self.packed_head: Weight | None = None
+        """:attr:`head_weight` in the layout of a library, or codes as a file has them; None where it multiplies as it is."""
         self.projected = Projected(() if config.pooling is None else config.pooling.projections)
         """After pooling."""
         self.weight_format: str | None = None
@@ -348,7 +348,7 @@ class Decoder(nn.Module):
         """The language-model head. Only of a model that has one."""
         return self.token_head_of(self.head_weight, self.head_operand)
 
-    def token_head_of(self, weight: Tensor, operand: Tensor | PackedWeight | None = None) -> TokenHead:
+    def token_head_of(self, weight: Tensor, operand: Weight | None = None) -> TokenHead:
         """A head of this model with another ``weight``."""
         return TokenHead(weight, weight if operand is None else operand, self.config.logit_divisor, self.config.logit_cap)
 
@@ -365,7 +365,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     @property
-    def head_operand(self) -> Tensor | PackedWeight:
+    def head_operand(self) -> Weight:
         """The weight that :func:`kernels.linear.linear` makes logits with, and nothing else reads: packed on a CPU in float32."""
         return self.head_weight if self.packed_head is None else self.packed_head
 

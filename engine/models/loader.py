@@ -22,6 +22,7 @@ from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
 from yardstick_llm.engine.models.encoder import Encoder, EncoderLayer
 from yardstick_llm.engine.models.encoder_config import SPARSE_HEAD, TOKEN_HEAD, UNREAD, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import is_gguf
+from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.formats import stored as as_stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
@@ -64,7 +65,10 @@ def load_model(
     if decoder.config.pooling is not None:
         _fill_projections(directory, decoder.projected, decoder.config.pooling)
     decoder.weight_format = format_in_words(directory, quantize)
-    pack_head(decoder, "int8" if quantize == as_stored.IN_INT8 else quantize)
+    if quantize != as_stored.IN_INT8:
+        pack_head(decoder, quantize)
+    elif decoder.packed_head is None:
+        pack_head(decoder, "int8")
     return decoder.eval()
 
 
@@ -210,6 +214,11 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
             _trim_heap()
         else:
             form.fill(layer, passage)
+    if in_int8 and decoder.config.lm_head:
+        name = HEAD if HEAD in stored else EMBEDDING
+        of_head = checkpoint.read_all_codes(stored, [name]).get(name)
+        if of_head is not None and int8.takes_codes(of_head):
+            decoder.packed_head = int8.panels_of(of_head)
 
 
 def _trim_heap() -> None:

@@ -18,7 +18,7 @@ from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.pooling import Projection
 from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
-from yardstick_llm.kernels.linear import PackedWeight, linear
+from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
 from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
 from yardstick_llm.kernels.silu_mul import silu_mul
@@ -56,7 +56,7 @@ class TokenHead(NamedTuple):
 
     weight: Tensor
     """[vocab, hidden]"""
-    operand: Tensor | PackedWeight
+    operand: Weight
     """See :attr:`engine.models.decoder.Decoder.head_operand`."""
     divisor: float
     cap: float

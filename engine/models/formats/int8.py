@@ -23,6 +23,7 @@ from yardstick_llm.kernels.int8 import (
     INSTRUCTIONS,
     MOST_COLUMNS,
     UNGATED,
+    Panels,
     Weight,
     instructions,
     int8_activated,
@@ -47,16 +48,21 @@ class Int8Linear(ConvertedLinear):
         self.weight = pack(weight)
 
     def fill_codes(self, weight: CodedWeight) -> None:
-        weight = weight.by_row()
         plain = weight.zeros is None and weight.offsets is None and weight.codes.dtype == torch.int8
         if plain and weight.scales.shape[1] == 1:
-            self.weight = pack_codes(weight.codes, weight.scales[:, 0])
+            self.weight = pack_codes(weight.codes, weight.by_row().scales[:, 0])
         else:
-            self.weight = pack_panels(weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bits)
+            self.weight = panels_of(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
         return int8_linear(x, self.weight, self.bias)
+
+
+def panels_of(weight: CodedWeight) -> Panels:
+    """Those codes, if :func:`takes_codes`."""
+    weight = weight.by_row()
+    return pack_panels(weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bits)
 
 
 def takes_codes(weight: CodedWeight) -> bool:

@@ -85,8 +85,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     dequantize: Annotated[str, choices(*DEQUANTIZE)] = "auto"
     """Make the weights of a quantised checkpoint dense, in ``--dtype``, as they are loaded. ``off`` multiplies with their codes
-    where the device can, which takes their memory. ``auto``: ``off`` on a GPU; on a CPU ``on`` where half of the free memory
-    suffices, because only steps of a few rows are slower with dense weights. See [models.md](models.md#quantised-checkpoints).
+    where the device can, which takes their memory. ``auto``: ``off`` on a GPU and with ``--quantize int8``; otherwise on a CPU
+    ``on`` where half of the free memory suffices. See [models.md](models.md#quantised-checkpoints).
     """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``native`` serves a CPU in float32, ``reference`` any CPU, ``triton`` and ``flashinfer`` a GPU. The

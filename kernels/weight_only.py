@@ -1,15 +1,12 @@
 """Products with weights in codes of 4 or 8 bits, whose groups of columns have scales; activations stay as they are.
 
 A weight is ``(codes - zeros) · scales + offsets``; two codes of 4 bits share a byte. On a GPU, each program makes a tile of the
-weight dense and multiplies with it, so the memory is read in the codes' size. On a CPU in bfloat16, torch's own operator
-multiplies a few rows with codes of 4 bits; more rows, and other codes, are multiplied with a part of the weight that is made dense
-for it, which takes longer than a dense weight does.
+weight dense and multiplies with it, so the memory is read in the codes' size. On a CPU, a part of the weight is made dense for each
+product, which takes longer than a dense weight does; :mod:`kernels.int8` multiplies with the codes, and rounds activations.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +25,6 @@ ROW_TILES = 16, 64
 """Rows of a program: of a product of at most as many rows, and of others."""
 CHUNK = 1 << 20
 """Elements of a weight that are made dense at a time on a CPU."""
-FEW_ROWS = 48
-"""Rows up to which torch's operator for 4 bits on a CPU is faster than a dense part: [2048, 2048] on one core of a Xeon with AMX
-takes 0.35 ms of CPU time for one row, 6.2 for 48 and 8.8 for 64, and with a dense part 11 for 256 (dense weights: 0.9, 1.1, 1.4
-and 2.4)."""
-CPU_GROUPS = 32, 64, 128, 256
-"""Group sizes that the operator takes."""
-CPU_COLUMNS = 64
-"""Outputs that its layout has side by side, with AVX-512."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,87 +260,14 @@ def _weight_only(
         tl.store(out + cell, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """A weight of 4 bits in the layout of torch's operator for CPUs."""
-
-    layout: Tensor
-    """[out, in / 2] uint8, opaque"""
-    scales: Tensor
-    """[groups, out, 2] bfloat16: scales, and what a code of 8 stands for"""
-    group: int
-
-
-@functools.cache
-def has_operator() -> bool:
-    """Whether this processor has torch's operator for 4 bits in a form that is fast and whose layout is the known one."""
-    if not torch.cpu.get_capabilities().get("avx512_f"):
-        return False
-    codes = torch.arange(2 * CPU_COLUMNS * 32).view(2 * CPU_COLUMNS, 32).mul(7) % 16
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    return torch.equal(_blocks(packed).transpose(1, 2).reshape(codes.shape), codes.to(torch.uint8))
-
-
-def packs_for_cpu(out: int, columns: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether :func:`pack_for_cpu` takes such a weight here."""
-    fits = out % CPU_COLUMNS == 0 and group in CPU_GROUPS and columns % group == 0
-    return fits and dtype == torch.bfloat16 and has_operator()
-
-
-def pack_for_cpu(codes: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor | None) -> PackedCodes:
-    """codes: [out, in] uint8, less than 16; the others: [out, groups] float32."""
-    layout = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8)
-    for rows in _spans(layout):  # the operator wants integers of 32 bits
-        layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[rows].int(), 1)
-    middle = (8.0 if zeros is None else 8.0 - zeros) * scales
-    middle = middle if offsets is None else middle + offsets
-    both = torch.stack([scales, middle], 2).transpose(0, 1).to(torch.bfloat16)
-    return PackedCodes(layout, both.contiguous(), codes.shape[1] // scales.shape[1])
-
-
-def packed_codes_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias``. x: [rows, in] bfloat16. -> [rows, out]"""
-    if len(x) <= FEW_ROWS:
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.layout, weight.group, weight.scales)
-        return out if bias is None else out.add_(bias)
-    out = x.new_empty((len(x), len(weight.layout)))
-    for rows in _spans(weight.layout):
-        codes = _blocks(weight.layout[rows]).view(torch.int8).sub_(8)  # [blocks, in, 64]
-        both = (
-            weight.scales[:, rows].reshape(len(weight.scales), -1, 1, CPU_COLUMNS, 2).transpose(0, 1)
-        )  # [blocks, groups, 1, 64, 2]
-        scales, middle = (part.contiguous() for part in both.unbind(4))
-        grouped = codes.view(len(codes), len(weight.scales), weight.group, CPU_COLUMNS).to(x.dtype)
-        part = torch.addcmul(middle, grouped, scales).view(codes.shape).transpose(0, 1).reshape(x.shape[1], -1)
-        out[:, rows] = linear(x, part.t())
-    return out if bias is None else out.add_(bias)
-
-
-def _spans(layout: Tensor) -> Iterator[slice]:
-    """Outputs, whole blocks of a layout at a time."""
-    step = max(1, CHUNK // (2 * layout.shape[1]) // CPU_COLUMNS) * CPU_COLUMNS
-    return (slice(start, start + step) for start in range(0, len(layout), step))
-
-
-def _blocks(layout: Tensor) -> Tensor:
-    """[out / 64, in, 64] uint8. The layout has 64 outputs side by side for each input: bytes 0 to 15 have outputs 0 to 15 and, in
-    their high halves, 32 to 47; bytes 16 to 31 have 16 to 31 and 48 to 63 (ATen, ``native/cpu/int4mm_kernel.cpp``)."""
-    parts = layout.view(len(layout) // CPU_COLUMNS, -1, CPU_COLUMNS // 2)
-    return torch.cat([parts & 15, parts >> 4], 2)
-
-
 __all__ = [
     "Codes",
-    "PackedCodes",
     "dense",
     "grouped_weight_only_linear",
     "grouped_weight_only_linear_reference",
     "grouped_weight_only_linear_triton",
     "half_of",
-    "pack_for_cpu",
     "pack_halves",
-    "packed_codes_linear",
-    "packs_for_cpu",
     "unpack_halves",
     "weight_only_linear",
     "weight_only_linear_reference",

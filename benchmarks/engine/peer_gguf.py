@@ -2,7 +2,8 @@
 
 Both have the same file and threads, and take turns. *1 stream* and *8 streams* are greedy texts at once, in tokens a second with
 the computation of their prompts; *prompts* are those of the standard workload, ten of 300 tokens, one token each. llama.cpp gets
-full prompts; the engine computes the query once. The engine takes a turn in each format of ``--formats``. The last line is JSON.
+full prompts; the engine computes the query once. The engine takes a turn in each format of ``--formats``; ``recoded`` is int8 with
+``--dequantize on``. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from benchmarks.engine.writing import Writing
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.formats.quantization import format_of
+from yardstick_llm.engine.models.formats.stored import IN_INT8
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.runner.machine import step_threads
 
 CPU = torch.device("cpu")
+FORMATS = NUMBER_FORMATS | {"recoded": NUMBER_FORMATS["int8"]}
 PROMPT, OUTPUT = 64, 64
 """Tokens of a text's prompt, and of the text."""
 STREAMS = (1, 8)
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks gguf", description="A GGUF file on a CPU, beside llama.cpp.")
     parser.add_argument("model", help="a GGUF file, or ORG/NAME:FILE.gguf")
     parser.add_argument("--llamacpp", type=Path, metavar="PYTHON", help="of an environment with xllamacpp (left out)")
-    parser.add_argument("--formats", default="float32,int8", help=f"of {', '.join(NUMBER_FORMATS)} (%(default)s)")
+    parser.add_argument("--formats", default="float32,int8,recoded", help=f"of {', '.join(FORMATS)} (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
@@ -78,9 +81,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def of_engine(path: Path, form: str, threads: int) -> dict[str, Callable[[int], float]]:
     """Measurements of the engine by name. Each takes the number of the round and returns units a second."""
-    name, quantize = NUMBER_FORMATS[form]
+    name, quantize = FORMATS[form]
     dtype = getattr(torch, name)
-    decoder = load_model(path, dtype, format_of(quantize, CPU, dtype))
+    keeps = quantize is not None and form != "recoded"
+    decoder = load_model(path, dtype, IN_INT8 if keeps else format_of(quantize, CPU, dtype))
     torch.set_num_threads(threads)  # another engine leaves one to this thread, which computes small steps
     engine = Engine(decoder, name, threads=step_threads(decoder.config, CPU, quantize=quantize), max_total_tokens=SLOTS)
     records = Records()

@@ -10,17 +10,12 @@ from yardstick_llm.kernels.block_scaled import block_scaled_linear_reference, bl
 from yardstick_llm.kernels.quantize import FP8
 from yardstick_llm.kernels.weight_only import (
     CHUNK,
-    FEW_ROWS,
     Codes,
     dense,
     grouped_weight_only_linear_reference,
     grouped_weight_only_linear_triton,
     half_of,
-    has_operator,
-    pack_for_cpu,
     pack_halves,
-    packed_codes_linear,
-    packs_for_cpu,
     unpack_halves,
     weight_only_linear_reference,
     weight_only_linear_triton,
@@ -108,20 +103,6 @@ def test_large_weights_are_made_dense_in_parts() -> None:
     weight, exact = codes_of(150, columns, 128, 4, "zeros")
     x = random(2, columns)
     torch.testing.assert_close(weight_only_linear_reference(x, weight), x @ exact.t(), rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.skipif(not has_operator(), reason="torch has no operator for 4 bits on this processor")
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
-@pytest.mark.parametrize(("shift", "group"), [("none", 32), ("zeros", 64), ("offsets", 128)])
-def test_the_operator_of_cpus(rows: int, shift: str, group: int) -> None:
-    out, columns = 192, 256
-    weight, exact = codes_of(out, columns, group, 4, shift)
-    assert packs_for_cpu(out, columns, group, torch.bfloat16)
-    packed = pack_for_cpu(unpack_halves(weight.codes, weight.half), weight.scales, weight.zeros, weight.offsets)
-    x, bias = random(rows, columns).bfloat16(), random(out).bfloat16()
-    expected = x.float() @ exact.t() + bias.float()
-    found = packed_codes_linear(x, packed, bias).float()
-    assert (found - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("problem", ["group", "dtype", "shape"])

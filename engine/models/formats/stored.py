@@ -29,7 +29,7 @@ from yardstick_llm.kernels.grouped_experts import Blocks
 from yardstick_llm.kernels.int8 import MOST_COLUMNS, instructions
 from yardstick_llm.kernels.linear import multiplies_bfloat16
 from yardstick_llm.kernels.quantize import FP8, SIDE, supported
-from yardstick_llm.kernels.weight_only import Codes, PackedCodes
+from yardstick_llm.kernels.weight_only import Codes
 
 QKV = "attention.qkv_proj"
 NAME, IN_INT8 = "stored", "stored int8"
@@ -94,29 +94,6 @@ class WeightOnlyGroupedLinear(WeightOnly):
     def forward(self, x: Tensor, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:
         """See :func:`kernels.weight_only.grouped_weight_only_linear`."""
         return weight_only.grouped_weight_only_linear(x, self.weight, experts, self.experts, blocks, by_pair=by_pair)
-
-
-class PackedCodesLinear(ConvertedLinear):
-    """A linear layer of 4 bits on a CPU in bfloat16."""
-
-    weight: PackedCodes
-
-    def __init__(self, like: Linear) -> None:
-        super().__init__(like)
-        self.order: Tensor | None = None
-
-    def fill_codes(self, weight: CodedWeight) -> None:
-        weight = weight.by_row()
-        codes = weight.codes
-        if weight.groups is not None:
-            self.order = torch.argsort(weight.groups, stable=True)
-            codes = codes[:, self.order]
-        self.weight = weight_only.pack_for_cpu(codes, weight.scales, weight.zeros, weight.offsets)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]"""
-        x = x if self.order is None else x.index_select(1, self.order)
-        return weight_only.packed_codes_linear(x, self.weight, self.bias)
 
 
 class BlockScaledLinear(ConvertedLinear):
@@ -214,7 +191,7 @@ def _part_for(weight: CodedWeight, like: nn.Module, device: torch.device) -> Cal
         return WeightOnlyGroupedLinear if _is_grouped(weight, device) and weight.groups is None else None
     if not isinstance(like, Linear):
         return None
-    (out, columns), width, dtype = weight.shape, weight.block[1], like.weight.dtype
+    columns, width, dtype = weight.shape[1], weight.block[1], like.weight.dtype
     if _suits_fp8(weight, like.weight, device):
         return fp8.QuantizingLinear
     if (
@@ -230,8 +207,7 @@ def _part_for(weight: CodedWeight, like: nn.Module, device: torch.device) -> Cal
         return int8.Int8Linear if able and columns <= MOST_COLUMNS else None
     if not _is_grouped(weight, device):
         return None
-    packs = device.type == "cpu" and weight.bits == 4 and weight_only.packs_for_cpu(out, columns, width, dtype)
-    return PackedCodesLinear if packs else WeightOnlyLinear
+    return WeightOnlyLinear
 
 
 def _is_grouped(weight: CodedWeight, device: torch.device) -> bool:

@@ -28,7 +28,6 @@ from yardstick_llm.engine.models.formats.int8 import Int8Linear
 from yardstick_llm.engine.models.formats.packed import PackedLinear
 from yardstick_llm.engine.models.formats.stored import (
     BlockScaledLinear,
-    PackedCodesLinear,
     WeightOnlyGroupedLinear,
     WeightOnlyLinear,
 )
@@ -38,7 +37,6 @@ from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_p
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import Panels, instructions
 from yardstick_llm.kernels.quantize import quantize_rows
-from yardstick_llm.kernels.weight_only import has_operator
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +178,6 @@ EXECUTED = [
     ("fp8 block cut off", torch.bfloat16, GPU, None, 3e-2),
     ("nf4", torch.float32, CPU, None, 1e-4),
 ]
-if has_operator():
-    EXECUTED += [
-        ("w4a16 asymmetric", torch.bfloat16, CPU, PackedCodesLinear, 3e-2),
-        ("gptq", torch.bfloat16, CPU, PackedCodesLinear, 3e-2),
-    ]
 
 
 @pytest.mark.slow
@@ -205,7 +198,7 @@ def test_codes_execute_as_they_are(
     decoder, plain = load_model(quantised, dtype, "stored", device=device), load_model(dense)
     kinds = [type(layer.get_submodule(part)) for layer in decoder.layers for part in PROJECTIONS]
     if kind is None:
-        assert {WeightOnlyLinear, PackedCodesLinear, Int8Linear, BlockScaledLinear, QuantizingLinear}.isdisjoint(kinds)
+        assert {WeightOnlyLinear, Int8Linear, BlockScaledLinear, QuantizingLinear}.isdisjoint(kinds)
     elif kind is QuantizingLinear:
         assert kinds == [QuantizedLinear, QuantizingLinear, QuantizedLinear, QuantizedLinear, kinds[4], kind, kind, kinds[7]]
         assert {kinds[4], kinds[7]} <= {PackedLinear, Linear}

@@ -12,6 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
 from tests.processes import Pod, gateway_before
 from yardstick_llm.engine import wire
+from yardstick_llm.kernels.int8 import instructions
 
 
 @pytest.mark.slow
@@ -31,12 +32,17 @@ def test_a_small_file_is_served_by_its_name(tmp_path: Path):
             assert scores == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+INT8 = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+
+
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_of_france():
+@pytest.mark.parametrize(
+    ("flags", "tolerance"), [(("--dequantize", "off"), 1e-3), pytest.param(("--quantize", "int8"), 0.15, marks=INT8)]
+)
+def test_smollm2_knows_the_capital_of_france(flags: tuple[str, ...], tolerance: float):
     """Golden text and log-probabilities of transformers 5.23, which takes 15 s to read the file, on its dequantised weights. The
-    engine's layers multiply with its codes."""
-    flags = ("--dtype", "float32", "--dequantize", "off", "--max-total-tokens", "8192")
-    with Pod(weights.smollm2(), *flags) as pod, gateway_before(pod) as gateway:
+    engine's layers multiply with its codes, and round activations in int8."""
+    with Pod(weights.smollm2(), "--dtype", "float32", "--max-total-tokens", "8192", *flags) as pod, gateway_before(pod) as gateway:
         assert "codes of gguf" in pod.read("/info", wire.Info).arithmetic
         question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
         asked = {"messages": question, "temperature": 0, "max_tokens": 12, "logprobs": True}
@@ -46,5 +52,5 @@ def test_smollm2_knows_the_capital_of_france():
     assert (choice["message"]["content"], choice["finish_reason"]) == ("The capital of France is Paris.", "stop")
     found = [token["logprob"] for token in choice["logprobs"]["content"]]
     golden = [-1.346306, -0.781406, -0.054257, -0.025301, -0.081836, -0.135320, -0.422717, -0.401393]
-    assert found == pytest.approx(golden[: len(found)], abs=1e-3)
+    assert found == pytest.approx(golden[: len(found)], abs=tolerance)
     assert len(found) >= 7

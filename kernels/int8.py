@@ -10,8 +10,10 @@ AMX, oneDNN multiplies where a weight has a scale for each output only, and rows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -89,6 +91,10 @@ class Panels:
     """Whether there are offsets; ``zero`` is 0 then."""
     zero: int
     """Code that stands for 0."""
+    arrays: tuple[Any, ...]
+    """What the loops take of it."""
+    nothing: npt.NDArray[Any]
+    """[width], zeros: a bias"""
 
     def __len__(self) -> int:
         return self.out
@@ -158,16 +164,11 @@ def pack_panels(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, offs
     factors = factors.clamp(min=MIN_PEAK)
     more = -out % (2 * lanes)
     padded = pad(torch.stack(parts, 1) / factors[:, None, None], (0, 0, 0, 0, 0, more)).to(torch.float16)
-    return Panels(
-        _in_panels(pad(codes, (0, 0, 0, more)), lanes, halved=bits == 4),
-        padded.view(-1, lanes, len(parts), groups).permute(0, 3, 2, 1).contiguous(),
-        pad(factors, (0, more)),
-        out,
-        columns // groups,
-        bits == 4,
-        offsets is not None,
-        zero,
-    )
+    laid = _in_panels(pad(codes, (0, 0, 0, more)), lanes, halved=bits == 4)
+    of_groups, factors = padded.view(-1, lanes, len(parts), groups).permute(0, 3, 2, 1).contiguous(), pad(factors, (0, more))
+    arrays = flat(laid), flat(of_groups.view(torch.int16)), zero, flat(factors)
+    nothing = np.zeros(len(factors), np.float32)
+    return Panels(laid, of_groups, factors, out, columns // groups, bits == 4, offsets is not None, zero, arrays, nothing)
 
 
 def _in_panels(codes: Tensor, lanes: int, *, halved: bool) -> Tensor:
@@ -194,15 +195,16 @@ def _form(weight: Weight, size: int, dtype: torch.dtype) -> tuple[int, bool, int
 
 
 def _room(rows: int, size: int, weight: Weight) -> Quantized:
-    groups = weight.groups if isinstance(weight, Panels) else 1
-    more = 0
-    if isinstance(weight, Panels) and rows % loops().ROWS > 2:  # one or two rows are multiplied alone
-        more = -rows % loops().ROWS
-    codes, scales = torch.empty((rows + more, size), dtype=torch.uint8), torch.empty((rows + more, groups))
-    sums = torch.empty((rows + more, groups), dtype=torch.int32)
-    for part in (codes, scales, sums):
-        part[rows:] = 0
-    return Quantized(codes, scales, sums)
+    groups = more = 0
+    if isinstance(weight, Panels):
+        groups, tile = weight.groups, loops().ROWS
+        more = -rows % tile if rows % tile > (2 if weight.halved else 1) else 0  # others are multiplied alone, which is faster
+    codes, scales = torch.empty((rows + more, size), dtype=torch.uint8), torch.empty((rows + more, groups or 1))
+    room = Quantized(codes, scales, torch.empty((rows + more, groups or 1), dtype=torch.int32))
+    if more:
+        for part in room:
+            part[rows:] = 0
+    return room
 
 
 def int8_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -243,24 +245,21 @@ def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) -> Tensor:
     """-> [rows, out] float32, with the bias"""
-    out, width = torch.empty(len(x.codes), weight.width), weight.width
-    more = torch.zeros(width) if bias is None else pad(bias.float(), (0, width - weight.out))
-    codes, scales, sums = flat(x.codes).view("int32"), flat(x.scales), flat(x.sums)
-    of_weight = flat(weight.codes), flat(weight.scales.view(torch.int16)), weight.zero, flat(weight.factors), flat(more)
-    multiply, shape = loops().multiply_codes, (len(x.codes), width, weight.groups, weight.group, weight.halved, weight.shifted)
-    into = flat(out)
-
-    def work(pairs: slice) -> None:
-        multiply(codes, scales, sums, *of_weight, into, *shape, pairs.start, pairs.stop)
-
-    share(work, _pairs(len(x.codes) * x.codes.shape[1], width // (2 * loops().LANES)))
-    return out[:rows, : weight.out].contiguous()
-
-
-def _pairs(numbers: int, pairs: int) -> list[slice]:
-    """Parts of the pairs of panels for threads; ``numbers``: codes of activations that each pair is multiplied with."""
-    parts = min(pairs, 4 * torch.get_num_threads(), max(1, pairs * numbers // PART))
-    return [slice(pairs * part // parts, pairs * (part + 1) // parts) for part in range(parts)]
+    width, multiply = weight.width, loops().multiply_codes
+    out = torch.empty(len(x.codes), width)
+    more = weight.nothing if bias is None else flat(bias.float())
+    if len(more) < width:
+        more = flat(pad(torch.from_numpy(more), (0, width - len(more))))
+    given = flat(x.codes).view("int32"), flat(x.scales), flat(x.sums), *weight.arrays, more, flat(out)
+    shape = len(x.codes), width, weight.groups, weight.group, weight.halved, weight.shifted
+    pairs = width // (2 * loops().LANES)
+    parts = min(pairs, 4 * torch.get_num_threads(), max(1, pairs * x.codes.numel() // PART))
+    if parts == 1:
+        multiply(*given, *shape, 0, pairs)
+    else:
+        spans = [slice(pairs * part // parts, pairs * (part + 1) // parts) for part in range(parts)]
+        share(lambda span: multiply(*given, *shape, span.start, span.stop), spans)
+    return out if out.shape == (rows, weight.out) else out[:rows, : weight.out].contiguous()
 
 
 def _scaled_product(x: Quantized, weight: Weight, bias: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import Pod, Program, gateway_before, wait_until
-from tests.redis import RedisServer
+from tests.processes import Pod, Program, gateway_before
 
 pytestmark = pytest.mark.slow
 
@@ -20,40 +19,18 @@ TEMPLATE = "Item: {item}\nQuery:{query}"
 ITEMS = {f"i{number}": text for number, text in enumerate(["red shoes, blue", "", "an oak table " * 6, "Yés 👟", "d"])}
 QUERIES = [" Is it red?", " or", " Yes the fox"]
 LABELS = ("Yes", " No")
-PRESET = """
-name = "shop"
-task = "rerank"
-instruction = "Find it."
-template = ["{instruction}\\nItem: {document}\\nQuery: {query}\\nGood:"]
-labels = ["Yes", " No"]
-"""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
-    (folder / "yardstick.toml").write_text(PRESET)
-    return folder
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
 @pytest.fixture(scope="module")
-def pods(model: Path) -> Iterator[list[Pod]]:
-    with Pod(model, "--name", "tiny") as one, Pod(model, "--name", "tiny") as two:
-        yield [one, two]
-
-
-@pytest.fixture(scope="module", params=["memory", "redis"])
-def gateway(request: pytest.FixtureRequest, pods: list[Pod]) -> Iterator[Program]:
-    if request.param == "memory":
-        with gateway_before(*pods) as program:
-            yield program
-        return
-    with (
-        RedisServer.start() as redis,
-        gateway_before(*pods, YARDSTICK_REDIS_URL=redis.url, YARDSTICK_REDIS_SECONDS="5") as program,
-    ):
-        wait_until(lambda: "yardstick_redis_available 1" in program.client.get("/metrics").text)
-        yield program
+def gateway(model: Path) -> Iterator[Program]:
+    """Before two engines. tests/gateway/api/test_catalogues_api.py has catalogues in Redis, too."""
+    with Pod(model, "--name", "tiny") as one, Pod(model, "--name", "tiny") as two, gateway_before(one, two) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +39,11 @@ def reference(model: Path) -> Any:
 
 
 @torch.inference_mode()
-def logits_after(reference: Any, text: str) -> torch.Tensor:
-    decoder, tokenizer = reference
-    return decoder(torch.tensor([tokenizer(text).input_ids])).logits[0, -1]
-
-
 def expected(reference: Any, item: str, query: str) -> list[float]:
-    probabilities = logits_after(reference, TEMPLATE.replace("{item}", item).replace("{query}", query)).softmax(-1)
-    return [probabilities[reference[1](label).input_ids[0]].item() for label in LABELS]
+    decoder, tokenizer = reference
+    text = TEMPLATE.replace("{item}", item).replace("{query}", query)
+    probabilities = decoder(torch.tensor([tokenizer(text).input_ids])).logits[0, -1].softmax(-1)
+    return [probabilities[tokenizer(label).input_ids[0]].item() for label in LABELS]
 
 
 def register(gateway: Program, items: dict[str, str]) -> dict[str, Any]:
@@ -111,21 +85,4 @@ def test_scores_are_exact_cold_cached_registered_again_and_after_changes(gateway
     best = gateway.client.post("/v1/score", json=body | {"ids": None, "top_n": 2, "query": " or"}).raise_for_status().json()
     ranked = sorted(items, key=lambda id: -expected(reference, items[id], " or")[0])
     assert best["ids"] == ranked[:2]
-    gateway.client.delete("/v1/catalogues/shop").raise_for_status()
-
-
-def test_a_catalogue_of_a_preset_ranks_as_the_same_texts_do(gateway: Program, reference: Any) -> None:
-    gateway.client.put("/v1/catalogues/shop", json={"preset": True}).raise_for_status()
-    register(gateway, ITEMS)
-    of_labels = [reference[1](label).input_ids[0] for label in LABELS]
-    for query in QUERIES:
-        texts = [f"Find it.\nItem: {item}\nQuery: {query}\nGood:" for item in ITEMS.values()]
-        relevance = [logits_after(reference, text)[of_labels].softmax(-1)[0].item() for text in texts]
-        asked = ({"documents": [*ITEMS.values()]}, {"catalogue": "shop", "ids": [*ITEMS]}, {"catalogue": "shop", "top_n": 5})
-        for _ in range(2):
-            for named in asked:
-                answer = gateway.client.post("/v1/rerank", json={"query": query} | named, headers={"cache-control": "no-cache"})
-                results = answer.raise_for_status().json()["results"]
-                found = {result.get("id", f"i{result['index']}"): result["relevance_score"] for result in results}
-                assert [found[id] for id in ITEMS] == pytest.approx(relevance, abs=1e-5), named
     gateway.client.delete("/v1/catalogues/shop").raise_for_status()

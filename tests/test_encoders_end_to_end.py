@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +28,6 @@ TEXTS = [
     "  The Quick brown fox, Überprüfung 東京 \n",
     "how to change a tyre " * 100,
 ]
-ANSWERS = {
-    "How do I reset a forgotten password?": "Open the sign-in page, choose 'I cannot log in', and follow the link in the e-mail.",
-    "Why is my parcel late?": "Heavy snow in the mountains delays deliveries by up to three days.",
-    "Can the jacket be washed?": "Machine wash the coat at 30 degrees and let it dry in the air.",
-    "Which lamp lights a big room?": "This floor lamp gives 4,000 lumens, enough for a hall.",
-    "Do you deliver to Norway?": "We ship to all Scandinavian countries within a week.",
-    "How long does the battery last?": "A full charge runs the headphones for 30 hours.",
-    "Is the bread free of gluten?": "Baked from rice and maize flour, it suits people with coeliac disease.",
-    "What sizes do the shoes come in?": "Available from EU 36 to 47, half steps included.",
-    "How can I cancel my subscription?": "Memberships end with a month's notice in your account settings.",
-    "Does the tent resist rain?": "Its fabric withstands a water column of 5,000 millimetres.",
-}
-"""A retrieval task: questions, and what answers each of them in other words."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +76,7 @@ def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Progr
     folder = str(weights.minilm())
     calls = [{"folder": folder, "texts": TEXTS}, {"folder": folder, "texts": TEXTS, "prompt": "query: "}]
     calls.append({"folder": str(cross), "pairs": pairs})
-    plain, prompted, predicted = run_client("sentence_reference.py", json.dumps(calls), environment="sentence")
+    plain, prompted, predicted = run_client("sentence_reference.py", json.dumps(calls), environment="encoder-peers")
     assert embed(gateway, TEXTS) == close_to(plain[0])
     assert embed(gateway, TEXTS, prompt="query: ") == close_to(prompted[0])
     similar = post(gateway, "/v1/score", model="minilm", text_1=TEXTS[0], text_2=TEXTS)
@@ -107,42 +92,6 @@ def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Progr
         wanted = [score for pair, score in zip(pairs, predicted, strict=True) if pair[0] == query]
         assert {each["index"]: each["relevance_score"] for each in ranked} == pytest.approx(dict(enumerate(wanted)), abs=1e-5)
         assert [each["index"] for each in ranked] == sorted(range(len(wanted)), key=wanted.__getitem__, reverse=True)
-
-
-def test_a_retrieval_task_alone_batched_and_under_load(gateway: Program) -> None:
-    """Each question finds its answer, with the same numbers whatever is computed beside it."""
-    questions, answers = list(ANSWERS), list(ANSWERS.values())
-    found = torch.tensor(embed(gateway, questions)) @ torch.tensor(embed(gateway, answers)).T
-    assert found.argmax(dim=1).tolist() == list(range(len(questions)))
-    for index, question in enumerate(questions):
-        ranked = post(gateway, "/v1/rerank", model="minilm", query=question, documents=answers, top_n=1)["results"]
-        assert (ranked[0]["index"], ranked[0]["relevance_score"]) == (index, pytest.approx(found[index, index].item(), abs=1e-5))
-
-    def alone(text: str) -> list[float]:
-        body = {"model": "minilm", "input": text}
-        answer = gateway.client.post("/v1/embeddings", json=body, headers={"cache-control": "no-store"})
-        numbers: list[float] = answer.raise_for_status().json()["data"][0]["embedding"]
-        return numbers
-
-    texts = [text * (1 + number) for number in (0, 3, 6) for text in (*questions, *answers)]
-    batched = embed(gateway, texts)
-    with ThreadPoolExecutor(16) as threads:
-        assert list(threads.map(alone, texts)) == close_to(batched)
-    assert all(math.hypot(*row) == pytest.approx(1, abs=1e-5) for row in batched)
-
-
-def test_what_tei_serves(gateway: Program) -> None:
-    info = gateway.client.get("/info", params={"model": "minilm"}).json()
-    assert (info["model_type"], info["max_input_length"]) == ({"embedding": {}}, 256)
-    assert gateway.client.get("/info", params={"model": "cross"}).json()["model_type"]["reranker"]
-    assert post(gateway, "/embed", model="minilm", inputs=TEXTS) == close_to(embed(gateway, TEXTS))
-    (vectors,) = post(gateway, "/embed_all", model="minilm", inputs=TEXTS[0])
-    mean = normalize(torch.tensor(vectors).mean(dim=0), dim=0)
-    assert mean.tolist() == pytest.approx(embed(gateway, TEXTS[:1])[0], abs=1e-5), "the model pools by the mean"
-    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:3]}
-    assert post(gateway, "/similarity", model="minilm", inputs=inputs) == pytest.approx([0.6946, 0.2565], abs=1e-3)
-    cohere = post(gateway, "/v2/embed", model="minilm", texts=TEXTS, input_type="search_query", embedding_types=["float"])
-    assert cohere["embeddings"]["float"] == close_to(embed(gateway, TEXTS))
 
 
 QUERY, DOCUMENTS = "What is red?", ["Red running shoes.", "", "Blue, blue table? No. " * 30, "the lazy dog"]

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from tests import weights
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import SHAPE, write_gguf
 from tests.processes import Pod, gateway_before
 from yardstick_llm.engine import wire
 from yardstick_llm.kernels.int8 import instructions
-
-
-@pytest.mark.slow
-def test_a_small_file_is_served_by_its_name(tmp_path: Path):
-    path = tmp_path / "Small-Q8_0.gguf"
-    reference = write_gguf(make_checkpoint(tmp_path / "checkpoint", "qwen3", **SHAPE), path, "Q8_0")
-    with Pod(path, "--dequantize", "on") as pod, gateway_before(pod) as gateway:
-        info = pod.read("/info", wire.Info)
-        assert info.model == "Small-Q8_0"
-        assert "weights of gguf dequantised" in info.arithmetic
-        fields = {"model": "Small-Q8_0", "query": [1, 5, 9], "items": [[7, 8], [30]], "label_token_ids": [40, 41]}
-        answer = gateway.client.post("/v1/score", json=fields)
-    assert answer.status_code == 200, answer.text
-    with torch.no_grad():
-        for item, scores in zip(fields["items"], answer.json()["scores"], strict=True):
-            expected = reference(torch.tensor([fields["query"] + item])).logits[0, -1].softmax(-1)[[40, 41]]
-            assert scores == pytest.approx(expected.tolist(), abs=1e-5)
-
 
 INT8 = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
 

@@ -4,13 +4,13 @@ metrics tell of the drafts."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.attacks.watch import total_of
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, gateway_before
 
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.slow
 PROMPT = "the red shoes, the blue shoes, the red shoes, the"
 BIAS = {"262": 6.0, "266": 6.0, "15": 4.0}
 """Makes a model with random weights repeat some tokens, so that drafts are right now and then."""
-REQUESTS: dict[str, dict[str, Any]] = {
-    "penalties": {"temperature": 0.5, "seed": 4, "frequency_penalty": 0.2},
-    "several": {"temperature": 0.6, "seed": 5, "n": 3},
-}
+COUNTERS = ("yardstick_engine_accepted_draft_tokens_total", "yardstick_engine_draft_tokens_total")
+SEVERAL: dict[str, Any] = {"temperature": 0.6, "seed": 5, "n": 3, "frequency_penalty": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +52,11 @@ def by_index(answer: Any) -> list[Any]:
     return sorted(answer["choices"], key=lambda choice: choice["index"])
 
 
-def metric(pod: Pod, name: str) -> float:
-    found = re.search(rf"^yardstick_engine_{name}_total (\S+)", pod.client.get("/metrics").text, re.M)
-    assert found is not None, name
-    return float(found[1])
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_drafts_change_no_token_and_are_counted(client: httpx.Client, pod: Pod, name: str) -> None:
-    plain = client.post("/v1/completions", json=body(**REQUESTS[name])).raise_for_status().json()
+def test_drafts_change_no_token_and_are_counted(client: httpx.Client, pod: Pod) -> None:
+    plain = client.post("/v1/completions", json=body(**SEVERAL)).raise_for_status().json()
     assert "accepted_prediction_tokens" not in (plain["usage"].get("completion_tokens_details") or {})
-    before = {each: metric(pod, each) for each in ("draft_tokens", "accepted_draft_tokens")}
-    asked = body(**REQUESTS[name], prompt_lookup={"max_tokens": 6, "ngram": 2})
+    before = [total_of(pod, name) for name in COUNTERS]
+    asked = body(**SEVERAL, prompt_lookup={"max_tokens": 6, "ngram": 2})
     found = client.post("/v1/completions", json=asked).raise_for_status().json()
     assert choices(found) == choices(plain)
     assert logprobs(found) == pytest.approx(logprobs(plain), abs=1e-4)
@@ -76,8 +67,8 @@ def test_drafts_change_no_token_and_are_counted(client: httpx.Client, pod: Pod, 
     )
     accepted, rejected = (usage["completion_tokens_details"][f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected"))
     assert accepted > 0
-    assert metric(pod, "accepted_draft_tokens") - before["accepted_draft_tokens"] == accepted
-    assert metric(pod, "draft_tokens") - before["draft_tokens"] == accepted + rejected
+    counted = [total_of(pod, name) - earlier for name, earlier in zip(COUNTERS, before, strict=True)]
+    assert counted == [accepted, accepted + rejected]
 
 
 def test_a_streamed_chat_has_the_text_of_plain_decoding(client: httpx.Client) -> None:
@@ -103,7 +94,6 @@ def test_a_streamed_chat_has_the_text_of_plain_decoding(client: httpx.Client) ->
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
-@pytest.mark.slow
 def test_a_wrong_field_is_refused_by_name(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json=body(prompt_lookup={"max_tokens": 33}))
     assert answer.status_code == 400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,12 @@ from packaging.utils import canonicalize_name
 
 from tests.helm.chart import helm
 from tests.parts import need
+from tests.test_wheelhouse import zipped
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
-ALL_SCRIPTS = [*SCRIPTS.glob("*.sh"), *(ROOT / "tests" / "cluster").glob("*.sh"), ROOT / ".ci" / "run"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 
 
 def make(*arguments: str, directory: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -69,9 +69,8 @@ def test_a_python_too_old_is_one_line(tmp_path: Path, version: str | None, found
 
 
 def test_constraints_pin_every_dependency_within_its_range() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    direct = [Requirement(line) for line in [*project["dependencies"], *(line for extra in extras for line in extra)]]
+    extras = PROJECT["optional-dependencies"].values()
+    direct = [Requirement(line) for line in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     torch = [requirement for requirement in direct if requirement.name == "torch"]
@@ -103,7 +102,7 @@ def test_workflows_use_the_oldest_python_and_may_change_nothing(workflow: Path) 
         assert writes <= MAY_WRITE.get(workflow.stem, set())
         assert job["timeout-minutes"] <= 120
         for python in [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]:
-            assert f">={python}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+            assert f">={python}" == PROJECT["requires-python"]
 
 
 def release(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,17 +110,16 @@ def release(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_release_has_one_version_everywhere(tmp_path: Path) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert release("check", f"v{version}").returncode == 0
+    assert release("check", f"v{VERSION}").returncode == 0
     wrong = release("check", "v99.0.0")
     assert wrong.returncode == 1
     for place in ("pyproject.toml has version", "Chart.yaml has version", "Chart.yaml has appVersion", "## 99.0.0"):
         assert place in wrong.stderr
-    assert release("notes", f"v{version}").stdout.startswith("\n### ")
+    assert release("notes", f"v{VERSION}").stdout.startswith("\n### ")
     packages = []
     for name in ("one", "two"):
         assert release("chart", str(tmp_path / name)).returncode == 0
-        packages.append(tmp_path / name / f"yardstick-{version}.tgz")
+        packages.append(tmp_path / name / f"yardstick-{VERSION}.tgz")
     assert packages[0].read_bytes() == packages[1].read_bytes()
     packed = helm().Chart.load(packages[0]).render({}, name="yardstick", namespace="apps", is_install=True)
     direct = helm().Chart.load(ROOT / "helm").render({}, name="yardstick", namespace="apps", is_install=True)
@@ -160,13 +158,12 @@ def test_make_release_pushes_what_it_built_and_a_chart_with_its_digests(machine:
     registry = "registry.example.com/ai"
     done = make("release", f"REGISTRY={registry}", "VARIANTS=cpu cuda", directory=root, **environment)
     assert done.returncode == 0, done.stderr
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = [f"{registry}/yardstick-{part}" for part in (f"gateway:{version}", f"engine:{version}", f"engine:{version}-cuda")]
+    images = [f"{registry}/yardstick-{part}" for part in (f"gateway:{VERSION}", f"engine:{VERSION}", f"engine:{VERSION}-cuda")]
     lines = (root / "log").read_text().splitlines()
     built = {line.partition("--tag ")[2].split()[0] for line in lines if line.startswith("build ")}
     assert built == set(images) == {line.removeprefix("push ") for line in lines if line.startswith("push ")}
-    assert lines[-1] == f"helm push dist/yardstick-{version}.tgz oci://{registry}/charts"
-    chart = helm().Chart.load(root / "dist" / f"yardstick-{version}.tgz")
+    assert lines[-1] == f"helm push dist/yardstick-{VERSION}.tgz oci://{registry}/charts"
+    chart = helm().Chart.load(root / "dist" / f"yardstick-{VERSION}.tgz")
     gpu = {"engine": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}
     texts = [text for values in ({}, gpu) for text in chart.render(values, name="a", namespace="b", is_install=True).values()]
     named = {image for text in texts for image in re.findall(rf"image: ({registry}/\S+)", text)}
@@ -174,14 +171,6 @@ def test_make_release_pushes_what_it_built_and_a_chart_with_its_digests(machine:
     assert release("chart", str(root / "other"), registry, "gateway=sha256:1").returncode == 2
 
 
-def zipped(name: str) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as modules:
-        modules.writestr(name, "code")
-    return content.getvalue()
-
-
-MODULES = zipped("aot/page/page.so")
 MODULES_URL = "https://example.org/modules/flashinfer-0.6.6-aot-sm90a-cu130.zip"
 WHEEL = "yardstick_flashinfer_modules-0.6.6+sm90a.cu130-py3-none-manylinux_2_28_x86_64.whl"
 DOWNLOAD = 'echo "${@: -1}" >>"$LOG"; while [ "$1" != --output ]; do shift; done; cp "$ZIP" "$2"'
@@ -214,26 +203,24 @@ def test_images_name_their_source_and_no_password(machine: Path, origin: str | N
 
 
 @pytest.mark.parametrize(
-    ("url", "content", "digest", "says"),
+    ("url", "digest", "says"),
     [
-        ("", MODULES, "", "FLASHINFER_ZIP_URL is not set"),
-        (MODULES_URL, MODULES, "", "FLASHINFER_ZIP_SHA256 is not set"),
-        (MODULES_URL, MODULES, "0" * 64, "checksum did NOT match"),
-        (MODULES_URL, zipped("setup.py"), None, "is no module"),
-        (MODULES_URL, MODULES, None, ""),
+        ("", "", "FLASHINFER_ZIP_URL is not set"),
+        (MODULES_URL, "", "FLASHINFER_ZIP_SHA256 is not set"),
+        (MODULES_URL, "0" * 64, "checksum did NOT match"),
+        (MODULES_URL, None, ""),
     ],
 )
-def test_the_modules_of_a_release_are_those_that_it_names(
-    machine: Path, url: str, content: bytes, digest: str | None, says: str
-) -> None:
-    """Without a URL, the image has none; what has another digest or other files is refused."""
+def test_the_modules_of_a_release_are_those_that_it_names(machine: Path, url: str, digest: str | None, says: str) -> None:
+    """Without a URL, the image has none; what has another digest is refused."""
     root = machine.parent
     shutil.copytree(SCRIPTS, root / "scripts")
     pretend(machine, "curl", DOWNLOAD)
-    (root / "modules.zip").write_bytes(content)
+    modules = zipped(root, "aot/page/page.so")
+    real = hashlib.sha256(modules.read_bytes()).hexdigest()
     done = subprocess.run(
-        [root / "scripts" / "release.sh", "modules", url, hashlib.sha256(content).hexdigest() if digest is None else digest],
-        env={"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log"), "ZIP": str(root / "modules.zip")},
+        [root / "scripts" / "release.sh", "modules", url, real if digest is None else digest],
+        env={"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log"), "ZIP": str(modules)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -241,8 +228,7 @@ def test_the_modules_of_a_release_are_those_that_it_names(
     )
     assert (done.returncode == 0) == (not says or not url), done.stderr
     assert says in done.stderr
-    wheels = root / "wheels"
-    assert (wheels / WHEEL).exists() == (not says)
+    assert (root / "wheels" / WHEEL).exists() == (not says)
 
 
 def test_a_chart_that_was_not_pushed_is_not_signed(machine: Path) -> None:
@@ -272,33 +258,25 @@ def pretend(tools: Path, name: str, script: str) -> None:
     (tools / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("script", ALL_SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_sound(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[1].startswith("# ")
-
-
 def tools_of(machine: Path, python: str) -> dict[str, str]:
     return {"PYTHON": str(machine / python), "LOG": str(machine / "log"), "PATH": f"{machine}:{os.environ['PATH']}"}
 
 
 def test_images_are_built_as_make_is_told(machine: Path) -> None:
     pretend(machine, "docker", 'echo "$*" >>"$LOG"')
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     environment = tools_of(machine, "python")
     assert make("images", **environment).returncode == 0
     assert make("images", "VARIANT=cuda", "REGISTRY=", "BASE=some/base", "OFFLINE=1", **environment).returncode == 0
     revision = r"(unknown|[0-9a-f]{40}(-dirty)?)"
-    labels = re.compile(rf" --build-arg VERSION={re.escape(version)} --build-arg REVISION={revision} --build-arg SOURCE=\S+(?= )")
+    labels = re.compile(rf" --build-arg VERSION={re.escape(VERSION)} --build-arg REVISION={revision} --build-arg SOURCE=\S+(?= )")
     built, labelled = labels.subn("", (machine / "log").read_text())
     assert labelled == 4
     plain_gateway, plain_engine, gateway, engine = built.splitlines()
-    assert plain_gateway == f"build --file gateway/Dockerfile --tag localhost/yardstick-gateway:{version} ."
-    assert plain_engine == f"build --build-arg VARIANT=cpu --file engine/Dockerfile --tag localhost/yardstick-engine:{version} ."
+    assert plain_gateway == f"build --file gateway/Dockerfile --tag localhost/yardstick-gateway:{VERSION} ."
+    assert plain_engine == f"build --build-arg VARIANT=cpu --file engine/Dockerfile --tag localhost/yardstick-engine:{VERSION} ."
     given = "build --build-arg BASE=some/base --build-arg PIP_NO_INDEX=1"
-    assert gateway == f"{given} --file gateway/Dockerfile --tag yardstick-gateway:{version} ."
-    assert engine == f"{given} --build-arg VARIANT=cuda --file engine/Dockerfile --tag yardstick-engine:{version}-cuda ."
+    assert gateway == f"{given} --file gateway/Dockerfile --tag yardstick-gateway:{VERSION} ."
+    assert engine == f"{given} --build-arg VARIANT=cuda --file engine/Dockerfile --tag yardstick-engine:{VERSION}-cuda ."
 
 
 @pytest.fixture

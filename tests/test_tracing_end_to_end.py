@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,17 +25,16 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def pods(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pod]]:
-    model: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
-    flags = ("--name", "tiny", "--tracing-endpoint", collector.url)
-    with Pod(model, *flags) as one, Pod(model, *flags) as two:
-        yield [one, two]
+def pod(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    model = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
+    with Pod(model, "--name", "tiny", "--tracing-endpoint", collector.url) as pod:
+        yield pod
 
 
 @pytest.fixture(scope="module")
-def gateway(pods: list[Pod], collector: Collector) -> Iterator[Program]:
+def gateway(pod: Pod, collector: Collector) -> Iterator[Program]:
     tracing = {"YARDSTICK_TRACING_ENDPOINT": collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
-    with gateway_before(*pods, **tracing) as gateway:
+    with gateway_before(pod, **tracing) as gateway:
         yield gateway
 
 
@@ -80,27 +78,8 @@ def test_a_stream_has_prefill_and_decode(gateway: Program, collector: Collector)
     assert named(spans, "POST /v1/completions").attributes["gen_ai.usage.output_tokens"] == 60
 
 
-def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], collector: Collector):
-    """Last of the tests that share the engines."""
-    trace_id, headers = sampled()
-    with gateway.client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 600}, headers=headers) as response:
-        lines = response.iter_lines()
-        next(lines)
-        (busy,) = [pod for pod in pods if "yardstick_engine_requests_running 1.0" in pod.client.get("/metrics").text]
-        busy.process.kill()
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-    spans = collector.trace(trace_id, 9)
-    one, two = [span for span in spans if span.name == "gateway.attempt"]
-    assert (one.failed, one.attributes["error.type"]) == (True, "engine_lost")
-    assert one.attributes["server.port"] == busy.port
-    assert (two.failed, two.attributes["yardstick.attempt"], two.events) == (False, 2, ["first_token"])
-    assert named(spans, "engine.generate").parent_id == two.span_id, "the spans of the killed engine are lost"
-    assert not named(spans, "POST /v1/completions").failed
-
-
-def test_programs_end_in_time_before_a_silent_collector(gateway: Program, pods: list[Pod], collector: Collector):
-    """Last of all."""
-    (pod,) = [pod for pod in pods if pod.process.poll() is None]
+def test_programs_end_in_time_before_a_silent_collector(gateway: Program, pod: Pod, collector: Collector):
+    """Last of the tests, which share the programs."""
     collector.open.clear()
     _, headers = sampled()
     gateway.client.post("/v1/completions", json=STREAM | {"max_tokens": 3}, headers=headers).raise_for_status()

@@ -253,9 +253,9 @@ ORACLES: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 }
 
 
-def attacked(server: Server, path: str, attacker: str, victim: str, known: list[int], secret: list[int]) -> list[int]:
+def attacked(server: Server, path: str, attacker: str, victim: str, secret: list[int]) -> list[int]:
     """Return the tokens of ``secret`` that ``attacker`` finds out after ``victim`` has sent them."""
-    make = ORACLES[path]
+    make, known = ORACLES[path], next(prompts)[:20]
     server.ask(victim, "completions", {"prompt": [*known, *secret, 9, 9], "max_tokens": 1})
     if path == "length":  # the length model has a prefix cache of its own
         server.ask(victim, path, make([*known, *secret]))
@@ -266,10 +266,10 @@ def attacked(server: Server, path: str, attacker: str, victim: str, known: list[
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ORACLES)
 def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_all: Server, path: str) -> None:
-    known, secret = next(prompts)[:20], random.Random(path).choices(VOCABULARY, k=3)
-    assert attacked(shared_by_all, path, "a", "b", known, secret) == secret, "the attack works where caches are shared"
-    assert attacked(server, path, "a", "b", next(prompts)[:20], secret) == []
-    assert attacked(server, path, "d", "c", next(prompts)[:20], secret) == secret, "and within a trust group"
+    secret = random.Random(path).choices(VOCABULARY, k=3)
+    assert attacked(shared_by_all, path, "a", "b", secret) == secret, "the attack works where caches are shared"
+    assert attacked(server, path, "a", "b", secret) == []
+    assert attacked(server, path, "d", "c", secret) == secret, "and within a trust group"
 
 
 def register(server: Server, key: str, tokens: list[int]) -> None:
@@ -296,30 +296,20 @@ def warm(server: Server, key: str) -> None:
     server.ask(key, "score", body, "no-cache")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("guess", [item_in_request, registered_item])
-def test_the_oracle_recovers_no_item_of_a_catalogue(
-    server: Server, shared_by_all: Server, guess: Callable[[Server, str, list[int]], Seen]
-) -> None:
-    """A key guesses the tokens of an item that another key has registered and warmed."""
+Guess = Callable[[Server, str, list[int]], Seen]
 
-    def recovered(server: Server, attacker: str, victim: str) -> list[int]:
-        known = next(prompts)[:20]
-        register(server, victim, [*known, *secret, 9])
-        warm(server, victim)
-        return recover(lambda tokens: guess(server, attacker, tokens).cached_tokens, known, len(secret))
 
-    secret = random.Random("item").choices(VOCABULARY, k=2)
-    assert recovered(shared_by_all, "a", "b") == secret, "the attack works where caches are shared"
-    assert recovered(server, "a", "b") == []
-    assert recovered(server, "d", "c") == secret, "and within a trust group"
+def recovered(server: Server, guess: Guess, attacker: str, victim: str, secret: list[int]) -> list[int]:
+    """Return the tokens of ``secret`` that ``attacker`` guesses of an item that ``victim`` has registered and warmed."""
+    known = next(prompts)[:20]
+    register(server, victim, [*known, *secret, 9])
+    warm(server, victim)
+    return recover(lambda tokens: guess(server, attacker, tokens).cached_tokens, known, len(secret))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guess", [item_in_request, registered_item])
-def test_time_tells_of_items_of_ones_own_group_only(
-    server: Server, slow: FakeEngine, guess: Callable[[Server, str, list[int]], Seen]
-) -> None:
+def test_time_tells_of_items_of_ones_own_group_only(server: Server, slow: FakeEngine, guess: Guess) -> None:
     """Whether another key has warmed an item shows in no time of an answer, also if both register the same item."""
     own, friends = next(prompts), next(prompts)
     for tokens, victim, strangers, friend in ((own, "b", "ac", "b"), (friends, "c", "ab", "d")):
@@ -340,23 +330,22 @@ def real(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guess", [None, item_in_request, registered_item])
-def test_the_oracle_recovers_nothing_from_a_real_engine(
-    real: Server, guess: Callable[[Server, str, list[int]], Seen] | None
-) -> None:
-    """Of a prompt, and of an item of a catalogue."""
+def test_the_oracle_recovers_nothing_from_a_real_engine(real: Server) -> None:
+    """Of a prompt, and of an item of a catalogue, that a key guesses as an item of its request or of its own catalogue."""
     secret = random.Random(2).choices(VOCABULARY, k=2)
 
-    def recovered(attacker: str, victim: str) -> list[int]:
-        known = next(prompts)[:20]
-        if guess is None:
-            return attacked(real, "completions", attacker, victim, known, secret)
-        register(real, victim, [*known, *secret, 9])
-        warm(real, victim)
-        return recover(lambda tokens: guess(real, attacker, tokens).cached_tokens, known, len(secret))
+    def prompt(attacker: str, victim: str) -> list[int]:
+        return attacked(real, "completions", attacker, victim, secret)
 
-    assert recovered("d", "c") == secret, "within a trust group it works"
-    assert recovered("a", "b") == recovered("a", "c") == []
+    def item(attacker: str, victim: str) -> list[int]:
+        return recovered(real, item_in_request, attacker, victim, secret)
+
+    def registered(attacker: str, victim: str) -> list[int]:
+        return recovered(real, registered_item, attacker, victim, secret)
+
+    for found in (prompt, item, registered):
+        assert found("d", "c") == secret, "within a trust group it works"
+        assert found("a", "b") == found("a", "c") == []
     body = BODIES["completions"](next(prompts)[:50])
     real.ask("a", "completions", body, "no-store")
     assert real.ask("a", "completions", body).cached_tokens == 0

@@ -160,26 +160,6 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_work_that_was_given_up_is_aborted(pod: Pod) -> None:
-    """The loop hears of it as soon as it goes on."""
-    endless = TEXTS[0] | {"max_tokens": 2000, "stream": True}
-    with (
-        gateway_before(pod, YARDSTICK_WAIT_SECONDS="1") as gateway,
-        gateway.client.stream("POST", "/v1/completions", json=endless) as answer,
-    ):
-        lines = answer.iter_lines()
-        next(lines)
-        assert pod.read("/stats", wire.Stats).running == 1
-        with stopped([pod.loop_pid]):
-            rest = [line for line in lines if line.startswith("data: ")]
-        assert json.loads(rest[-1][6:])["error"]["code"] == "not_ready"
-        computed = pod.read("/stats", wire.Stats).computed_tokens
-        wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
-        assert pod.read("/stats", wire.Stats).computed_tokens < computed + 200
-
-
-@pytest.mark.slow
-@pytest.mark.waits
 @pytest.mark.parametrize("which", STOPPED)
 def test_the_only_engine_is_stopped(pod: Pod, which: str) -> None:
     """Clients are told so within a bounded time, and it works again when it goes on."""
@@ -198,6 +178,11 @@ def test_the_only_engine_is_stopped(pod: Pod, which: str) -> None:
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
                 assert int(refused.headers["retry-after"]) >= 1
                 assert metric_of(gateway, "yardstick_engines_ready") == 0
+            computed = pod.read("/stats", wire.Stats).computed_tokens
+            wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
+            assert pod.read("/stats", wire.Stats).computed_tokens < computed + 200, (
+                "the loop hears at once that the work was given up"
+            )
         wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 1)
         assert gateway.client.post("/v1/score", json=SCORES[0], headers=FRESH).status_code == 200
         wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)

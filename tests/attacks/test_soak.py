@@ -32,7 +32,7 @@ from tests.processes import Pod, Program, wait_until
 SECONDS = float(os.environ.get("SOAK_SECONDS", "14"))
 LATENCY_SECONDS = 300.0
 """Shortest soak that checks latencies."""
-QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 4.0
+QUIET_SECONDS = max(20.0, SECONDS / 10) if SECONDS >= LATENCY_SECONDS else 2.0
 PAUSE_SECONDS = 0.0 if SECONDS >= LATENCY_SECONDS else 0.05
 """Time between two requests of a well-behaved client: a soak that checks no latency leaves processors to other tests."""
 FLOOD_PAUSE = 0.02 if SECONDS >= LATENCY_SECONDS else 0.06

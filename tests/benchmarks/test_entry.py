@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "aiohttp", "triton", "msgspec")
@@ -37,13 +37,6 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     *listed, last = done.stdout.splitlines()
     assert last.strip() == "imported:"
     assert [line.split()[0] for line in listed if line.startswith("  ")][-len(BENCHMARKS) :] == list(BENCHMARKS)
-
-
-def test_an_unknown_benchmark_is_an_error_that_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["scores"])
-    assert end.value.code == 2
-    assert "invalid choice: 'scores'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -66,8 +66,8 @@ def run_client(script: str, *arguments: str, environment: str = "", seconds: flo
 
 def run_together(environment: str, *runs: tuple[str, ...], seconds: float = RUN_SECONDS, **variables: str) -> list[Any]:
     """Return the result of :func:`run_client` for each of ``runs``, a Python script and its arguments. They share one process,
-    because importing a client takes most of the time of a run."""
-    python = str(python_environment(environment) / "bin" / "python")
+    because importing a client takes most of the time of a run; without a name of an ``environment``, one of ``.venv``."""
+    python = str(python_environment(environment) / "bin" / "python") if environment else sys.executable
     scripts = [[str(SCRIPTS / script), *arguments] for script, *arguments in runs]
     command = [python, "-I", "-W", "ignore", "-c", ONE_BY_ONE, json.dumps(scripts)]
     return [json.loads(line) for line in run(command, DATA, Path(os.devnull), seconds, variables).splitlines()[-len(runs) :]]

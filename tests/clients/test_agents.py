@@ -53,7 +53,7 @@ def test_tool_loops(server: tuple[FakeEngine, httpx.Client]) -> None:
     """One over stored responses is streamed, and one ends in a single answer."""
     engine, client = server
     given = (url(client), engine.model)
-    streamed, whole = run_together("agents", ("agents_stream.py", *given), ("agents_loop.py", *given))
+    streamed, whole = run_together("python", ("agents_stream.py", *given), ("agents_loop.py", *given))
     assert streamed == {"answer": ANSWER, "streamed": ANSWER, "kinds": KINDS}
     assert whole == {"answer": ANSWER, "kinds": KINDS, "requests": 2}
     assert "Be brief." in library().decode(engine.generates[-1].prompt)

@@ -36,31 +36,27 @@ def embeddings(client: httpx.Client, texts: list[str], **fields: int | str) -> l
     return [pytest.approx(entry["embedding"], abs=1e-6) for entry in answer["data"]]
 
 
-@pytest.mark.parametrize("script", ["cohere_rerank.py", "llamaindex_rerank.py", "haystack_rerank.py"])
-def test_documents_come_best_first(reranker: httpx.Client, script: str) -> None:
-    assert run_client(script, url_of(reranker), "reranker") == best(reranker)
-
-
-def test_langchain(reranker: httpx.Client, embedder: httpx.Client) -> None:
-    ranked, embedded = run_together(
-        "langchain",
-        ("langchain_rerank.py", url_of(reranker), "reranker"),
-        ("langchain_embeddings.py", url_of(embedder), "embedder"),
-    )
-    assert ranked == best(reranker)
-    assert embedded == embeddings(embedder, [*TEXTS, TEXTS[0]])
-
-
-def test_litellm(reranker: httpx.Client, embedder: httpx.Client) -> None:
+def test_clients_of_one_environment(reranker: httpx.Client, embedder: httpx.Client) -> None:
     """The providers of rerankers differ in the paths and fields that LiteLLM sends."""
-    providers = ("hosted_vllm", "cohere", "jina_ai")
-    *ranked, embedded = run_together(
-        "litellm",
-        *[("litellm_rerank.py", url_of(reranker), f"{provider}/reranker") for provider in providers],
-        ("litellm_embeddings.py", url_of(embedder), "embedder"),
-    )
-    assert dict(zip(providers, ranked, strict=True)) == dict.fromkeys(providers, best(reranker))
-    assert embedded == embeddings(embedder, TEXTS)
+    ranking = [("llamaindex_rerank.py", "reranker"), ("haystack_rerank.py", "reranker"), ("langchain_rerank.py", "reranker")]
+    ranking += [("litellm_rerank.py", f"{provider}/reranker") for provider in ("hosted_vllm", "cohere", "jina_ai")]
+    embedding = {
+        "haystack_embed.py": embeddings(embedder, TEXTS, normalize=False),
+        "langchain_embeddings.py": embeddings(embedder, [*TEXTS, TEXTS[0]]),
+        "litellm_embeddings.py": embeddings(embedder, TEXTS),
+    }
+    runs = [(script, url_of(reranker), model) for script, model in ranking]
+    runs += [(script, url_of(embedder), "embedder") for script in embedding]
+    told = run_together("python", *runs, HF_HUB_OFFLINE="0")
+    assert dict(zip(ranking, told, strict=False)) == dict.fromkeys(ranking, best(reranker))
+    assert dict(zip(embedding, told[len(ranking) :], strict=True)) == embedding
+
+
+def test_the_cohere_sdk(reranker: httpx.Client, embedder: httpx.Client) -> None:
+    runs = ("cohere_rerank.py", url_of(reranker), "reranker"), ("cohere_embed.py", url_of(embedder), "embedder")
+    ranked, embedded = run_together("cohere", *runs)
+    documents = embeddings(embedder, TEXTS, input_type="document")
+    assert (ranked, embedded) == (best(reranker), [documents, documents])
 
 
 def test_the_external_reranker_of_open_webui(reranker: httpx.Client) -> None:
@@ -73,32 +69,18 @@ def test_the_external_reranker_of_open_webui(reranker: httpx.Client) -> None:
     assert sorted(enumerate(scores), key=lambda entry: -entry[1]) == [tuple(entry) for entry in best(reranker, top_n=3)]
 
 
-def test_the_cohere_sdk_embeds(embedder: httpx.Client) -> None:
-    documents = embeddings(embedder, TEXTS, input_type="document")
-    assert run_client("cohere_embed.py", url_of(embedder), "embedder") == [documents, documents]
-
-
-def test_haystack_embeds(embedder: httpx.Client) -> None:
-    assert run_client("haystack_embed.py", url_of(embedder), "embedder", HF_HUB_OFFLINE="0") == embeddings(
-        embedder, TEXTS, normalize=False
-    )
-
-
-def test_hugging_face_embeds(embedder: httpx.Client) -> None:
-    script = SCRIPTS / "huggingface_embed.py"
-    vectors, scores = json.loads(
-        run([sys.executable, str(script), url_of(embedder), "embedder"], SCRIPTS, script, 60, {"HF_HUB_OFFLINE": "0"})
-    )
+def test_clients_of_this_environment(embedder: httpx.Client) -> None:
+    runs = [(script, url_of(embedder), "embedder") for script in ("huggingface_embed.py", "openai_embeddings.py")]
+    (vectors, scores), of_openai = run_together("", *runs, HF_HUB_OFFLINE="0")
     assert vectors == embeddings(embedder, TEXTS)
     assert scores == [pytest.approx(1, abs=1e-5), pytest.approx(sum(a * b for a, b in zip(*vectors, strict=True)), abs=1e-5)]
+    assert of_openai == embeddings(embedder, TEXTS, dimensions=16)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_embeddings_of_the_openai_sdk(embedder: httpx.Client, version: int) -> None:
+def test_embeddings_of_version_2_of_the_openai_sdk(embedder: httpx.Client) -> None:
     script = SCRIPTS / "openai_embeddings.py"
-    variables = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
-    printed = run([sys.executable, "-W", "ignore", str(script), url_of(embedder), "embedder"], SCRIPTS, script, 60, variables)
-    assert json.loads(printed) == embeddings(embedder, TEXTS, dimensions=16)
+    command = [sys.executable, "-W", "ignore", str(script), url_of(embedder), "embedder"]
+    assert json.loads(run(command, SCRIPTS, script, 60, {"PYTHONPATH": str(SDK_2)})) == embeddings(embedder, TEXTS, dimensions=16)
 
 
 def test_embeddings_of_the_openai_sdk_for_node(embedder: httpx.Client) -> None:

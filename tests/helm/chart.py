@@ -7,6 +7,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,6 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Values = dict[str, Any]
 Manifest = dict[str, Any]
 
-GPU: Values = {"engine": {"model": "Qwen/Qwen3-8B", "resources": {"limits": {"nvidia.com/gpu": 1}}}}
 LORA: Values = {
     "engine": {
         "model": "Qwen/Qwen3-8B",
@@ -177,7 +177,6 @@ BARE: Values = {
 }
 SETS: dict[str, Values] = {
     "default": {},
-    "gpu": GPU,
     "everything": EVERYTHING,
     "lora": LORA,
     "external": EXTERNAL,
@@ -222,7 +221,23 @@ def one(found: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def golden(values: Values) -> str:
-    """A release as text that is the same every time: what is drawn at random is replaced."""
-    rendered = render(values)
-    text = "".join(f"# {path}\n{rendered[path].strip()}\n" for path in sorted(rendered) if rendered[path].strip())
-    return re.sub(r"^( +(?:token|key|password|keys\.json|checksum/password)): \S+$", r"\1: RANDOM", text, flags=re.M)
+    """A release as text. Templates that render what they do by default are only named."""
+    usual = lasting({}) if values else {}
+    return "".join(
+        f"# {path}: as in default.yaml\n" if usual.get(path) == text else f"# {path}\n{text}\n"
+        for path, text in sorted(lasting(values).items())
+        if text
+    )
+
+
+def lasting(values: Values) -> dict[str, str]:
+    """Template to text that is the same every time: what is drawn at random is replaced. A whole dashboard is only named."""
+    dashboards = {path.name: indent(path.read_text().strip(), "    ") for path in (CHART / "dashboards").glob("*.json")}
+    found = {}
+    for path, text in render(values).items():
+        for name, dashboard in dashboards.items():
+            text = text.replace(dashboard, f"    WHOLE dashboards/{name}")
+        found[path] = re.sub(
+            r"^( +(?:token|key|password|keys\.json|checksum/password)): \S+$", r"\1: RANDOM", text.strip(), flags=re.M
+        )
+    return found

@@ -25,16 +25,14 @@ OF_ENGINES = ("requests_waiting", "slots", "last_step", "grammar")
 Series = dict[str, str]
 
 
-@pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("rules") / "rules.yaml"
-    file.write_text(yaml.safe_dump(one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]))
-    return file
-
-
-def promtool(*arguments: str | Path) -> None:
-    done = subprocess.run([need("promtool"), *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def promtool(folder: Path, groups: list[dict[str, Any]], tests: list[dict[str, Any]], interval: str = "1m") -> None:
+    """Check groups of rules, and try ``tests`` on them."""
+    rules, file = folder / "rules.yaml", folder / "tests.yaml"
+    rules.write_text(yaml.safe_dump({"groups": groups}))
+    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": interval, "tests": tests}))
+    for arguments in (["check", "rules", rules], ["test", "rules", file]):
+        done = subprocess.run([need("promtool"), *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def requests(per_minute: int, status: int, model: str = "a", route: str = "/v1/score", start: int = 0) -> Series:
@@ -332,26 +330,21 @@ def elsewhere(test: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_alerts_fire_when_they_should(rules: Path) -> None:
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     """All series in one run of promtool, which names those whose alerts differ."""
-    promtool("check", "rules", rules)
     told = [(test, test["alert_rule_test"][0]) for test in TESTS]
     firing = {alert["alertname"]: test for test, alert in told if alert["exp_alerts"]}
-    run_cases(rules, [*TESTS, *map(elsewhere, firing.values())], "1m", budgets=False)
+    promtool(tmp_path, groups_of_alerts(budgets=False), [*TESTS, *map(elsewhere, firing.values())])
 
 
-def test_error_budgets(rules: Path) -> None:
-    run_cases(rules, BUDGETS, f"{HOURS}h", budgets=True)
+def test_error_budgets(tmp_path: Path) -> None:
+    promtool(tmp_path, groups_of_alerts(budgets=True), BUDGETS, f"{HOURS}h")
 
 
-def run_cases(rules: Path, cases: list[dict[str, Any]], evaluation_interval: str, *, budgets: bool) -> None:
-    """With the rules of budgets, or with all others: promtool evaluates each rule in every case."""
-    (group,) = yaml.safe_load(rules.read_text())["groups"]
-    chosen = [rule for rule in group["rules"] if rule["alert"].endswith("Budget") == budgets]
-    some, file = rules.with_name("some.yaml"), rules.with_name("tests.yaml")
-    some.write_text(yaml.safe_dump({"groups": [group | {"rules": chosen}]}))
-    file.write_text(yaml.safe_dump({"rule_files": [some.name], "evaluation_interval": evaluation_interval, "tests": cases}))
-    promtool("test", "rules", file)
+def groups_of_alerts(*, budgets: bool) -> list[dict[str, Any]]:
+    """The rules of budgets, or all others: promtool evaluates each rule in every case."""
+    (group,) = one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]["groups"]
+    return [group | {"rules": [rule for rule in group["rules"] if rule["alert"].endswith("Budget") == budgets]}]
 
 
 def test_alerts_of_two_releases_differ() -> None:
@@ -370,9 +363,7 @@ def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> N
         assert not by_model or 'model=~"$model"' in expression, expression
     assert {variable["name"] for variable in dashboard["templating"]["list"]} >= set(re.findall(r"\$([a-z]\w*)", " ".join(asked)))
     recorded = [{"record": f"panel:{i}", "expr": re.sub(r"\$__\w+", "5m", text)} for i, text in enumerate(asked)]
-    file = tmp_path / "rules.yaml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
-    promtool("check", "rules", file)
+    promtool(tmp_path, [{"name": "dashboard", "rules": recorded}], [])
 
 
 @pytest.mark.parametrize("honors", [True, False], ids=["own labels", "exported labels"])
@@ -393,21 +384,18 @@ def test_gpus_of_engines_are_shown_by_pod(tmp_path: Path, honors: bool) -> None:
         samples = [{"labels": f'{{pool="b",pod="one",gpu="{number}"}}', "value": value} for number, value in ((0, 40), (1, 0))]
         tests.append(
             {
+                "interval": "1m",
                 "input_series": [slots, gpu(metric, "one", 0, 40), gpu(metric, "one", 1, 0), gpu(metric, "other", 2, 9)],
                 "promql_expr_test": [{"expr": re.sub(r"\$[a-z]+", ".*", expression), "eval_time": "2m", "exp_samples": samples}],
             }
         )
-    file = tmp_path / "tests.yaml"
-    file.write_text(yaml.safe_dump({"tests": [{"interval": "1m"} | test for test in tests]}))
-    promtool("test", "rules", file)
+    promtool(tmp_path, [], tests)
 
 
 def test_the_recorded_use_of_keys_adds_up(tmp_path: Path) -> None:
     """The example of docs/operations.md, with two gateways, one of which restarts, and a key that is used later."""
     values = {"gateway": {"settings": {"usage_keys": 10}}, **RULES}
     (rules,) = [group for group in one(manifests(values), "PrometheusRule", "yardstick")["spec"]["groups"] if "interval" in group]
-    file = tmp_path / "rules.yaml"
-    file.write_text(yaml.safe_dump({"groups": [rules]}))
     tokens = "yardstick_key_tokens_total"
     series = [
         counted(tokens, 0, key="search", kind="prompt") | {"values": "0+60x170 10200x9"},
@@ -421,9 +409,7 @@ def test_the_recorded_use_of_keys_adds_up(tmp_path: Path) -> None:
     samples = [{"labels": f'{{key="{key}"}}', "value": value} for key, value in (("chat", 15_300), ("search", 20_300))]
     cases = [{"expr": asked, "eval_time": "3h", "exp_samples": samples}]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
-    tests = tmp_path / "tests.yaml"
-    tests.write_text(yaml.safe_dump({"rule_files": [file.name], "evaluation_interval": "1m", "tests": [test]}))
-    promtool("test", "rules", tests)
+    promtool(tmp_path, [rules], [test])
 
 
 def query(minReplicas: int) -> str:
@@ -482,6 +468,4 @@ def test_a_request_without_an_engine_wakes_its_pool(
     asked = query(fewest)
     samples = {time: [] if value is None else [{"value": value}] for time, value in expected.items()}
     cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": found} for time, found in samples.items()]
-    file = tmp_path / "tests.yaml"
-    file.write_text(yaml.safe_dump({"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": cases}]}))
-    promtool("test", "rules", file)
+    promtool(tmp_path, [], [{"interval": "15s", "input_series": series, "promql_expr_test": cases}])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
+from tests.helm.chart import Manifest, Values, helm, manifests, one, render
 from yardstick_llm.gateway.settings import load_settings
 from yardstick_llm.tracing.sampling import Sampler, sampler_of
 
@@ -40,12 +40,6 @@ def test_an_autoscaler_has_the_number_of_pods_to_itself():
         assert manifest["metadata"]["annotations"]["yardstick/autoscaled"] == "true"
     fixed = one(manifests({"engine": {"replicas": 5}}), "StatefulSet", "yardstick-engine")
     assert (fixed["spec"]["replicas"], fixed["metadata"]["annotations"]) == (5, {"yardstick/replicas": "5"})
-
-
-def test_gateways_scale_on_cpu_time_whatever_they_request():
-    hpa = one(manifests({"gateway": {"autoscaling": {"enabled": True}}}), "HorizontalPodAutoscaler", "yardstick")
-    (metric,) = hpa["spec"]["metrics"]
-    assert metric["resource"] == {"name": "cpu", "target": {"type": "AverageValue", "averageValue": "700m"}}
 
 
 def test_keda_takes_what_the_values_add():
@@ -96,12 +90,11 @@ def test_series_of_engines_have_pool_and_model():
     assert [service["annotations"]["yardstick/model"] for service in services] == ["yardstick-demo", "b"]
 
 
-def test_links_of_alerts_resolve_or_are_absent():
+def test_without_a_page_alerts_have_no_links():
     rules = one(manifests(MONITORED), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
     assert all("runbook_url" not in rule["annotations"] for rule in rules)
     with pytest.raises(helm().HelmValuesError):
         render({"monitoring": {"rules": {"enabled": True, "runbookURL": "docs/operations.md"}}})
-    assert "runbook_url" in str(manifests(EVERYTHING))
 
 
 def egress(values: Values, policy: str = "yardstick") -> list[dict[str, Any]]:
@@ -109,38 +102,33 @@ def egress(values: Values, policy: str = "yardstick") -> list[dict[str, Any]]:
     return rules
 
 
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        ("redis://10.0.0.7:6380/0", {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 6380, "protocol": "TCP"}]}),
-        ("rediss://me@[fd00::7]", {"to": [{"ipBlock": {"cidr": "fd00::7/128"}}], "ports": [{"port": 6379, "protocol": "TCP"}]}),
-        ("redis://cache.example.com:7000", {"ports": [{"port": 7000, "protocol": "TCP"}]}),
-        ("redis+cluster://10.0.0.7:7001", {"ports": [{"port": 7001, "protocol": "TCP"}]}),
-    ],
-)
-def test_gateways_may_connect_to_another_redis(url: str, rule: dict[str, Any]):
-    assert rule in egress({"redis": {"url": url}})
+def to(port: int | None, *, address: str = "", namespace: str = "") -> dict[str, Any]:
+    """A rule that lets connections through to a port of an address or of a namespace, or of all."""
+    rule: dict[str, Any] = {} if port is None else {"ports": [{"port": port, "protocol": "TCP"}]}
+    if address:
+        rule["to"] = [{"ipBlock": {"cidr": address}}]
+    if namespace:
+        rule["to"] = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}]
+    return rule
 
 
 @pytest.mark.parametrize(
-    ("entry", "rule"),
+    ("part", "url", "rule"),
     [
-        ("http://10.0.0.1:8100", {"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "ports": [{"port": 8100, "protocol": "TCP"}]}),
-        ("https://engines.example.com/", {"ports": [{"port": 443, "protocol": "TCP"}]}),
-        ("http://engines.example.com", {"ports": [{"port": 80, "protocol": "TCP"}]}),
-        ("dns://engines.models.svc:8200", {"ports": [{"port": 8200, "protocol": "TCP"}]}),
-        (
-            "kubernetes://models/engines:8100",
-            {
-                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "models"}}}],
-                "ports": [{"port": 8100, "protocol": "TCP"}],
-            },
-        ),
-        ("kubernetes://engines:wire", {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}]}),
+        ("redis", "redis://10.0.0.7:6380/0", to(6380, address="10.0.0.7/32")),
+        ("redis", "rediss://me@[fd00::7]", to(6379, address="fd00::7/128")),
+        ("redis", "redis://cache.example.com:7000", to(7000)),
+        ("redis", "redis+cluster://10.0.0.7:7001", to(7001)),
+        ("engine", "http://10.0.0.1:8100", to(8100, address="10.0.0.1/32")),
+        ("engine", "https://engines.example.com/", to(443)),
+        ("engine", "http://engines.example.com", to(80)),
+        ("engine", "dns://engines.models.svc:8200", to(8200)),
+        ("engine", "kubernetes://models/engines:8100", to(8100, namespace="models")),
+        ("engine", "kubernetes://engines:wire", to(None, namespace="apps")),
     ],
 )
-def test_gateways_may_connect_to_other_engines(entry: str, rule: dict[str, Any]):
-    assert rule in egress({"gateway": {"engines": [entry]}})
+def test_gateways_may_connect_to_another_redis_and_other_engines(part: str, url: str, rule: dict[str, Any]):
+    assert rule in egress({"redis": {"url": url}} if part == "redis" else {"gateway": {"engines": [url]}})
 
 
 TRACING: Values = {"tracing": {"endpoint": "http://10.0.0.9:4318", "ratio": 0.1, "headersSecret": "collector"}}
@@ -162,7 +150,7 @@ def test_gateways_and_engines_send_traces():
 
 @pytest.mark.parametrize("policy", ["yardstick", "yardstick-engine"])
 def test_gateways_and_engines_may_connect_to_the_collector(policy: str):
-    rule = {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 4318, "protocol": "TCP"}]}
+    rule = to(4318, address="10.0.0.9/32")
     assert rule in egress(TRACING, policy)
     assert rule not in egress(TRACING, "yardstick-test")
-    assert {"ports": [{"port": 4318, "protocol": "TCP"}]} in egress({"tracing": {"endpoint": "http://collector:4318"}}, policy)
+    assert to(4318) in egress({"tracing": {"endpoint": "http://collector:4318"}}, policy)

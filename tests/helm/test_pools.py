@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.helm.chart import BARE, GITOPS, GROUPS, ROOT, Manifest, Values, helm, manifests, one, render
+from tests.helm.chart import GROUPS, ROOT, Manifest, Values, helm, manifests, one, render
 
 LONG = "yardstick-of-a-team-with-a-long-release-name"
 GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
@@ -26,41 +26,34 @@ def container_of(values: Values, name: str = "yardstick-engine") -> dict[str, An
     return container
 
 
-@pytest.mark.parametrize(
-    ("image", "engine", "tag"),
-    [
-        ({}, {}, "0.2.0"),
-        ({"tag": "0.2.1"}, {}, "0.2.1"),
-        ({"tag": "0.2.1"}, {"device": "cuda", "runtimeClassName": "nvidia"}, "0.2.1-cuda"),
-        ({"tag": "0.2.1"}, {"resources": GPUS, "tensorParallel": 2}, "0.2.1-cuda"),
-        ({"tag": "0.2.1"}, {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, "0.2.1-cuda"),
-        ({"tag": "0.2.1"}, {"variant": "cuda"}, "0.2.1-cuda"),
-        ({"tag": "0.2.1"}, {"tag": "mine", "variant": "cuda"}, "mine"),
-    ],
-)
-def test_a_tag_keeps_the_variant(image: Values, engine: Values, tag: str):
-    assert container_of({"image": image, "engine": engine})["image"] == f"localhost/yardstick-engine:{tag}"
-
-
 GATEWAY, CPU, CUDA = (f"sha256:{digit * 64}" for digit in "123")
+DIGESTS = {"gateway": GATEWAY, "engine-cpu": CPU, "engine-cuda": CUDA}
 
 
 @pytest.mark.parametrize(
-    ("values", "images"),
+    ("image", "engine", "images"),
     [
-        ({}, [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0@{CPU}"]),
-        ({"engine": {"resources": GPUS, "tensorParallel": 2}}, [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0-cuda@{CUDA}"]),
-        ({"image": {"tag": "0.2.1"}}, ["gateway:0.2.1", "engine:0.2.1"]),
-        ({"engine": {"tag": "mine"}}, [f"gateway:0.2.0@{GATEWAY}", "engine:mine"]),
-        ({"engine": {"tag": "mine", "digest": CUDA}, "gateway": {"digest": CPU}}, [f"gateway:0.2.0@{CPU}", f"engine:mine@{CUDA}"]),
+        ({}, {}, ["gateway:0.2.0", "engine:0.2.0"]),
+        ({"tag": "0.2.1"}, {"device": "cuda", "runtimeClassName": "nvidia"}, ["gateway:0.2.1", "engine:0.2.1-cuda"]),
+        ({"tag": "0.2.1"}, {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, ["gateway:0.2.1", "engine:0.2.1-cuda"]),
+        ({"tag": "0.2.1"}, {"variant": "cuda"}, ["gateway:0.2.1", "engine:0.2.1-cuda"]),
+        ({"tag": "0.2.1"}, {"tag": "mine", "variant": "cuda"}, ["gateway:0.2.1", "engine:mine"]),
+        ({"digests": DIGESTS}, {}, [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0@{CPU}"]),
+        (
+            {"digests": DIGESTS},
+            {"resources": GPUS, "tensorParallel": 2},
+            [f"gateway:0.2.0@{GATEWAY}", f"engine:0.2.0-cuda@{CUDA}"],
+        ),
+        ({"digests": DIGESTS, "tag": "0.2.1"}, {}, ["gateway:0.2.1", "engine:0.2.1"]),
+        ({"digests": DIGESTS}, {"tag": "mine"}, [f"gateway:0.2.0@{GATEWAY}", "engine:mine"]),
+        ({"digests": DIGESTS}, {"tag": "mine", "digest": CUDA}, [f"gateway:0.2.0@{GATEWAY}", f"engine:mine@{CUDA}"]),
     ],
 )
-def test_digests_of_a_release_hold_for_its_tags(values: Values, images: list[str]):
-    digests = {"gateway": GATEWAY, "engine-cpu": CPU, "engine-cuda": CUDA}
-    found = manifests(values | {"image": values.get("image", {}) | {"digests": digests}})
+def test_a_tag_keeps_the_variant_and_digests_of_a_release_hold_for_its_tags(image: Values, engine: Values, images: list[str]):
+    found = manifests({"image": image, "engine": engine})
     (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
-    (engine,) = engine_of(found)["containers"]
-    assert [gateway["image"], engine["image"]] == [f"localhost/yardstick-{image}" for image in images]
+    (container,) = engine_of(found)["containers"]
+    assert [gateway["image"], container["image"]] == [f"localhost/yardstick-{each}" for each in images]
 
 
 @pytest.mark.parametrize(
@@ -134,23 +127,6 @@ def test_a_cpu_pool_beside_a_gpu_default():
     assert "cost" not in pool["template"]["metadata"]["labels"]
     assert "volumeClaimTemplates" not in pool
     assert one(found, "StatefulSet", "yardstick-engine")["spec"]["volumeClaimTemplates"]
-
-
-def test_caches_are_not_on_the_volume_of_the_models():
-    """The volume may be a shared claim that is mounted read-only."""
-    for values, read_only in (({}, False), (BARE, False), (GITOPS, True)):
-        spec = engine_of(manifests(values))
-        (container,) = spec["containers"]
-        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-        assert mounts["/models"].get("readOnly", False) == read_only
-        assert {"name": "cache", "emptyDir": {}} in spec["volumes"]
-        variables = {variable["name"]: variable["value"] for variable in container["env"]}
-        for name in ("HF_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
-            assert variables[name].startswith("/cache")
-        assert variables["HF_HUB_CACHE"] == "/models/huggingface/hub"
-        assert ("HF_HUB_OFFLINE" in variables) == read_only
-        claims = [volume["persistentVolumeClaim"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
-        assert all(claim.get("readOnly", False) == read_only for claim in claims)
 
 
 @pytest.mark.parametrize("pool", ["default", "a", "a-pool-of-20-letters"])
@@ -296,13 +272,9 @@ def refused(values: Values, words: str, name: str = "yardstick") -> None:
     [
         ({"device": "cuda"}, "0 GPUs and `device` is cuda.*nvidia.com/gpu"),
         ({"device": "cuda"} | CLAIM, "0 GPUs and `device` is cuda.*resources.claims"),
-        ({"device": "cuda", "tensorParallel": 2}, "0 GPUs and `device` is cuda"),
-        ({"device": "cuda", "tensorParallel": 4, "resources": GPUS}, "2 GPUs and `tensorParallel` is 4"),
         ({"device": "cuda", "resources": GPUS}, "2 GPUs and `tensorParallel` is 1"),
         (CLAIMED, "`resourceClaims`.*set `device` to cuda or to cpu"),
         ({"tensorParallel": 2, "expertParallel": 4, "resources": GPUS}, "`expertParallel` is 4, and must be 1 or .* which is 2"),
-        ({"expertParallel": 2}, "`expertParallel` is 2"),
-        ({"modelCache": {"readOnly": True}}, "set `modelCache.existingClaim`"),
         ({"modelCache": {"readOnly": True, "persistent": True}}, "set `modelCache.existingClaim`"),
         ({"autoscaling": {"enabled": True, "minReplicas": 5}}, "`autoscaling.minReplicas` is 5 and `maxReplicas` is 4; raise"),
         ({"tensorParallel": 2, "resources": GPUS, "lora": {"existingClaim": "a"}}, "`tensorParallel`; set it to 1"),
@@ -315,7 +287,6 @@ def refused(values: Values, words: str, name: str = "yardstick") -> None:
         ({"tensorParallel": 2, "groupSize": 2, "device": "cpu", "autoscaling": {"enabled": True}}, "install LeaderWorkerSet"),
         (LWS | {"modelCache": {"persistent": True}}, "neither claims of its pods nor OnDelete; set"),
         (LWS | {"podDisruptionBudget": {"maxUnavailable": "50%"}}, "share of pods.* set the number of groups"),
-        (LWS | {"updateStrategy": {"type": "OnDelete"}}, "neither claims of its pods nor OnDelete; set"),
         ({"kvDtype": "fp8", "lora": {"root": "/adapters"}}, "`kvDtype: fp8`; set it to auto"),
     ],
 )

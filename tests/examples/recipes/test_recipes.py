@@ -55,7 +55,7 @@ def test_the_own_template_ranks_better_than_embeddings(server: Program, folder: 
     )
     cohere = compare_rerankers.cohere(server.url, "all-MiniLM-L6-v2")
     quality = [
-        sum(compare_rerankers.ndcg(rank(row["query"], row["documents"]), row["grades"]) for row in rows[:5]) / 5
+        sum(compare_rerankers.ndcg(rank(row["query"], row["documents"]), row["grades"]) for row in rows[:3]) / 3
         for rank in (own, cohere)
     ]
     assert 1 >= quality[0] > quality[1] > 0.5
@@ -74,7 +74,7 @@ def test_a_threshold_has_the_precision_that_it_promises() -> None:
 
 def test_a_judge_prefers_a_place(server: Program) -> None:
     """Which is why both orders are asked."""
-    asked = [(row["question"], row["good"], row["bad"]) for row in judge.capitals()[::10]]
+    asked = [(row["question"], row["good"], row["bad"]) for row in judge.capitals()[::20]]
     model = "SmolLM2-135M-Instruct"
     forward = judge.preferences(server.url, model, asked)
     backward = judge.preferences(server.url, model, [(question, bad, good) for question, good, bad in asked])
@@ -92,7 +92,7 @@ def test_rag_answers_from_the_passage(server: Program, tmp_path: Path) -> None:
     texts.append("Our shops are closed on public holidays, and open from nine to six on every other day but Sunday. " * 2)
     (tmp_path / "help.md").write_text("\n\n".join(texts))
     script = ROOT / "examples" / "recipes" / "rag.py"
-    command = [str(python_environment("langchain") / "bin" / "python"), "-W", "ignore", str(script)]
+    command = [str(python_environment("python") / "bin" / "python"), "-W", "ignore", str(script)]
     printed = run([*command, str(tmp_path), "When do I get my money back?", "--url", server.url], tmp_path, script, 300, {})
     assert re.search(r"2 kept:\n  0\.\d+ help\.md: Refunds", printed)
     assert printed.splitlines()[-1].strip()
@@ -120,9 +120,10 @@ def test_ray_data_adds_the_scores_on_one_cpu(server: Program, folder: Path, tmp_
 
 def test_a_student_learns_the_order_of_its_teacher(server: Program, folder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:360]))
+    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:300]))
     script = ROOT / "examples" / "recipes" / "distil.py"
-    command = [str(python_environment("sentence") / "bin" / "python"), "-W", "ignore", str(script), str(pairs), "--url", server.url]
+    python = python_environment("encoder-peers") / "bin" / "python"
+    command = [str(python), "-W", "ignore", str(script), str(pairs), "--url", server.url]
     student = tmp_path / "student"
     run([*command, "--train", str(student), "--student", str(weights.minilm())], tmp_path, script, 300, {"OMP_NUM_THREADS": "1"})
     with Pod(student, "--name", "student") as pod, gateway_before(pod) as gateway:

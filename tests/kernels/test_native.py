@@ -92,12 +92,15 @@ def test_norms(shape: tuple[int, ...]) -> None:
 
 
 OTHER = """
+import sys
 import llvmlite.binding as llvm
-llvm.get_host_cpu_features = lambda: {"avx2": True}
+llvm.get_host_cpu_features = lambda: {"avx2": True, "avxvnni": "avxvnni" in sys.argv}
 import torch
+from yardstick_llm.kernels import int8
 from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.native_attention import Piece, native_attention, plan
+from yardstick_llm.kernels.weight_only import dense
 q, k, v = (torch.randn(200, heads, 80) for heads in (4, 2, 2))
 work = plan([Piece(0, 150, torch.arange(150).numpy(), 0), Piece(150, 50, torch.arange(200).numpy(), 150)], 4, 2, 80, causal=True)
 found = native_attention(q, k, v, work, 90, 0, AttentionSpec())
@@ -106,18 +109,26 @@ heads = [each.transpose(0, 1) for each in (q, k.repeat_interleave(2, 1), v.repea
 mask = (apart >= 0) & (apart <= 90)
 expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-print(native.LANES, native.VECTORS)
+for bits in (4, 8):
+    codes, scales, offsets = torch.randint(0, 1 << bits, (50, 64), dtype=torch.uint8), torch.rand(50, 2), torch.rand(50, 2)
+    x, weight = torch.randn(8, 64), int8.pack_panels(codes, scales, None, offsets, bits)
+    expected = x @ dense(codes, scales, None, offsets).t()
+    assert (int8.int8_linear(x, weight) - expected).norm() < 0.02 * expected.norm()
+print(native.LANES, native.VECTORS, native.HAS_DOT)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is of x86-64")
-def test_a_processor_with_smaller_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processor", "feature"), [("haswell", "none"), ("alderlake", "avxvnni")])
+def test_a_processor_with_smaller_registers(tmp_path: Path, processor: str, feature: str) -> None:
+    if feature == "avxvnni" and not torch.cpu.get_capabilities().get("avx_vnni"):
+        pytest.skip("the processor has no AVX-VNNI")
     environment = {"PYTHONPATH": "src", "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
-    environment |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
-    command = [sys.executable, "-c", OTHER]
+    environment |= {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
+    command = [sys.executable, "-c", OTHER, feature]
     found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert found.stdout == "8 2\n"
+    assert found.stdout == f"8 2 {feature == 'avxvnni'}\n"
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def pack_codes(codes: Tensor, scales: Tensor) -> Weight:
     """codes: [out, in] int8; scales: [out] float32."""
     if instructions() in PANEL_INSTRUCTIONS and takes(codes.shape[1], codes.shape[1], 8):
         return pack_panels(codes, scales[:, None])
-    return PackedWeight(torch.ops.onednn.qlinear_prepack(codes, None), scales, torch.zeros(len(codes), dtype=torch.int32))
+    return PackedWeight(torch.ops.onednn.qlinear_prepack(codes, None), scales, torch.zeros(codes.shape[0], dtype=torch.int32))
 
 
 def pack_panels(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, offsets: Tensor | None = None, bits: int = 8) -> Panels:
@@ -172,7 +172,7 @@ def pack_panels(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, offs
 
 
 def _in_panels(codes: Tensor, lanes: int, *, halved: bool) -> Tensor:
-    panels = codes.view(len(codes) // lanes, lanes, -1, 4).transpose(1, 2)
+    panels = codes.view(codes.shape[0] // lanes, lanes, -1, 4).transpose(1, 2)
     if not halved:
         return panels.contiguous()
     low, high = panels[:, ::2], panels[:, 1::2]
@@ -212,7 +212,7 @@ def int8_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor
 
     In bfloat16, oneDNN's product is rounded without the scales of the rows, and again with them.
     """
-    return _scaled_product(quantize_rows(x, weight), weight, bias, len(x), x.dtype)
+    return _scaled_product(quantize_rows(x, weight), weight, bias, x.shape[0], x.dtype)
 
 
 def int8_activated(x: Tensor, into: Projection, down: Projection, function: str, gated: int, size: int) -> Tensor:
@@ -221,7 +221,7 @@ def int8_activated(x: Tensor, into: Projection, down: Projection, function: str,
     x: [rows, in] float32 or bfloat16 -> [rows, in]. ``function``: gelu, gelu_tanh, relu, silu or tanh. ``gated``: :data:`UNGATED`,
     or the half of the product that it is applied to. ``size``: columns between the layers.
     """
-    rows, native, bias = len(x), loops(), None if into.bias is None else into.bias.float()
+    rows, native, bias = x.shape[0], loops(), None if into.bias is None else into.bias.float()
     given = quantize_rows(x, into.weight)
     if isinstance(into.weight, Panels):
         product, scales, bias = _multiplied(given, into.weight, bias, rows), None, None
@@ -246,12 +246,12 @@ def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) -> Tensor:
     """-> [rows, out] float32, with the bias"""
     width, multiply = weight.width, loops().multiply_codes
-    out = torch.empty(len(x.codes), width)
+    out = torch.empty(x.codes.shape[0], width)
     more = weight.nothing if bias is None else flat(bias.float())
     if len(more) < width:
         more = flat(pad(torch.from_numpy(more), (0, width - len(more))))
     given = flat(x.codes).view("int32"), flat(x.scales), flat(x.sums), *weight.arrays, more, flat(out)
-    shape = len(x.codes), width, weight.groups, weight.group, weight.halved, weight.shifted
+    shape = x.codes.shape[0], width, weight.groups, weight.group, weight.halved, weight.shifted
     pairs = width // (2 * loops().LANES)
     parts = min(pairs, 4 * torch.get_num_threads(), max(1, pairs * x.codes.numel() // PART))
     if parts == 1:

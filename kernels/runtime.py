@@ -77,8 +77,10 @@ def compiles(*tensors: Tensor | None) -> bool:
     """Whether the loops of :mod:`kernels.native` accept these tensors: on a CPU, in float32, and none needs a gradient."""
     if not HAS_LOOPS:
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    return all(each.dtype == torch.float32 and each.device.type == "cpu" for each in given) and not needs_gradient(*given)
+    for each in tensors:  # a generator would take longer than the rest of it
+        if each is not None and (each.dtype != torch.float32 or not each.is_cpu):
+            return False
+    return not needs_gradient(*tensors)
 
 
 @functools.cache
@@ -102,7 +104,7 @@ def prepare_loops(weight: Tensor) -> None:
 
 def flat(tensor: Tensor | None) -> npt.NDArray[Any]:
     """The numbers of a tensor on a CPU, as loops take them; a copy if it is not contiguous. None: an empty array of float32."""
-    return NOTHING if tensor is None else tensor.detach().contiguous().view(-1).numpy()
+    return NOTHING if tensor is None else tensor.numpy(force=True).reshape(-1)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

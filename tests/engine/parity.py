@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, make_checkpoint, write_pooling
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop.build import build_loop
+from yardstick_llm.engine.loop.loop import Loop
+from yardstick_llm.engine.settings import EngineSettings
 
 MODELS = ("causal last", "causal mean", "headless last", "headless mean", "classes")
 """Head and pooling."""
@@ -26,6 +29,11 @@ def make_model(directory: Path, family: str, kind: str) -> Path:
         return make_checkpoint(directory, family, model_class=CLASSIFIERS[family], num_labels=CLASSES)
     make_checkpoint(directory, family, model_class=HEADLESS[family] if head == "headless" else None)
     return write_pooling(directory, {"last": "lasttoken", "mean": "mean_tokens"}[pooling])
+
+
+def make_loop(model: Path, **settings: Any) -> Loop:
+    """The loop of a model, with 4,096 slots unless ``settings`` say otherwise."""
+    return build_loop(EngineSettings(model=str(model), name="test", **({"max_total_tokens": 4096} | settings)))
 
 
 def readouts_of(kind: str) -> list[wire.ScoreReadout]:
@@ -82,13 +90,9 @@ class Reference:
 
 
 @torch.inference_mode()
-def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int], count: int, banned: Sequence[int] = ()) -> None:
-    """``output`` has ``count`` tokens, each the most probable one after the tokens before it. ``model`` computes all at once.
-
-    ``banned``: tokens that cannot be drawn.
-    """
+def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int], count: int) -> None:
+    """``output`` has ``count`` tokens, each the most probable one after the tokens before it. ``model`` computes all at once."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]  # [count, vocab]
-    logits[:, list(banned)] = float("-inf")
     assert len(output) == count
     assert output == logits.argmax(-1).tolist()
 

@@ -67,8 +67,6 @@ class Tenant:
     at_once: int = 1
     weight: float = 1.0
     pause: float = 0.0
-    key: str | None = None
-    """The tenant's key in the scheduler; None: its name."""
     arrivals: list[float] = field(default_factory=list)
     """Arrival times of requests to come."""
     latencies: list[float] = field(default_factory=list)
@@ -77,7 +75,7 @@ class Tenant:
 
     @property
     def caller(self) -> wire.Caller:
-        return wire.Caller(tenant=self.name if self.key is None else self.key, weight=self.weight)
+        return wire.Caller(tenant=self.name, weight=self.weight)
 
 
 class Simulation:
@@ -91,7 +89,6 @@ class Simulation:
         self._names = itertools.count()
         self._open: dict[str, tuple[Tenant, float]] = {}
         """Whose request of an id is, and when it came."""
-        self.preempted = 0
         self.each_step: Callable[[Batch], None] | None = None
         for tenant in tenants:
             tenant.arrivals = [self.rng.uniform(0, tenant.pause) for _ in range(tenant.at_once)]
@@ -105,9 +102,7 @@ class Simulation:
                 request = tenant.make(self.rng, f"{tenant.name} {next(self._names)}", tenant.caller, self.clock.now)
                 self._open[request.id] = tenant, at
                 self.scheduler.add(request)
-        before = {request.id for request in self.scheduler.running}
         batch = self.scheduler.schedule()
-        self.preempted += len(before - {request.id for request in self.scheduler.running})
         self.clock.now += STEP_SECONDS + TOKEN_SECONDS * batch.load
         for segment in batch.segments:
             self._open[segment.request.id][0].tokens += len(segment.tokens)

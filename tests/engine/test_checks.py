@@ -37,7 +37,6 @@ def test_a_likelihood_needs_a_prefix() -> None:
     [
         (wire.Labels([1] * 1000), [1], 1000),
         (wire.Likelihood(), [1] * 127, 128),
-        (wire.Embedding(), [1], 64),
         (wire.Embedding(dimensions=32), [1], 32),
     ],
 )

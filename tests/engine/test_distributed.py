@@ -118,11 +118,9 @@ def killed_idle_worker(pod: Pod, worker: int) -> None:
 @pytest.mark.parametrize(
     ("model", "more", "end"),
     [
-        ("qwen2", (), killed_loop),
         ("gemma2", (), killed_worker_in_a_step),
-        ("qwen2_moe", (), killed_idle_worker),
+        ("qwen2_moe", (), killed_loop),
         ("qwen2_moe", ("--expert-parallel", "2"), killed_idle_worker),
-        ("granitemoe", ("--expert-parallel", "2"), killed_loop),
     ],
     indirect=["model"],
 )

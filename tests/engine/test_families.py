@@ -12,17 +12,15 @@ import pytest
 
 from tests.checkpoints import FAMILIES, TRAINED, every, make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
-from tests.engine.parity import Reference, assert_equal_rows, assert_greedy, make_model, readouts_of, some_tokens
+from tests.engine.parity import Reference, assert_equal_rows, assert_greedy, make_loop, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.kvcache.prefix_cache import PrefixCache
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.requests.core import Request
 from yardstick_llm.engine.runner.distributed.shard import part_of
 from yardstick_llm.engine.scheduling.allocation import Allocator
-from yardstick_llm.engine.settings import EngineSettings
 
 KIND = "causal last"
 FAMILIES_OF_ONE_PROCESS = [
@@ -47,15 +45,11 @@ def reference(family: str, checkpoint: Path) -> Reference:
     return Reference(checkpoint, family, KIND)
 
 
-def build(checkpoint: Path, **settings: object):
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 2048} | settings)))
-
-
 @pytest.mark.slow
 def test_scores_equal_transformers(checkpoint: Path, reference: Reference) -> None:
     """Prefixes and branches are computed in several steps and are longer than the windows; at last the prefix is cached."""
     rng = random.Random(2)
-    loop = build(checkpoint, max_batched_tokens=33)
+    loop = make_loop(checkpoint, max_batched_tokens=33)
     for readout in readouts_of(KIND):
         prefix, branches = some_tokens(rng, 45, 70), [some_tokens(rng, low, 30) for low in (1, 1, 25)]
         expected = reference.rows(wire.Score("s", prefix, branches, readout))
@@ -92,7 +86,7 @@ def test_few_slots_change_nothing(checkpoint: Path, reference: Reference, monkey
         for place in range(4)
     ]
     again = [msgspec.structs.replace(score, id=f"again {score.id}") for score in scores]
-    loop = build(checkpoint, max_total_tokens=150, max_batched_tokens=33, overlap=True)
+    loop = make_loop(checkpoint, max_total_tokens=150, max_batched_tokens=33, overlap=True)
     mixed = [message for pair in zip_longest(scores, generations) for message in pair if message is not None]
     replies = run(loop, *mixed, *again, checked=True)
     rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
@@ -109,7 +103,7 @@ def test_few_slots_change_nothing(checkpoint: Path, reference: Reference, monkey
 def test_length_models_attend_plainly(family: str, tmp_path: Path) -> None:
     lenvm = make_lenvm_checkpoint(tmp_path / "lenvm", family)
     with pytest.raises(ModelError, match="A length model cannot have sliding windows, soft caps or scales"):
-        build(make_checkpoint(tmp_path / "main", "qwen3"), lenvm_model=str(lenvm))
+        make_loop(make_checkpoint(tmp_path / "main", "qwen3"), lenvm_model=str(lenvm))
 
 
 @pytest.mark.parametrize(("family", "problem"), FAMILIES_OF_ONE_PROCESS)
@@ -127,4 +121,4 @@ def test_the_columns_of_experts_are_shared_evenly(tmp_path: Path) -> None:
 
 def test_fp8_keys_need_norms_before_projections(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="--kv-dtype fp8 needs norms before the projections"):
-        build(make_checkpoint(tmp_path, "olmo2"), kv_dtype="fp8")
+        make_loop(make_checkpoint(tmp_path, "olmo2"), kv_dtype="fp8")

@@ -90,15 +90,12 @@ class Client(threading.Thread):
         return wire.Score(name, query, items, wire.Labels([1]), caller=self._caller)
 
 
-def measure(pod: Pod, *floods: int, tenant: str = "flood", rounds: int = ROUNDS) -> list[float]:
-    """P99 in seconds of a tenant with one request at a time, beside another with each of these numbers of requests at a time.
-
-    ``tenant``: what the engine knows the other by.
-    """
+def measure(pod: Pod, *floods: int) -> list[float]:
+    """P99 in seconds of a tenant with one request at a time, beside another with each of these numbers of requests at a time."""
     seconds: list[list[float]] = [[] for _ in floods]
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for place, at_once in enumerate(floods):
-            with Client(pod, tenant, at_once, items=20) as flood, Client(pod, "quiet", 1, items=10, pause=0.1) as quiet:
+            with Client(pod, "flood", at_once, items=20) as flood, Client(pod, "quiet", 1, items=10, pause=0.1) as quiet:
                 while len(quiet.seconds) < REQUESTS + 3:
                     assert not quiet.errors + flood.errors
                     assert quiet.is_alive()

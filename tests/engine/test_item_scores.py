@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 
 from tests.engine.integrity import SlotContents, check
-from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
+from tests.engine.parity import Reference, assert_equal_rows, make_loop, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run
 from tests.engine.test_scheduler import drain, items, make, settle, take
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.loop.loop import Loop, take_items
+from yardstick_llm.engine.loop.loop import take_items
 from yardstick_llm.engine.loop.replies import Counters
 from yardstick_llm.engine.requests.batch import Batch
 from yardstick_llm.engine.requests.core import Branch, ItemBlock, ItemGroup, Request
-from yardstick_llm.engine.scheduling import admission
 from yardstick_llm.engine.scheduling.scheduler import Scheduler
-from yardstick_llm.engine.settings import EngineSettings
 
 KINDS = ["causal last", "causal mean", "classes"]
 LABELS = wire.Labels([5, 17, 300])
@@ -43,11 +40,6 @@ def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path, kind: str) -> Reference:
     return Reference(checkpoint, "qwen3", kind)
-
-
-def make_loop(checkpoint: Path, **settings: object) -> Loop:
-    defaults = {"max_total_tokens": 4096}
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
 
 def message(
@@ -121,7 +113,6 @@ def test_more_items_than_running_places(causal: Path) -> None:
         ({"query": [1 << 20]}, "The query must be token ids"),
         ({"items": b"\0\0\0"}, "32-bit integers"),
         ({"items": wire.pack_ids([1 << 20])}, "An item has a token id"),
-        ({"lengths": wire.pack_ids([2])}, "lengths must be those of the items"),
         ({"lengths": np.array([-1, 2], "<i4").tobytes()}, "lengths must be those of the items"),
         ({"readout": wire.Likelihood(), "lengths": wire.pack_ids([0, 1])}, "An item is empty"),
         ({"items": wire.pack_ids([1] * 999), "lengths": wire.pack_ids([999])}, "makes a prompt of 1000 tokens; 100 fit"),
@@ -140,7 +131,7 @@ def test_aborted_and_late_groups_answer_once(causal: Path) -> None:
     now = [0.0]
     rng = random.Random(5)
     items = [some_tokens(rng, 20, 20) for _ in range(10)]
-    loop = build_loop(EngineSettings(model=str(causal), name="test", max_total_tokens=4096, max_batched_tokens=50))
+    loop = make_loop(causal, max_batched_tokens=50)
     loop._clock = loop._scheduler._clock = lambda: now[0]
     loop.submit(message("late", items, [7], deadline=5.0))
     loop.submit(message("aborted", items, [8]))
@@ -298,29 +289,6 @@ def test_blocks_leave_the_reserve() -> None:
     held = scheduler.cache.held_item_tokens + scheduler.allocator.other_item_tokens
     assert len(batch.segments) == 150 // (LENGTH + 5)
     assert held == 150, "a quarter of the slots is left to others"
-
-
-def test_a_block_is_composed_as_its_items_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(*, alone: bool) -> list[list[tuple[int, list[int], int]]]:
-        if alone:
-            monkeypatch.setattr(admission, "compose_block", lambda *_: None)
-        scheduler, contents, told = make(slots=400, tokens=30), SlotContents(), []
-        warm(scheduler, known, contents)
-        scheduler.add(group := items("a", known, [7, 8, 9], readout=wire.Likelihood()))
-        while group.left:
-            batch = scheduler.schedule()
-            told.append([_told(segment.branch, segment.tokens.tolist(), len(segment.context)) for segment in batch.segments])
-            take(scheduler, batch, lambda: 3, contents)
-            check(scheduler)
-        return told
-
-    def _told(branch: Branch | None, tokens: list[int], context: int) -> tuple[int, list[int], int]:
-        assert branch is not None
-        item: Any = branch.request
-        return item.index, tokens, context
-
-    known = catalogue(11)
-    assert steps(alone=False) == steps(alone=True)
 
 
 def test_nothing_is_left_to_the_garbage_collector() -> None:

@@ -106,7 +106,6 @@ FEW = {"max_total_tokens": 150, "max_batched_tokens": 33, "max_loras_device": 1,
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        pytest.param("qwen3", {}, id="qwen3-plain"),
         pytest.param("qwen3", FEW, id="qwen3-few slots of both kinds"),
         pytest.param("qwen2", FEW, id="qwen2-few slots of both kinds"),
     ],
@@ -125,9 +124,8 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [16, 1])
-def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) -> None:
-    """Adapters with a head for tokens, an embedding, both or none of their own, on few places of the device."""
+def test_whole_modules_share_steps(model: Model, tmp_path: Path) -> None:
+    """Adapters with a head for tokens, an embedding, both or none of their own, on one place of the device."""
     base = model.merged[0]
     kinds = [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"), ()]
     adapters = [write_adapter(tmp_path / f"a{seed}", base, seed=seed, whole=kind) for seed, kind in enumerate(kinds)]
@@ -136,12 +134,12 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
         return AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).eval()
 
     own = Model(model.directory, adapters, [base, *(merge(load(), adapter) for adapter in adapters)])
-    loop, rng = build(own, lora_modules="all", max_loras_device=places, max_batched_tokens=40), random.Random(1)
+    loop, rng = build(own, lora_modules="all", max_loras_device=1, max_batched_tokens=40), random.Random(1)
     assert loop._runner._adapters._slots.modules == {"lm_head": {}, "embed_tokens": {}}
     prefix, branches, prompt = some_tokens(rng, 30, 30), [some_tokens(rng, 1, 9) for _ in range(3)], some_tokens(rng, 10, 10)
     assert_merged(loop, own, rng, prefix, branches, prompt)
     on_device = loop._runner._adapters._slots.modules
-    assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
+    assert sum(map(len, on_device.values())) <= 2, "an adapter that leaves its place leaves nothing"
 
 
 @pytest.mark.slow
@@ -150,7 +148,6 @@ def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) ->
     [
         pytest.param("qwen3", True, True, id="qwen3-fused kernels"),
         pytest.param("qwen3", True, False, id="qwen3-kernels"),
-        pytest.param("qwen3", False, True, id="qwen3-fused references"),
         *(pytest.param(name, False, True, id=f"{name}-fused references") for name in OTHERS),
     ],
     indirect=["model"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter
-from tests.engine.late import computing
 from tests.engine.parity import some_tokens
 from tests.engine.test_graphs import a_segment
-from tests.engine.test_late_gpu import Late, alike, never, plain
+from tests.engine.test_late_gpu import Late, alike, never, plain, replies_at
 from tests.engine.test_loop import run
 from tests.engine.variants import Variants
 from yardstick_llm.engine import wire
@@ -58,6 +59,16 @@ def messages(digests: list[str], rng: random.Random) -> list[wire.Request]:
     return found
 
 
+def check(answers: Callable[[Late, str], list[wire.Reply]]) -> None:
+    """``answers`` are the same with CUDA graphs and without."""
+    launched, replayed = (
+        sorted(map(plain, replies_at(never, partial(answers, graphs=graphs))), key=lambda reply: reply.id)
+        for graphs in ("off", "on")
+    )
+    assert not [reply for reply in launched if isinstance(reply, wire.Failed)]
+    assert alike(*map(msgspec.to_builtins, (replayed, launched)))
+
+
 @pytest.mark.slow
 def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three adapters in two places, also after adapters were loaded and unloaded between replays. Replays launch nothing, and the
@@ -65,39 +76,33 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, mon
     launched: list[int] = []
     monkeypatch.setattr(linear, "shrink_lora", lambda x, *given: launched.append(len(x)) or shrink_lora(x, *given))
 
-    def answers(graphs: str) -> list[wire.Reply]:
+    def answers(late: Late, graphs: str) -> list[wire.Reply]:
         launched.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            late = Late(patch, never)
-            with computing(late.gpu):
-                lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
-                given = {"max_loras_device": 2, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
-                loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
-                layer = loop._runner._decoder.layers[0]
-                assert layer.attention.qkv_proj.defers
-                assert isinstance(layer.mlp.gate, linear.AdaptedGate)
-                captured, rng = len(launched), random.Random(1)
-                replies = run(loop, *messages([""], rng))
-                assert len(launched) == captured
-                for changed in (False, True):
-                    if changed:
-                        loop.adapters.unload("a1")
-                        loop.adapters.load("new", adapters / "a3")
-                    digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
-                    replies += run(loop, *messages(digests, rng))
-                assert loop.stats.adapter_swaps >= 4
-                if graphs == "on":
-                    assert captured == PRODUCTS * 2 * 2, "twice for each of two buckets, and not for the base model alone"
-                    assert (len(launched) == captured) == (loop.stats.replayed_steps == loop.stats.steps)
-                    assert loop.stats.replayed_steps > 0.8 * loop.stats.steps
-                else:
-                    assert loop.stats.replayed_steps == captured == 0
-            assert late.gpu.overwritten == []
-        return sorted(map(plain, replies), key=lambda reply: reply.id)
+        lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
+        given = {"max_loras_device": 2, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
+        loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
+        layer = loop._runner._decoder.layers[0]
+        assert layer.attention.qkv_proj.defers
+        assert isinstance(layer.mlp.gate, linear.AdaptedGate)
+        captured, rng = len(launched), random.Random(1)
+        replies = run(loop, *messages([""], rng))
+        assert len(launched) == captured
+        for changed in (False, True):
+            if changed:
+                loop.adapters.unload("a1")
+                loop.adapters.load("new", adapters / "a3")
+            digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
+            replies += run(loop, *messages(digests, rng))
+        assert loop.stats.adapter_swaps >= 4
+        if graphs == "on":
+            assert captured == PRODUCTS * 2 * 2, "twice for each of two buckets, and not for the base model alone"
+            assert (len(launched) == captured) == (loop.stats.replayed_steps == loop.stats.steps)
+            assert loop.stats.replayed_steps > 0.8 * loop.stats.steps
+        else:
+            assert loop.stats.replayed_steps == captured == 0
+        return replies
 
-    expected, found = answers("off"), answers("on")
-    assert not [reply for reply in expected if isinstance(reply, wire.Failed)]
-    assert alike(*map(msgspec.to_builtins, (found, expected)))
+    check(answers)
 
 
 @pytest.mark.slow
@@ -107,23 +112,17 @@ def test_whole_modules_of_adapters_beside_graphs(base: Path, tmp_path: Path, who
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     paths = [write_adapter(tmp_path / f"a{seed}", model, ("o_proj",), seed=seed, whole=[whole]) for seed in range(2)]
 
-    def answers(graphs: str) -> list[wire.Reply]:
-        with pytest.MonkeyPatch.context() as patch:
-            late = Late(patch, never)
-            with computing(late.gpu):
-                given = {"max_loras_device": 1, "max_lora_rank": 4, "lora_modules": "all", "max_batched_tokens": 16}
-                lora = [f"{path.name}={path}" for path in paths]
-                loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
-                digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
-                replies = [*run(loop, *messages(digests, random.Random(1))), *run(loop, *messages([""], random.Random(2)))]
-            assert late.gpu.overwritten == []
-            assert (loop.stats.replayed_steps > 0) == (graphs == "on")
-            assert (loop.stats.replayed_steps == loop.stats.steps) == (graphs == "on" and whole == "lm_head")
-        return sorted(map(plain, replies), key=lambda reply: reply.id)
+    def answers(late: Late, graphs: str) -> list[wire.Reply]:
+        given = {"max_loras_device": 1, "max_lora_rank": 4, "lora_modules": "all", "max_batched_tokens": 16}
+        lora = [f"{path.name}={path}" for path in paths]
+        loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=lora, **given)
+        digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
+        replies = [*run(loop, *messages(digests, random.Random(1))), *run(loop, *messages([""], random.Random(2)))]
+        assert (loop.stats.replayed_steps > 0) == (graphs == "on")
+        assert (loop.stats.replayed_steps == loop.stats.steps) == (graphs == "on" and whole == "lm_head")
+        return replies
 
-    expected, found = answers("off"), answers("on")
-    assert not [reply for reply in expected if isinstance(reply, wire.Failed)]
-    assert alike(*map(msgspec.to_builtins, (found, expected)))
+    check(answers)
 
 
 def kernels_of_adapters(variants: Variants) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,10 @@ import msgspec
 import pytest
 
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
-from tests.engine.integrity import check
-from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_model, readouts_of, some_tokens
+from tests.engine.parity import CLASSES, MODELS, Reference, assert_equal_rows, make_loop, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
-from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.engine.wire import pack_ids
 
 Build = Callable[..., Loop]
@@ -25,7 +23,6 @@ Build = Callable[..., Loop]
 SERVED = [
     *[("qwen3", kind) for kind in MODELS],
     ("llama", "causal last"),
-    ("llama", "classes"),
     ("qwen2", "headless mean"),
     ("qwen2", "classes"),
     ("gemma3", "classes"),
@@ -76,14 +73,8 @@ def asked(model: tuple[str, str], reference: Reference) -> Asked:
 
 
 @pytest.fixture
-def build(request: pytest.FixtureRequest, checkpoint: Path) -> Build:
-    """Builds the overlapped loop, unless a test asks for the plain one."""
-
-    def build(**settings: object) -> Loop:
-        defaults = {"max_total_tokens": 4096, "overlap": getattr(request, "param", True)}
-        return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
-
-    return build
+def build(checkpoint: Path) -> Build:
+    return partial(make_loop, checkpoint, overlap=True)
 
 
 def messages_of(rng: random.Random, kind: str, reference: Reference) -> list[wire.Score]:
@@ -155,45 +146,12 @@ def test_what_the_model_cannot_do_is_refused(build: Build, ability: str) -> None
         assert (reply.code, reply.message) == ("invalid", f"This model cannot {ability}; it can {able}.")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [("qwen3", "causal mean")], ids="-".join, indirect=True, scope="module")
-@pytest.mark.parametrize("build", [False, True], ids=["plain", "overlapped"], indirect=True)
-def test_rows_hold_under_random_load_and_aborts(build: Build, reference: Reference, model: tuple[str, str]) -> None:
-    rng = random.Random(6)
-    loop = build(max_total_tokens=200, max_batched_tokens=24, max_running_requests=5)
-    messages: dict[str, wire.Score] = {}
-    replies: list[wire.Reply] = []
-    aborted = set()
-    for number in range(60):
-        name = f"r{number}"
-        if rng.random() < 0.25:
-            sampling = wire.Sampling(max_tokens=30, ignore_eos=True, seed=number)
-            loop.submit(wire.Generate(name, some_tokens(rng, 1, 30), sampling))
-        else:
-            branches = [some_tokens(rng, 1, 70) for _ in range(rng.randint(1, 3))]
-            messages[name] = wire.Score(name, some_tokens(rng, 1, 30), branches, rng.choice(readouts_of(model[1])))
-            loop.submit(messages[name])
-        if rng.random() < 0.15:
-            aborted.add(name := rng.choice(sorted(messages) or [name]))
-            loop.submit(wire.Abort(name))
-        for _ in range(rng.randint(0, 4)):
-            replies += loop.step()
-            check(loop._scheduler)
-    replies += run(loop, checked=True)
-    ended = [reply.id for reply in replies if isinstance(reply, wire.Scored | wire.Failed)]
-    assert sorted(ended) == sorted(messages)
-    assert {reply.id for reply in replies if isinstance(reply, wire.Failed)} <= aborted
-    for reply in replies:
-        if isinstance(reply, wire.Scored):
-            assert_equal_rows(reply.rows, reference.rows(messages[reply.id]))
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_head_reads_the_last_token_that_is_no_padding(family: str, tmp_path: Path) -> None:
     """As transformers does, in every division of a prompt, and for prompts of padding alone."""
     directory = make_checkpoint(tmp_path, family, model_class=CLASSIFIERS[family], num_labels=3, pad_token_id=0)
     reference = Reference(directory, family, "classes")
-    loop = build_loop(EngineSettings(model=str(directory), name="test", max_total_tokens=4096))
+    loop = make_loop(directory)
     rng = random.Random(2)
     prefix = [*some_tokens(rng, 5, 9), 0]
     divided = [
@@ -214,5 +172,5 @@ def test_a_head_reads_the_last_token_that_is_no_padding(family: str, tmp_path: P
 
 def test_a_regression_says_so(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3, problem_type="regression")
-    info = build_loop(EngineSettings(model=str(directory), name="test", max_total_tokens=512)).info
+    info = make_loop(directory).info
     assert (info.regression, info.multi_label) == (True, False)

@@ -92,11 +92,6 @@ def test_refusals_have_their_status(pod: Pod):
 FAULTY = {
     "another message": ("/score", wire.encode(wire.Generate("v", [5])), "The body is not a Score message"),
     "no id": ("/score", msgspec.msgpack.encode({"type": "score", "prefix": [5], "branches": [[7]]}), "`id`"),
-    "text for tokens": (
-        "/score",
-        msgspec.msgpack.encode({"type": "score", "id": "x", "prefix": "five", "branches": [[7]], "readout": {"type": "classes"}}),
-        "The body is not a Score message: Expected `array`, got `str` - at `$.prefix`.",
-    ),
     "a fraction for a token": (
         "/generate",
         msgspec.msgpack.encode({"type": "generate", "id": "x", "prompt": [5, 0.5]}),

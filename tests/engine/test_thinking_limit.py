@@ -55,7 +55,6 @@ def test_a_section_that_ends_before_is_left_alone(build: Build) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [False, True], ids=["plain", "overlapped"], indirect=True)
 def test_company_preemption_and_resumption_change_nothing(build: Build) -> None:
     loop = build()
     messages = [asked(f"r{place}", place % 7, n=2, seed=place, presence_penalty=0.5 * (place % 2)) for place in range(7)]

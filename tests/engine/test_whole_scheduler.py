@@ -10,15 +10,13 @@ import pytest
 
 from tests.encoders import CONTEXT, make_encoder
 from tests.engine.parity import assert_equal_rows, some_tokens
+from tests.engine.test_encoders import build
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.batch import Batch
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.scheduling.whole import WholeScheduler
-from yardstick_llm.engine.settings import EngineSettings
 
 BUDGET = 256
 
@@ -117,16 +115,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(tmp_path_factory.mktemp("encoder"), "bert")
 
 
-def build(directory: Path, **settings: object) -> Loop:
-    return build_loop(EngineSettings(model=str(directory), name="test", **settings))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_every_request_ends_once_with_the_rows_that_it_has_alone(encoder: Path, overlap: bool) -> None:
+def test_every_request_ends_once_with_the_rows_that_it_has_alone(encoder: Path) -> None:
     """Requests come and are aborted while others are computed, of three tenants, some with a deadline that has passed."""
     rng = random.Random(5)
-    loop = build(encoder, max_batched_tokens=BUDGET, overlap=overlap)
+    loop = build(encoder, max_batched_tokens=BUDGET, overlap=True)
     sent: dict[str, wire.Score] = {}
     replies: dict[str, wire.Reply] = {}
     for number in range(60):

@@ -30,12 +30,12 @@ def _by_hand(row: list[float], temperature: float, top_k: int, top_p: float, min
     return [(token, p[token] / total) for token in kept]
 
 
-def _one(operation: Operation, row: list[float], device: torch.device, width: int = 4, **changes: float) -> list[tuple[int, float]]:
+def _one(operation: Operation, row: list[float], device: torch.device, **changes: float) -> list[tuple[int, float]]:
     """The kept candidates of a single row."""
-    given = {"temperature": 1.0, "top_k": width, "top_p": 1.0, "min_p": 0.0} | changes
+    given = {"temperature": 1.0, "top_k": 4, "top_p": 1.0, "min_p": 0.0} | changes
     columns = [torch.tensor([float(given[name])], device=device) for name in ("temperature", "top_p", "min_p")]
     top_k = torch.tensor([int(given["top_k"])], device=device)
-    found = operation(torch.tensor([row], device=device), columns[0], top_k, columns[1], columns[2], width)
+    found = operation(torch.tensor([row], device=device), columns[0], top_k, columns[1], columns[2], 4)
     count = int(found.counts[0])
     assert (found.probabilities[0, count:] == 0).all()
     return list(zip(found.ids[0, :count].tolist(), found.probabilities[0, :count].tolist(), strict=True))

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_paged_attention import MIXED, layout_of, tensors
-from tests.kernels.test_qk_norm_rope import Inputs, inputs
+from tests.kernels.test_qk_norm_rope import inputs
 from yardstick_llm.kernels import kv_codes
 from yardstick_llm.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference, qk_norm_rope_write_triton
 from yardstick_llm.kernels.quantize import FP8
-from yardstick_llm.kernels.rms_norm import rms_norm_reference
-from yardstick_llm.kernels.rope import rope
 
 SCALES = [[0.25, 2.0], [0.5, 0.0625]]
 """Scales of the keys and of the values of two heads."""
@@ -48,40 +46,6 @@ def test_what_is_rounded_to_codes(normed: bool, device: torch.device, monkeypatc
         rows = given.slots
         torch.testing.assert_close(found[rows], (kept[rows] / each[:, None]).clamp(-448, 448), atol=1e-4, rtol=1e-5)
     assert given.values.abs().max() == 448
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_written(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key's code lies between the codes of two numbers as far from the exact key as an error of float32; values are exact."""
-    given, scales = inputs(40, 6, 2, 128, dtype, device), torch.tensor(SCALES, device=device)
-    lowest, highest, exact_values = nearest_codes(given, scales)
-    # The interpreter does not carry when it rounds to FP8, so torch rounds there.
-    stored = FP8 if device.type == "cuda" else torch.float32
-    monkeypatch.setattr("yardstick_llm.kernels.qk_norm_rope.FP8", stored)
-    keys, values = torch.zeros(2, 45, 2, 128, device=device).to(stored)
-    qk_norm_rope_write_triton(*given._replace(keys=keys, values=values), scales)
-    found = keys.to(FP8).float()
-    assert ((lowest <= found) & (found <= highest)).all()
-    assert (lowest < highest).float().mean() < 0.01
-    assert torch.equal(values.to(FP8).float(), exact_values)
-
-
-def nearest_codes(given: Inputs, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Least and greatest code of each key, code of each value: [slots, kv_heads, head_dim] float32, zero in other slots.
-
-    Computed in float64: the reference on a GPU rounds to the dtype after the norm, and the rotation can then cancel most digits.
-    """
-    assert given.k_weight is not None
-    _, k, v = torch.split(given.qkv.double(), [6, 2, 2], dim=1)
-    normed = rms_norm_reference(k, given.k_weight.double(), given.eps)
-    exact = rope(normed, given.cos.double(), given.sin.double())
-    error = 2**-19 * normed.abs().amax(-1, keepdim=True)
-    lowest, highest, values = torch.zeros(3, *given.keys.shape, device=k.device)
-    lowest[given.slots] = kv_codes.encode(exact - error, scales[0]).float()
-    highest[given.slots] = kv_codes.encode(exact + error, scales[0]).float()
-    values[given.slots] = kv_codes.encode(v, scales[1]).float()
-    return lowest, highest, values
 
 
 def coded(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -103,16 +103,6 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_random_shapes(seed: int, device: torch.device) -> None:
-    generator = np.random.default_rng(seed)
-    contexts = generator.integers(1, 400, 5)
-    shapes = [(int(generator.choice([1, context, generator.integers(1, context + 1)])), int(context)) for context in contexts]
-    q, keys, values = tensors(shapes, device, group=int(generator.integers(1, 9)), head_dim=16)
-    check(q, keys, values, layout_of(shapes, q, keys, seed))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1200), (5, 1200), (100, 1200)], ids=["decoding", "few queries", "two tiles"])
 def test_long_contexts_are_read_by_several_programs(shape: tuple[int, int], device: torch.device) -> None:
     """The first queries of a tile see nothing of the chunk that its last ones are in."""

@@ -41,6 +41,16 @@ def inputs(
     return Inputs(qkv, q_weight, k_weight, 1e-3, angles.cos(), angles.sin(), keys, values, slots)
 
 
+def check(given: Inputs, tolerance: float) -> Tensor:
+    """Queries of the kernel, which are those of the reference, as are the slots that it writes."""
+    other = given._replace(keys=given.keys.clone(), values=given.values.clone())
+    found, expected = qk_norm_rope_write_triton(*given), qk_norm_rope_write_reference(*other)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(given.keys, other.keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(given.values, other.values)
+    return found
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize(
@@ -50,12 +60,7 @@ def inputs(
 def test_kernel(
     tokens: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    given = inputs(tokens, heads, kv_heads, head_dim, dtype, device, normed)
-    other = given._replace(keys=given.keys.clone(), values=given.values.clone())
-    found, expected = qk_norm_rope_write_triton(*given), qk_norm_rope_write_reference(*other)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(given.keys, other.keys, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(given.values, other.values)
+    check(inputs(tokens, heads, kv_heads, head_dim, dtype, device, normed), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(128, 96), (80, 64), (16, 2)])
@@ -63,11 +68,7 @@ def test_kernel(
 def test_a_part_of_each_head_is_rotated(head_dim: int, rotated: int, normed: bool, device: torch.device) -> None:
     given = inputs(2, 6, 2, head_dim, torch.float32, device, normed)
     given = given._replace(cos=given.cos[:, : rotated // 2].contiguous(), sin=given.sin[:, : rotated // 2].contiguous())
-    other = given._replace(keys=given.keys.clone(), values=given.values.clone())
-    found, expected = qk_norm_rope_write_triton(*given), qk_norm_rope_write_reference(*other)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(given.keys, other.keys, atol=1e-5, rtol=1e-5)
-    assert torch.equal(given.values, other.values)
+    found = check(given, 1e-5)
     if not normed:
         assert torch.equal(found[..., rotated:], given.qkv[:, :6, rotated:])
         assert not torch.equal(found[..., :rotated], given.qkv[:, :6, :rotated])

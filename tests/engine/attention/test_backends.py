@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.device import no_waiting, skip_without_flashinfer
+from tests.engine.device import skip_without_flashinfer
 from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
 from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
 from yardstick_llm.engine.requests.batch import ExtendSegment
@@ -127,12 +127,8 @@ def compare(
     assert torch.equal(backend.kv.values, reference.kv.values.to(dtype))
 
 
-GROUPS = [(4, 64), (7, 16)]
-OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((1, 32), (2, 128))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "head_dim"), GROUPS + OTHER_GROUPS)
+@pytest.mark.parametrize(("group", "head_dim"), [(7, 16), (1, 32), (2, 128)])
 def test_triton(group: int, head_dim: int, device: torch.device) -> None:
     compare(TritonAttention, device, group, 20, group, head_dim, torch.float32, layers=2 if group == 1 else 1)
 
@@ -150,7 +146,7 @@ def test_triton_normalises_and_rotates(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("longest", [20, 700])
-@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (7, 16), (1, 32), (2, 128), (1, 80), (8, 96)])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (7, 16), (1, 80), (2, 128)])
 def test_compiled_loops(group: int, head_dim: int, longest: int) -> None:
     specs = [AttentionSpec(0.4, 7, 2.0), AttentionSpec(0.3, None)]
     compare(NativeAttention, CPU, group, longest, group, head_dim, torch.float32, specs=specs, turned=True)
@@ -163,14 +159,9 @@ def test_the_reference_in_double_precision(turned: bool) -> None:
 
 
 @pytest.mark.slow
-def test_triton_in_half_precision(device: torch.device) -> None:
-    compare(TritonAttention, device, 0, 40, 2, 64, torch.float16, kv_heads=1, layers=1)
-
-
-@pytest.mark.slow
 def test_triton_on_a_long_layout(device: torch.device) -> None:
     longest = 300 if device.type == "cuda" else 130  # the interpreter takes minutes for more
-    compare(TritonAttention, device, 4, longest, 7, 64, torch.float32)
+    compare(TritonAttention, device, 4, longest, 7, 64, torch.float32, layers=1)
 
 
 @pytest.mark.gpu
@@ -233,21 +224,6 @@ def test_flashinfer_with_codes(device: torch.device) -> None:
 def test_flashinfer(longest: int, dtype: torch.dtype, group: int, device: torch.device) -> None:
     skip_without_flashinfer(device, 128, dtype)
     compare(FlashInferAttention, device, group, longest, group, 128, dtype, turned=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [TritonAttention, FlashInferAttention])
-def test_a_step_does_not_wait_for_the_gpu(make: type[TritonAttention] | type[FlashInferAttention], device: torch.device) -> None:
-    if make is FlashInferAttention:
-        skip_without_flashinfer(device, 128, torch.bfloat16)
-    kv = KVCache(layers=1, slots=2000, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device)
-    backend = make(kv, 4)
-    segments = [run(np.arange(1000, dtype=np.int32), 1), run(np.arange(1000, 1200, dtype=np.int32), 200)]
-    heads = there(random_heads(201, 4, 2, 128, torch.bfloat16, turned=True), device)
-    backend.plan(segments).attend(0, heads)  # compiles
-    torch.cuda.synchronize()
-    with no_waiting():
-        backend.plan(segments).attend(0, heads)
 
 
 class Interpreted:

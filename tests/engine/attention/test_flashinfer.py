@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.late import computing
 from tests.engine.test_graphs import a_segment
-from tests.engine.test_late_gpu import Late, alike, never, run, traffic
+from tests.engine.test_late_gpu import alike, never, replies_at, run, traffic
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Heads
@@ -214,11 +213,6 @@ def test_an_engine_answers_as_with_triton(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "gemma2", num_hidden_layers=2)
 
     def answers(attention: str) -> list[wire.Reply]:
-        with pytest.MonkeyPatch.context() as patch:
-            late = Late(patch, never)
-            with computing(late.gpu):
-                replies = run(late.assemble(model, attention=attention), traffic(random.Random(3)))
-            assert late.gpu.overwritten == []
-        return replies
+        return replies_at(never, lambda late: run(late.assemble(model, attention=attention), traffic(random.Random(3))[:4]))
 
     assert alike(*(msgspec.to_builtins(answers(attention)) for attention in ("flashinfer", "triton")))

@@ -68,13 +68,6 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
     torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[20, 20, 20], [9], [40, 3, 40, 1], [300, 260]], ids=str)
-def test_compiled_loops_see_the_same(lengths: list[int]) -> None:
-    kv, segments, heads = some_step(lengths)
-    found = NativeAttention(kv, HEADS).plan(segments).attend(0, heads)
-    torch.testing.assert_close(found, one_at_a_time(heads.qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("before", [0, 200])
 def test_only_queries_that_see_what_is_not_finite_are_not_finite(before: int) -> None:
     """``before``: tokens of other sequences in front of it."""

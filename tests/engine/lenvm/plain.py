@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
+from tests.kernels.test_length_tilt import Case, expected
 from yardstick_llm.engine import wire
 
 GAMMA = 0.9
@@ -83,13 +83,14 @@ class Plain:
         ids, p = self.candidates(text, message)
         z = self.raw_values([[*text, token] for token in ids]).double()
         v = z.sigmoid()
-        v[[place for place, token in enumerate(ids) if token == END_OF_TURN]] = 0.0
+        ends = [token == END_OF_TURN for token in ids]
+        v[ends] = 0.0
         guidance = message.length_guidance
         entropy = float(-(p * p.log()).sum())
         if len(ids) == 1 or entropy < guidance.entropy_threshold or float((p * v).sum()) < guidance.value_min:
             tilted = p
         else:
-            tilted = tilt(p, z, v, drawn, guidance)
+            tilted = tilt(p, z, ends, drawn, guidance)
         if chooses(guidance) and message.sampling.temperature > 0:
             tilted = (tilted.log() / message.sampling.temperature).softmax(-1)
         return Draw(ids, p, z, v, tilted)
@@ -99,41 +100,11 @@ def chooses(guidance: wire.LengthGuidance) -> bool:
     return guidance.constraint in ("eq", "ge", "le", "within", "about")
 
 
-def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
-    """Some of the rules, each by its definition; the mean is found by halving."""
-    s, gamma = guidance.scale, guidance.gamma or GAMMA
-    mean = float((p * v).sum())
-    target = max((guidance.target_length or 0) - drawn, 0)
-    if guidance.constraint == "about":
-        half, left = max(0.1 * guidance.target_length, 0.5), guidance.target_length - drawn
-        low, high, power = (0.0, 1.0, 1.5 - min(left + half, 0) / half) if left + half < 1 else (left - half, left + half, 1.5)
-        normal = torch.distributions.Normal((torch.log1p(-v) / math.log(gamma)).clamp(min=1e-12).log(), 1.0)
-        inside = normal.cdf(torch.tensor(high + 0.5).log()) - normal.cdf(torch.tensor(max(low - 0.5, 1e-12)).log())
-        inside = torch.where(v == 0, float(low <= 0), inside)
-        return _normal(p * inside**power) if inside.any() else p
-    if chooses(guidance):
-        lengths = torch.log1p(-v) / math.log(gamma)
-        kept = p * (v <= 1 - gamma**target)
-        if guidance.constraint == "within" and kept.any():
-            return _normal(kept)
-        cost = {"eq": (lengths - target).abs(), "le": v, "ge": -v if target else v, "within": v}[guidance.constraint]
-        return torch.nn.functional.one_hot(cost.argmin(), len(p)).double()
-    if guidance.mode == "centered_exp":
-        return _normal(p * (s * v).exp())
-    if guidance.mode == "value_bias":
-        z = torch.where(v == 0, math.log(1e-9), z)
-        return _normal(p * (s * z).exp())
-    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}[guidance.mode]
-    span = float(v.max() - v.min())
-    margin = max(1e-12, 1e-6 * span)
-    wanted = min(max(wanted, float(v.min()) + margin), float(v.max()) - margin)
-    low, high = -1e9, 1e9
-    for _ in range(200):
-        middle = (low + high) / 2
-        q = (p.log() + middle * (v - v.min())).softmax(-1)
-        low, high = (middle, high) if float((q * v).sum()) < wanted else (low, middle)
-    return q
-
-
-def _normal(weights: Tensor) -> Tensor:
-    return weights / weights.sum()
+def tilt(p: Tensor, z: Tensor, ends: list[bool], drawn: int, guidance: wire.LengthGuidance) -> Tensor:
+    """Each rule by the definition that the kernel is compared with."""
+    rule, target = guidance.constraint or guidance.mode, guidance.target_length or 0
+    left, scale = max(target - drawn, 0), guidance.scale
+    if rule == "about":
+        left, scale = target - drawn, max(0.1 * target, 0.5)
+    case = Case(rule, p.tolist(), z.tolist(), ends, scale, guidance.gamma or GAMMA, left)
+    return torch.tensor(expected(case), dtype=torch.float64)

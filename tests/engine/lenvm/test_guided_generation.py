@@ -19,16 +19,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import END_OF_TURN, make_checkpoint
-from tests.engine.device import no_waiting
 from tests.engine.integrity import check
 from tests.engine.lenvm.plain import GAMMA, Plain, make_lenvm_checkpoint
 from tests.engine.lenvm.writing import (
     MODES,
-    PAIRS,
     build_guided,
     guidance,
     guided,
-    make_pair,
     run,
     some_messages,
     tokens_of,
@@ -63,9 +60,8 @@ in_both_layouts = pytest.mark.parametrize("build", ["compact", "overlapped"], in
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
-        pytest.param("overlapped", {"max_batched_tokens": 7}, id="overlapped-chunks"),
-        pytest.param("compact", {}, id="compact-roomy"),
-        pytest.param("padded", TIGHT, id="padded-tight"),
+        pytest.param("overlapped", TIGHT, id="overlapped-tight"),
+        pytest.param("compact", {"max_batched_tokens": 7}, id="compact-chunks"),
     ],
     indirect=["build"],
 )
@@ -114,29 +110,6 @@ def test_the_end_is_a_candidate_where_it_is_probable_enough(build: Build, plain:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "qwen2+qwen3"])
-def test_other_bodies(name: str, tmp_path: Path):
-    checkpoints = make_pair(tmp_path, name)
-    messages = some_messages(random.Random(2))[::2]
-    replies = run(build_guided(checkpoints, "compact", max_batched_tokens=16), *messages)
-    assert all(verify(Plain(*checkpoints), message, replies[message.id]) for message in messages)
-
-
-@pytest.mark.slow
-def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
-    """Each of them has slots of its own on both models, is preempted by itself and goes on."""
-    message = guided("g", some_tokens(random.Random(3), 20, 20), guidance(scale=3.0), n=4, max_tokens=20)
-    roomy, tight = build(), build(max_total_tokens=80, max_batched_tokens=40)
-    expected, replies = run(roomy, message)["g"], run(tight, message)["g"]
-    outputs = [tokens_of(replies, index) for index in range(4)]
-    assert outputs == [tokens_of(expected, index) for index in range(4)]
-    assert len({tuple(output) for output in outputs}) == 4
-    assert tight.stats.lenvm_tokens > roomy.stats.lenvm_tokens
-    for index in range(4):
-        assert verify(plain, message, replies, index)
-
-
-@pytest.mark.slow
 @in_both_layouts
 def test_nothing_is_computed_twice(build: Build):
     """The length model computes the prompt, each drawn token at most once, and the candidates of undecided draws."""
@@ -178,12 +151,12 @@ def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
     rng = random.Random(6)
     messages = some_messages(rng)
     outputs = []
-    for form in ("compact", "padded", "overlapped"):
+    for form in ("compact", "overlapped"):
         alone = [tokens_of(run(build_guided(checkpoints, form), message)[message.id]) for message in messages[:2]]
         crowd = run(build_guided(checkpoints, form, **TIGHT), *messages)
         outputs.append([tokens_of(crowd[message.id]) for message in messages])
         assert outputs[-1][:2] == alone
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.slow
@@ -475,22 +448,6 @@ def test_the_kernels_draw_the_same(wide_heads: tuple[Path, Path], monkeypatch: p
     loop = build_guided(wide_heads, "overlapped", attention="triton", device=device.type, dtype="float32")
     replies = run(loop, *messages)
     assert sum(verify(plain, message, replies[message.id]) for message in messages) > 6
-
-
-@pytest.mark.gpu
-def test_a_guided_step_does_not_wait_for_the_gpu(wide_heads: tuple[Path, Path]):
-    loop = build_guided(wide_heads, "overlapped", attention="triton", dtype="bfloat16")
-    launch = loop._runner.launch
-
-    def watched(batch: Batch) -> PendingStep:
-        with no_waiting():
-            return launch(batch)
-
-    messages = some_messages(random.Random(15))
-    run(loop, *messages)  # compiles
-    loop._runner.launch = watched
-    replies = run(loop, *messages, wire.Score("v", [5, 6], [[7], [8, 9]], wire.LengthValue()))
-    assert all(len(tokens_of(replies[message.id])) == 12 for message in messages)
 
 
 @pytest.mark.parametrize("form", ["compact", "overlapped"])

@@ -46,7 +46,7 @@ def sections(output: list[int], thinking: wire.Thinking) -> list[str]:
 @pytest.mark.parametrize("applies_to", ["thinking", "answer"])
 @pytest.mark.parametrize(
     ("build", "settings", "prompt"),
-    [("compact", {}, "opened"), ("overlapped", TIGHT, "opened"), ("overlapped", TIGHT, "opens")],
+    [("compact", {}, "opened"), ("overlapped", TIGHT, "opens")],
     indirect=["build"],
 )
 def test_only_the_draws_of_one_section_are_guided(build: Build, plain: Plain, applies_to, prompt: str, settings):

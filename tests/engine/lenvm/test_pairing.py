@@ -165,16 +165,6 @@ def test_bad_guidance_is_refused_by_its_key(info: wire.Info, named: str):
     assert problem.endswith(".")
 
 
-def test_bad_texts_to_value_are_refused(info: wire.Info):
-    assert check(wire.Score("x", [1], [[2]], wire.LengthValue()), info) is None
-    for message in (
-        wire.Score("x", [1000], [[2]], wire.LengthValue()),
-        wire.Score("x", [1], [[2], []], wire.LengthValue()),
-        wire.Score("x", [], [[2] * 300], wire.LengthValue()),
-    ):
-        assert check(message, info) is not None
-
-
 def test_without_a_length_model_guidance_is_refused(base: Path):
     alone = build(base, None).info
     for message in (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import FAMILIES, QUICK, TRAINED, VOCAB_SIZE, every, make_checkpoint
+from tests.checkpoints import FAMILIES, QUICK, TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal, causal_of
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.loader import load_model, save_model
@@ -40,6 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "yarn exact bounds": {"rope_parameters": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}},
     "yarn attention factor": {"rope_parameters": YARN | {"attention_factor": 1.7}},
     "yarn mscale": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of attention": {"attention_bias": True},
 }
 OTHERS = [family for family in FAMILIES if family not in TRAINED]
 OTHER_SHAPES = [
@@ -52,9 +54,8 @@ OTHER_SHAPES = [
     ),
 ]
 """Each of the other families in its own shape and two more, in turn."""
-OF_ONE_FAMILY = [shape for shape in SHAPES if shape not in ("default", "tied", "gqa 8", "narrow heads")]
+OF_ONE_FAMILY = [shape for shape in SHAPES if shape not in ("default", "tied", "gqa 8", "narrow heads") and "bias" not in shape]
 """Shapes that a quick test gives to one family each: none of them has code of its own for these."""
-BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
 def reference_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -78,6 +79,8 @@ def some_tokens(count: int = 150) -> torch.Tensor:
     [
         *((family, shape) for family in TRAINED for shape in ("default", "tied", "gqa 8", "narrow heads")),
         *((TRAINED[place % len(TRAINED)], shape) for place, shape in enumerate(OF_ONE_FAMILY)),
+        ("llama", "biases"),
+        ("qwen3", "biases of attention"),
         *((family, "default") for family in QUICK if family not in TRAINED),
         *(pytest.param(family, shape, marks=pytest.mark.slow) for family, shape in OTHER_SHAPES),
     ],
@@ -87,21 +90,6 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, shape: str) -> N
     expected = reference_logits(directory, some_tokens())
     assert expected.std() > 0.3  # random enough to tell right from wrong
     torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("family", "overrides"), [("llama", BIASED), ("qwen3", {"attention_bias": True})])
-def test_biases_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, bool]) -> None:
-    directory = make_checkpoint(tmp_path, family, **overrides)
-    expected = reference_logits(directory, some_tokens())
-    torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", every(FAMILIES))
-def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
-    whole = load_model(make_checkpoint(tmp_path / "whole", family))
-    sharded = make_checkpoint(tmp_path / "sharded", family, max_shard_size="60KB")
-    assert len(list(sharded.glob("model-*.safetensors"))) > 2
-    assert torch.equal(own_logits(load_model(sharded), some_tokens()), own_logits(whole, some_tokens()))
 
 
 @pytest.mark.parametrize(

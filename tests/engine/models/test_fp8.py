@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal, causal_of
-from tests.engine.models.fp8_errors import assert_same_logits, assert_same_logprobs
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import fp8
-from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.modules import GroupedLinear, Linear
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference
@@ -145,12 +144,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         fp8.check_device(GPU, torch.bfloat16)
 
 
-def test_the_fingerprint_knows(qwen3: Path) -> None:
-    plain = fingerprint(qwen3, torch.bfloat16)
-    assert fingerprint(qwen3, torch.bfloat16, None, 2) == plain  # the same numbers, however many share the model
-    assert len({plain, *(fingerprint(qwen3, torch.bfloat16, "fp8", parts) for parts in (1, 2))}) == 3
-
-
 def answer(settings: EngineSettings, *messages: wire.Request) -> dict[str, wire.Reply]:
     """The last reply to each."""
     loop = build_loop(settings)
@@ -179,6 +172,17 @@ def test_the_engine_serves_it(qwen3: Path) -> None:
     assert replies["g"].finish == "length"
 
 
+def assert_same_logits(found: Tensor, emulated: Tensor, plain: Tensor) -> None:
+    """Bound the relative error of the median row and of all rows together, against FP8 that a CPU emulates and against float32.
+
+    A difference in the last bit of a router's input can send a token to another expert. The error of such a row was up to 0.8.
+    """
+    for expected, median, total in ((emulated, 0.15, 0.3), (plain, 0.25, 0.35)):
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() < median
+        assert (found - expected).norm() < total * expected.norm()
+
+
 @pytest.mark.gpu
 def test_a_gpu_computes_what_a_cpu_does(model: Path) -> None:
     if not fp8.supported(GPU):
@@ -186,24 +190,3 @@ def test_a_gpu_computes_what_a_cpu_does(model: Path) -> None:
     decoder = load_model(model, torch.bfloat16, "fp8")
     emulated, plain = logits(decoder), logits(load_model(model))
     assert_same_logits(logits(decoder.to(GPU)), emulated, plain)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["auto", "triton"])
-def test_a_gpu_serves_it(tmp_path: Path, attention: str) -> None:
-    """Heads of 64, and rows of every number in a step, from one on."""
-    if not fp8.supported(GPU):
-        pytest.skip("no products of FP8")
-    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
-    model = make_checkpoint(tmp_path, "qwen3", **shape)
-    message = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60))], wire.Labels(list(range(50))))
-    generation = wire.Generate("g", [5], wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True))
-    given = {"model": str(model), "name": "t", "max_total_tokens": 2048, "attention": attention}
-    found = answer(EngineSettings(**given, quantize="fp8"), message, generation)
-    on_cpu = given | {"attention": "auto", "device": "cpu", "dtype": "float32"}
-    for quantize in ("fp8", None):
-        expected = answer(EngineSettings(**on_cpu, quantize=quantize), message)
-        assert_same_logprobs(found["s"].rows, expected["s"].rows)
-    assert found["g"].finish == "length"
-    with pytest.raises(ModelError, match="--dtype is float16"):
-        answer(EngineSettings(**given, quantize="fp8", dtype="float16"), message)

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
-from tests.engine.parity import some_tokens
+from tests.engine.parity import make_loop, some_tokens
 from tests.engine.test_item_scores import answer, message
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, FusedAttend, Heads
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.quantization import arithmetic_of, check_kv_dtype, kv_bounds, kv_scales
-from yardstick_llm.engine.models.loader import fingerprint, load_model
+from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.runner import machine as capacity
 from yardstick_llm.engine.runner.machine import default_slots
-from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import instructions
 from yardstick_llm.kernels.quantize import FP8
 
@@ -92,11 +89,7 @@ def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         check_kv_dtype(GPU, torch.bfloat16)
 
 
-def test_the_fingerprint_and_the_arithmetic_name_it(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "qwen3")
-    plain = fingerprint(model, torch.float32)
-    assert fingerprint(model, torch.float32, kv_dtype="auto") == plain
-    assert len({plain, *(fingerprint(model, torch.float32, each, kv_dtype="fp8") for each in (None, "fp8"))}) == 3
+def test_the_arithmetic_names_it() -> None:
     assert arithmetic_of(torch.bfloat16, "fp8", "fp8") == "bfloat16, matrix products in fp8, keys and values in fp8"
     assert arithmetic_of(torch.float32, None, "fp8") == "float32, keys and values in fp8"
 
@@ -107,10 +100,6 @@ LABELS = wire.Labels([5, 17, 300])
 @pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), str(request.param), hidden_size=128, intermediate_size=128)
-
-
-def make_loop(checkpoint: Path, **settings: object) -> Loop:
-    return build_loop(EngineSettings(model=str(checkpoint), name="t", **({"max_total_tokens": 4096} | settings)))
 
 
 @pytest.mark.slow

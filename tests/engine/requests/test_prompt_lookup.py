@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.engine.depth import seeds
 from tests.engine.integrity import check
+from tests.engine.parity import make_loop
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, ints
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.requests.prompt_lookup import FIRST_CREDIT, MOST_INDEXED, REGAINED, Lookup, PromptIndex, key_of
 from yardstick_llm.engine.runner.readouts.draws import join_logprobs
-from yardstick_llm.engine.settings import EngineSettings
 
 DRAFTS = wire.DraftOptions(max_tokens=6, ngram=2)
 
@@ -30,10 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("lookup"), "qwen3", num_hidden_layers=2)
 
 
-def build(checkpoint: Path, **settings: Any) -> Loop:
-    return build_loop(
-        EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 4096, "max_wait_seconds": 3600.0} | settings))
-    )
+build = partial(make_loop, max_wait_seconds=3600.0)
 
 
 class Output(msgspec.Struct):
@@ -130,7 +127,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, seed: int) -> None:
     """Every other seed is of the plain loop."""
     rng, overlap = random.Random(seed), seed % 2 == 0
-    messages = [random_message(rng, f"g{place}") for place in range(10)]
+    messages = [random_message(rng, f"g{place}") for place in range(7)]
     expected = outputs(build(checkpoint, overlap=False), messages)
     drafting = [msgspec.structs.replace(each, prompt_lookup=DRAFTS) for each in messages]
     for schedule in SCHEDULES:
@@ -232,8 +229,8 @@ def test_aborting_frees_the_slots_of_drafts(checkpoint: Path, overlap: bool) -> 
     assert loop.stats.slots_free == loop.stats.slots_total
 
 
-def lookup_of(prompt: list[int], ngram: int = 2, draft_tokens: int = 8, ends: tuple[int, ...] = ()) -> Lookup:
-    return Lookup(PromptIndex(ints(prompt), ngram), draft_tokens, 100, ends)
+def lookup_of(prompt: list[int], ngram: int = 2, ends: tuple[int, ...] = ()) -> Lookup:
+    return Lookup(PromptIndex(ints(prompt), ngram), 8, 100, ends)
 
 
 def test_a_draft_follows_the_latest_place_with_the_same_tokens() -> None:

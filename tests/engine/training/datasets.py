@@ -12,27 +12,28 @@ from tokenizers import Tokenizer
 PROBE = "a probe of the tokeniser"
 
 
-def write_dataset(
-    directory: Path, init: Path, *, prompts: int = 12, samples: int = 2, cut: float = 0.0, longest: int = 30, ends: int = 2
-) -> Path:
-    """Answers that end with the token ``ends``; a share ``cut`` of them did not end. A third of the prompts is for validation."""
+ENDS, LONGEST = 2, 30
+
+
+def write_dataset(directory: Path, init: Path, *, cut: float = 0.0) -> Path:
+    """Two answers to each of twelve prompts, a third of which is for validation; a share ``cut`` of the answers did not end."""
     directory.mkdir(parents=True, exist_ok=True)
     ids = Tokenizer.from_file(str(init / "tokenizer.json")).encode(PROBE, add_special_tokens=False).ids
-    manifest: dict[str, Any] = {"model": "m", "tokenizer": [{"text": PROBE, "ids": ids}], "end_tokens": [ends]}
+    manifest: dict[str, Any] = {"model": "m", "tokenizer": [{"text": PROBE, "ids": ids}], "end_tokens": [ENDS]}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     lot = Random(0)
     lines = []
-    for number in range(samples):
-        for prompt in range(prompts):
+    for number in range(2):
+        for prompt in range(12):
             is_cut = lot.random() < cut
-            output = [lot.randrange(5, 250) for _ in range(longest if is_cut else lot.randrange(longest))]
+            output = [lot.randrange(5, 250) for _ in range(LONGEST if is_cut else lot.randrange(LONGEST))]
             lines.append(
                 {
                     "prompt_id": f"p{prompt:02}",
                     "sample": number,
                     "split": ("train", "validation", "test")[prompt % 3],
                     "prompt_ids": [lot.randrange(5, 250) for _ in range(lot.randrange(1, 9))],
-                    "output_ids": output if is_cut else [*output, ends],
+                    "output_ids": output if is_cut else [*output, ENDS],
                     "finish_reason": "length" if is_cut else "stop",
                     "stray_positions": [],
                     "error": None,

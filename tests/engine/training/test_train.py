@@ -68,7 +68,7 @@ def arguments(data: Path, init: Path, out: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind", "layers"),
-    [(family, kind, None) for family in ("qwen3", "llama", "gemma") for kind in ("bce", "huber")] + [("smollm3", "bce", 3)],
+    [("qwen3", "bce", None), ("qwen3", "huber", None), ("llama", "bce", None), ("gemma", "bce", None), ("smollm3", "bce", 3)],
 )
 def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family: str, kind: str, layers: int | None) -> None:
     """Of the mean loss over the states of all texts, each text alone in the reference; packed and in several passes here.
@@ -125,7 +125,6 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, data: Path, family:
         ("llama", "full", None, None),
         ("llama", "lora", None, None),
         ("gemma", "full", None, None),
-        ("gemma", "lora", None, None),
         ("smollm3", "full", None, 3),
         ("llama", "lora", "Q8_0", 1),
         ("gemma", "adapter", None, 1),
@@ -203,23 +202,6 @@ def test_small_updates_accumulate_in_master_weights(init: Path, dataset: Dataset
     assert torch.equal(weight, master.bfloat16())
 
 
-@pytest.mark.slow
-def test_a_model_learns_lengths_that_texts_announce(tmp_path: Path, init: Path) -> None:
-    """The first token of an answer is its length."""
-    announced = write_dataset(tmp_path / "data", init, prompts=90)
-    path = announced / "answers.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row["output_ids"][:1] = [100 + len(row["output_ids"])] if len(row["output_ids"]) > 1 else row["output_ids"][:1]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = trainer_of(init, read_dataset(announced, load_config(init)), tokens_per_step=600, epochs=20, lr=3e-3)
-    first = trainer.check()
-    for _ in trainer.steps:
-        trainer.update()
-    known = trainer.check()
-    assert known < first - 0.05
-
-
 def weights(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes() + (out / "value_head.safetensors").read_bytes()
 
@@ -262,10 +244,10 @@ def test_processes_train_what_one_trains(tmp_path: Path, init: Path, data: Path)
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     common = "--tokens-per-pass", "8", "--method", "lora"
     assert main(arguments(data, init, alone, *common)) == 0
-    process = started(arguments(data, init, shared, *common, "--processes", "3"))
+    process = started(arguments(data, init, shared, *common, "--processes", "2"))
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
-    assert "and 2 others" in said
+    assert "and 1 others" in said
     assert said.count("is complete") == 1
     for name in ("model.safetensors", "value_head.safetensors"):
         wanted, found = load_file(alone / name), load_file(shared / name)

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from tests.engine.lenvm.writing import run
+from tests.engine.parity import make_loop
 from tests.engine.test_graphs import Replanned, Rerun
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.requests.batch import Batch
 from yardstick_llm.engine.runner.graphs import StepGraphs
 from yardstick_llm.engine.runner.runner import PendingStep
-from yardstick_llm.engine.settings import EngineSettings
 
 LABELS = [5, 17, 300]
 
@@ -31,11 +30,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint)
-
-
-def build(checkpoint: Path, **settings: object) -> Loop:
-    defaults = {"max_total_tokens": 2048}
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
 
 def rows(loop: Loop, message: wire.Score | wire.ScoreItems) -> torch.Tensor:
@@ -83,7 +77,7 @@ def messages(seed: int) -> list[wire.Score]:
     ids=["chunked", "small cache", "few slots"],
 )
 def test_scores_equal_transformers(settings: dict, checkpoint: Path, reference: Reference) -> None:
-    loop = build(checkpoint, **settings)
+    loop = make_loop(checkpoint, **settings)
     if "image_cache_mib" in settings:
         loop._images.cache._max_bytes = 1  # nothing is kept that no step needs
     given = messages(3)
@@ -102,7 +96,7 @@ def test_likelihoods_of_branches_with_images(checkpoint: Path, reference: Refere
     rng, images = random.Random(4), [some_image(40, 4, 6), some_image(41, 2, 4)]
     prefix = some_text(rng, 3, 5) + [wire.IMAGE_TOKENS] * 6
     branches = [some_text(rng, 3, 5) + shown(1, images[1]) + some_text(rng, 2, 3), some_text(rng, 4, 4)]
-    found = run(build(checkpoint), wire.Score("l", prefix, branches, wire.Likelihood(), images=images))["l"][0].rows
+    found = run(make_loop(checkpoint), wire.Score("l", prefix, branches, wire.Likelihood(), images=images))["l"][0].rows
     for row, branch in zip(found, branches, strict=True):
         tokens = prefix + branch
         logits = reference.logits(tokens, images).log_softmax(-1)
@@ -120,7 +114,7 @@ def test_items_first(readout: wire.ScoreReadout, checkpoint: Path, reference: Re
         some_text(rng, 3, 5),
     ]
     for name, query in (("text", some_text(rng, 3, 5)), ("image", shown(2, images[2]) + some_text(rng, 2, 4))):
-        loop = build(checkpoint)
+        loop = make_loop(checkpoint)
         packed, lengths = wire.pack_ids([token for item in items for token in item]), wire.pack_ids([len(item) for item in items])
         for state in ("cold", "warm"):
             message = wire.ScoreItems(f"{name} {state}", packed, lengths, query, readout, images=images)
@@ -148,7 +142,7 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference
     sampling = wire.Sampling(max_tokens=60, min_tokens=60, temperature=0.0)
     wanted = [reference.greedy(prompt, [image], 60) for prompt in prompts]
     assert all(len(set(tokens)) > 5 for tokens in wanted)
-    loop = build(checkpoint, max_batched_tokens=20, max_total_tokens=180, overlap=True, prompt_lookup=4)
+    loop = make_loop(checkpoint, max_batched_tokens=20, max_total_tokens=180, overlap=True, prompt_lookup=4)
     text = some_text(rng, 20, 30)
     replies = run(
         loop,
@@ -166,7 +160,9 @@ def test_prompt_logprobs_and_penalties(checkpoint: Path, reference: Reference) -
     rng, image = random.Random(7), some_image(70, 4, 8)
     prompt = some_text(rng, 5, 9) + shown(0, image) + some_text(rng, 3, 5) + [wire.IMAGE_TOKENS] * 8
     sampling = wire.Sampling(max_tokens=2, temperature=0.0, repetition_penalty=1.5, ignore_eos=True, n=2)
-    replies = run(build(checkpoint, max_batched_tokens=9), wire.Generate("g", prompt, sampling, prompt_logprobs=1, images=[image]))
+    replies = run(
+        make_loop(checkpoint, max_batched_tokens=9), wire.Generate("g", prompt, sampling, prompt_logprobs=1, images=[image])
+    )
     found = [value for reply in replies["g"] if reply.prompt_logprobs for value in reply.prompt_logprobs.chosen]
     logits = reference.logits(prompt, [image])
     targets = [5 if token >= wire.IMAGE_TOKENS else token for token in prompt[1:]]
@@ -182,7 +178,7 @@ def test_images_never_match_others(checkpoint: Path, reference: Reference) -> No
     """Same tokens and shape, other pixels; other salts; callers that keep nothing; and images that were forgotten."""
     rng, images = random.Random(8), [some_image(80 + place, 4, 6) for place in range(3)]
     prefix, branch = some_text(rng, 3, 3) + shown(0, images[0]) + some_text(rng, 3, 3), some_text(rng, 2, 2)
-    loop = build(checkpoint)
+    loop = make_loop(checkpoint)
     cached = {}
     steps = [
         ("a", 0, wire.Caller()),
@@ -209,7 +205,7 @@ def test_images_never_match_others(checkpoint: Path, reference: Reference) -> No
 
 
 def test_memory_of_pixels_is_bounded(checkpoint: Path) -> None:
-    loop, image = build(checkpoint), some_image(90, 4, 4)
+    loop, image = make_loop(checkpoint), some_image(90, 4, 4)
     loop._images._most_bytes = len(image.pixels) - 1
     given = [score(name, shown(0, image), [[9]], [image]) for name in ("first", "second")]
     replies = run(loop, *given, score("text", [9], [[9]], []))
@@ -222,7 +218,7 @@ def test_memory_of_pixels_is_bounded(checkpoint: Path) -> None:
 def test_a_failed_step_leaves_no_embeddings(
     checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, image = build(checkpoint), some_image(91, 4, 4)
+    loop, image = make_loop(checkpoint), some_image(91, 4, 4)
     message = score("s", shown(0, image), [[9]], [image])
     with monkeypatch.context() as patch:
         patch.setattr(loop._runner._decoder.tower, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
@@ -233,21 +229,21 @@ def test_a_failed_step_leaves_no_embeddings(
 
 
 def test_the_engine_describes_its_vision(checkpoint: Path) -> None:
-    loop = build(checkpoint, max_image_tokens=100)
+    loop = make_loop(checkpoint, max_image_tokens=100)
     assert "vision" in loop.info.capabilities
     assert loop.info.vision == wire.VisionInfo(14, 2, 56 * 56, 100 * 28 * 28, 5, wire.MAX_IMAGES, 2048)
 
 
 def test_a_tower_is_not_shared_by_processes(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="vision tower, so --tensor-parallel cannot"):
-        build(checkpoint, tensor_parallel=2)
+        make_loop(checkpoint, tensor_parallel=2)
 
 
 def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Reference) -> None:
     """Steps with tokens of images are launched, and those behind them replayed."""
     rng, image = random.Random(11), some_image(110, 4, 12)
     prompt = some_text(rng, 3, 5) + shown(0, image) + some_text(rng, 3, 5)
-    loop = build(checkpoint)
+    loop = make_loop(checkpoint)
     runner = loop._runner
     runner._graphs = [StepGraphs(runner._decoder, Replanned(runner._attention), Rerun(), (1, 2, 64))]
     sampling = wire.Sampling(max_tokens=12, min_tokens=12, temperature=0.0)
@@ -258,7 +254,7 @@ def test_captured_steps_place_text_behind_images(checkpoint: Path, reference: Re
 def test_a_step_embeds_few_images(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that came behind many images does not wait for them, and the images count as tokens of their steps."""
     monkeypatch.setattr("yardstick_llm.engine.loop.build.CPU_BATCHED_PATCHES", 40)
-    loop, images = build(checkpoint), [some_image(120 + place, 4, 6) for place in range(5)]
+    loop, images = make_loop(checkpoint), [some_image(120 + place, 4, 6) for place in range(5)]
     steps, launch = [], loop._runner.launch
 
     def watched(batch: Batch) -> PendingStep:

@@ -3,7 +3,8 @@
 Both have the same file and threads, and take turns. *1 stream* and *8 streams* are greedy texts at once, in tokens a second with
 the computation of their prompts; *prompts* are those of the standard workload, ten of 300 tokens, one token each. llama.cpp gets
 full prompts; the engine computes the query once. The engine takes a turn in each format of ``--formats``; ``recoded`` is int8 with
-``--dequantize on``. The last line is JSON.
+``--dequantize on``. *Δ* is the mean difference of a log-probability from the first format's, in the workload's scores. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ FORMATS = NUMBER_FORMATS | {"recoded": NUMBER_FORMATS["int8"]}
 PROMPT, OUTPUT = 64, 64
 """Tokens of a text's prompt, and of the text."""
 STREAMS = (1, 8)
+COMPARED = 5
+"""Requests whose scores are compared."""
 GREEDY = wire.Sampling(temperature=0, ignore_eos=True)
 
 
@@ -52,9 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     threads = torch.get_num_threads()
     peer = None if options.llamacpp is None else Peer("llamacpp", options.llamacpp, path, "gguf")
     works: dict[str, dict[str, Callable[[int], float]]] = {}
+    scores: dict[str, Any] = {}
     try:
         for form in options.formats.split(","):
-            works[f"Yardstick, {form}"] = of_engine(path, form, threads)
+            name = f"Yardstick, {form}"
+            works[name], scores[name] = of_engine(path, form, threads)
         if peer is not None:
             works["llama.cpp"] = of_peer(peer, load_config(path).vocab_size)
         rates: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in work} for name, work in works.items()}
@@ -70,17 +75,29 @@ def main(arguments: Sequence[str]) -> int:
             peer.close()
     medians = {name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in rates.items()}
     columns = list(next(iter(works.values())))
-    table = Table("", *columns, title=f"{path.name}, {threads} threads")
+    base = next(iter(scores.values()))
+    differences = {name: float(np.abs(found - base).mean()) for name, found in scores.items()}
+    table = Table("", *columns, "Δ", title=f"{path.name}, {threads} threads")
     for name, of_kinds in medians.items():
-        table.add_row(name, *(f"{of_kinds[kind]:.1f}" for kind in columns))
+        difference = f"{differences[name]:.3f}" if name in differences else ""
+        table.add_row(name, *(f"{of_kinds[kind]:.1f}" for kind in columns), difference)
     records.console.print(table)
     version = None if peer is None else peer.version
-    records.finish({"bench": "gguf", "machine": describe(), "model": path.name, "llamacpp": version, "per_s": medians})
+    records.finish(
+        {
+            "bench": "gguf",
+            "machine": describe(),
+            "model": path.name,
+            "llamacpp": version,
+            "per_s": medians,
+            "differences": differences,
+        }
+    )
     return 0
 
 
-def of_engine(path: Path, form: str, threads: int) -> dict[str, Callable[[int], float]]:
-    """Measurements of the engine by name. Each takes the number of the round and returns units a second."""
+def of_engine(path: Path, form: str, threads: int) -> tuple[dict[str, Callable[[int], float]], Any]:
+    """Measurements of the engine by name, each of which takes the number of the round and returns units a second; and scores."""
     name, quantize = FORMATS[form]
     dtype = getattr(torch, name)
     keeps = quantize is not None and form != "recoded"
@@ -102,7 +119,9 @@ def of_engine(path: Path, form: str, threads: int) -> dict[str, Callable[[int], 
         message = Workload().request(f"r{place}", np.random.default_rng(100 + place), vocab_size)
         return len(message.branches) / records.timed("score", form, lambda: engine.score(message))
 
-    return {**{titled(streams): write(streams) for streams in STREAMS}, "prompts/s": score}
+    messages = [Workload().request(f"d{place}", np.random.default_rng(place), vocab_size) for place in range(COMPARED)]
+    scores = np.array([engine.score(message) for message in messages])
+    return {**{titled(streams): write(streams) for streams in STREAMS}, "prompts/s": score}, scores
 
 
 def of_peer(peer: Peer, vocab_size: int) -> dict[str, Callable[[int], float]]:

@@ -3,8 +3,8 @@
 Both have the same file and threads, and take turns. *1 stream* and *8 streams* are greedy texts at once, in tokens a second with
 the computation of their prompts; *prompts* are those of the standard workload, ten of 300 tokens, one token each. llama.cpp gets
 full prompts; the engine computes the query once. The engine takes a turn in each format of ``--formats``; ``recoded`` is int8 with
-``--dequantize on``. *Δ* is the mean difference of a log-probability from the first format's, in the workload's scores. The last line
-is JSON.
+``--dequantize on``. *Δ* is the mean difference of a log-probability from the first format's, in the workload's scores. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str]) -> int:
         for place in records.progress(range(-1, options.rounds), "rounds"):
             for name, work in works.items():
                 for kind, rate in work.items():
-                    found = rate(place)
+                    measured = rate(place)
                     if place >= 0:  # the first round warms up
-                        rates[name][kind].append(found)
-                        records.rows.append({"kind": kind, "name": name, "per_s": found})
+                        rates[name][kind].append(measured)
+                        records.rows.append({"kind": kind, "name": name, "per_s": measured})
     finally:
         if peer is not None:
             peer.close()
@@ -83,16 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         table.add_row(name, *(f"{of_kinds[kind]:.1f}" for kind in columns), difference)
     records.console.print(table)
     version = None if peer is None else peer.version
-    records.finish(
-        {
-            "bench": "gguf",
-            "machine": describe(),
-            "model": path.name,
-            "llamacpp": version,
-            "per_s": medians,
-            "differences": differences,
-        }
-    )
+    found = {"llamacpp": version, "per_s": medians, "differences": differences}
+    records.finish({"bench": "gguf", "machine": describe(), "model": path.name} | found)
     return 0
 
 

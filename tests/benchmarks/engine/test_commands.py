@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.engine import accuracy, peers
+from benchmarks.engine import accuracy, peer_gguf, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
 from benchmarks.engine.decode import DRAFTS, LOGPROBS, measure
 from benchmarks.engine.engines import Engine, Transformers
@@ -22,6 +22,7 @@ from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.kernels.int8 import instructions
@@ -208,6 +209,17 @@ def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: 
     assert "int8" not in forms or 1e-4 < summary["largest_difference"]["Yardstick, int8"] < 1
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     assert "left out: openvino, float32" in (tmp_path / "out" / "tables.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+def test_codes_of_a_gguf_file_are_nearer_than_codes_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_gguf(make_checkpoint(tmp_path / "model", "llama", **SHAPE), tmp_path / "small.gguf", "Q4_1")
+    assert peer_gguf.main([str(tmp_path / "small.gguf"), "--rounds", "1"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    float32, int8, recoded = summary["differences"].values()
+    assert float32 == 0 < int8 < recoded
+    assert {name: len(kinds) for name, kinds in summary["per_s"].items()} == dict.fromkeys(summary["differences"], 3)
 
 
 @pytest.mark.slow

@@ -1,14 +1,26 @@
-"""Reads what gateways answer."""
+"""Reads what gateways answer, and what programs for clients print."""
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 import socket
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import httpx
+import pytest
+
+from tests.fakes import FakeEngine, library
+
+
+def rendered(engine: FakeEngine) -> str:
+    """The prompt of the last generation, as text."""
+    return library().decode(engine.generates[-1].prompt, skip_special_tokens=False)
 
 
 def told(answer: httpx.Response) -> dict[str, Any]:
@@ -22,6 +34,13 @@ def told(answer: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
+def check_refused(answer: httpx.Response, param: str | None, words: str = "", status: int = 400) -> None:
+    """The answer is an error that names the field, with these words in its message."""
+    assert answer.status_code == status, answer.text
+    error = told(answer)
+    assert (error["param"], words in error["message"]) == (param, True), error
+
+
 def events(answer: httpx.Response) -> list[Any]:
     """The events of a stream, parsed. It ends with ``[DONE]``, or with an error as its last event."""
     assert answer.status_code == 200, answer.text
@@ -33,6 +52,15 @@ def events(answer: httpx.Response) -> list[Any]:
     assert end == ""
     assert done or "error" in found[-1]
     return found
+
+
+def printed_by(program: str, *arguments: str) -> str:
+    """What a program for clients prints. It runs in this process, which has imported the clients already."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["program", *arguments])
+        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+        gc.collect()  # clients that it leaves open
+    return out.getvalue()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tests.gateway.conftest import gateways
 from tests.prefixes import PrefixCache
 from tests.redis import RedisServer
 
-ITEMS, VERSIONS, READERS = 6, 20, 2
+ITEMS, VERSIONS, READERS = 6, 10, 2
 QUERY, LABELS = [7, 8], [5, 6]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -68,25 +67,6 @@ def test_other_engines_go_on_while_one_is_slow(start: Start) -> None:
         assert row["scores"] == pytest.approx([math.exp(logprobs[label]) for label in LABELS])
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-def test_scans_scale_with_the_number_of_engines(start: Start) -> None:
-    def seconds(engines: int) -> float:
-        fakes = [FakeEngine(limits=WIDE) for _ in range(engines)]
-        client = start(*fakes)
-        load(client, 1500)
-        scan(client, [9], top_n=1, label_token_ids=[5]).raise_for_status()
-        for fake in fakes:
-            fake.faults.seconds_per_item = 0.002
-        began = time.monotonic()
-        scan(client, top_n=1, label_token_ids=[5]).raise_for_status()
-        return time.monotonic() - began
-
-    one, four = seconds(1), seconds(4)
-    print(f"one engine {one:.2f} s, four engines {four:.2f} s: {one / four:.2f} times as fast")
-    assert one / four >= 3
-
-
 def test_the_most_items_while_some_change(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items that were scored already come again, and take no place from one that moved behind them before its turn."""
     items = PAGE_ITEMS + 50
@@ -128,16 +108,6 @@ def test_a_scan_whose_engine_is_full_ends_and_can_be_repeated(start: Start) -> N
     assert items == "40"
 
 
-@pytest.mark.parametrize("template", [["{item}", " asked: {query}"], "{item}\nasked: {query}"])
-def test_a_query_is_tokenised_once(start: Start, template: Any) -> None:
-    client = start(FakeEngine(), max_request_tokens=200)
-    load(client, 60, template)
-    before = metric(client, "yardstick_text_seconds_count")
-    answer = scan(client, " Is it?", stream=True)
-    assert len(rows(answer)) == 60
-    assert metric(client, "yardstick_text_seconds_count") - before == 1
-
-
 def test_items_that_end_differently_are_scored_with_a_long_query(start: Start) -> None:
     """Each part has the tokens of its own tails, and the bound of characters holds for a query behind each of them."""
     client = start(FakeEngine(), max_request_characters=2000)
@@ -156,7 +126,7 @@ def test_items_that_end_differently_are_scored_with_a_long_query(start: Start) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [{}, pytest.param({"max_request_tokens": 40_000}, marks=pytest.mark.slow), {"max_scores": 50}])
+@pytest.mark.parametrize("bound", [{}, {"max_scores": 50}])
 def test_a_long_query_makes_parts_small(start: Start, bound: dict[str, int]) -> None:
     engine = FakeEngine(max_context=1 << 15, limits=WIDE)
     client = start(engine, **bound)

@@ -111,15 +111,6 @@ def test_stop_strings_end_the_work(client: httpx.Client, engine: FakeEngine) -> 
     assert later["choices"][0]["text"] == "the quick brown fox jumps over the lazy dog"
 
 
-def test_one_sequence_may_stop_before_another(client: httpx.Client, engine: FakeEngine) -> None:
-    free = complete(client, n=2, seed=5, max_tokens=40, ignore_eos=True)
-    texts = [choice["text"] for choice in free["choices"]]
-    stop = next(char for char in texts[0] if char not in texts[1])
-    answer = complete(client, n=2, seed=5, max_tokens=40, ignore_eos=True, stop=stop)
-    assert [choice["text"] for choice in answer["choices"]] == [texts[0][: texts[0].index(stop)], texts[1]]
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
-
-
 def test_completion_logprobs(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids("the lazy dog")
     (choice,) = complete(client, logprobs=2)["choices"]
@@ -167,13 +158,6 @@ def test_the_ending_token_after_an_echoed_prompt_has_a_logprob(client: httpx.Cli
     assert len(logprobs) == len(prompt) + 1
     assert logprobs[-1] == logprobs_after(prompt, engine.vocab_size)[engine.eos]
     assert tokens[-1] == EOS
-
-
-def test_echo_without_logprobs(client: httpx.Client) -> None:
-    answer = complete(client, prompt=["The fox", "🦊"], echo=True, max_tokens=0, n=2)
-    assert [choice["text"] for choice in answer["choices"]] == ["The fox"] * 2 + ["🦊"] * 2
-    assert answer["usage"]["completion_tokens"] == 0
-    assert all(choice["logprobs"] is None for choice in answer["choices"])
 
 
 def test_chat_goes_through_the_template(client: httpx.Client, engine: FakeEngine) -> None:

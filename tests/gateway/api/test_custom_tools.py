@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from tests import templates
-from tests.fakes import FakeEngine, ids, library
-from tests.gateway.answers import events
+from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import check_refused, events
+from tests.gateway.answers import rendered as prompt
 
 USER = {"role": "user", "content": "Run it."}
 RUN = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
@@ -27,10 +28,6 @@ ENGINE = {"model": "m", "template": templates.HERMES, "capabilities": (*FakeEngi
 @pytest.fixture
 def sdk(client: httpx.Client) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
-
-
-def prompt(engine: FakeEngine) -> str:
-    return library().decode(engine.generates[-1].prompt, skip_special_tokens=False)
 
 
 def with_grammar(syntax: str, definition: str) -> dict[str, Any]:
@@ -149,13 +146,6 @@ def test_responses_with_a_custom_tool(sdk: openai.OpenAI, engine: FakeEngine) ->
     assert "text_0" in engine.generates[-1].grammar
 
 
-def refusal(client: httpx.Client, path: str, **fields: Any) -> tuple[str, str]:
-    response = client.post(f"/v1/{path}", json={"model": "m"} | fields)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    return error["param"], error["message"]
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -165,6 +155,7 @@ def refusal(client: httpx.Client, path: str, **fields: Any) -> tuple[str, str]:
         ({"tools": [with_grammar("lark", "x" * 140_000)]}, "tools[0].custom.format.grammar.definition", "at most"),
         ({"tools": [with_grammar("ebnf", "a")]}, "tools[0].custom.format.grammar.syntax", "enum"),
         ({"tools": [RUN, RUN]}, "tools[1].custom.name", "called 'run'"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[1].tool_calls[0]", "needs"),
         ({"tools": [RUN], "tool_choice": {"type": "custom", "custom": {"name": "other"}}}, "tool_choice", "no tool 'other'"),
         ({"tools": [RUN], "tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice", "of this type"),
         (
@@ -175,25 +166,14 @@ def refusal(client: httpx.Client, path: str, **fields: Any) -> tuple[str, str]:
     ],
 )
 def test_bad_custom_tools_are_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
-    told, message = refusal(client, "chat/completions", messages=[USER], **fields)
-    assert (told, words in message) == (param, True), message
+    check_refused(client.post("/v1/chat/completions", json={"model": "m", "messages": [USER]} | fields), param, words)
 
 
 def test_refusals_of_responses_name_their_own_fields(client: httpx.Client) -> None:
-    told, message = refusal(client, "responses", input="a", tools=[flat(with_grammar("lark", "start: other"))])
-    assert told == "tools[0].format.definition"
-    assert "`tools[0].format.definition`" in message
-    told, _ = refusal(client, "responses", input="a", tools=[flat(RUN), flat(RUN)])
-    assert told == "tools[1].name"
-    told, _ = refusal(client, "responses", input="a", tools=[flat(RUN) | {"format": {"type": "grammar"}}])
-    assert told.startswith("tools[0].format")
-    told, _ = refusal(client, "responses", input=[{"type": "custom_tool_call", "call_id": "a", "name": "run"}])
-    assert told == "input[0].input"
-
-
-def test_an_earlier_call_needs_its_tool(client: httpx.Client) -> None:
-    told, message = refusal(
-        client, "chat/completions", messages=[USER, {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}]
-    )
-    assert told == "messages[1].tool_calls[0]"
-    assert "needs `custom`" in message
+    for fields, param, words in (
+        ({"tools": [flat(with_grammar("lark", "start: other"))]}, "tools[0].format.definition", "`tools[0].format.definition`"),
+        ({"tools": [flat(RUN), flat(RUN)]}, "tools[1].name", ""),
+        ({"tools": [flat(RUN) | {"format": {"type": "grammar"}}]}, "tools[0].format", ""),
+        ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "run"}]}, "input[0].input", ""),
+    ):
+        check_refused(client.post("/v1/responses", json={"model": "m", "input": "a"} | fields), param, words)

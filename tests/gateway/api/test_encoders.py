@@ -21,6 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import CORPUS, FakeEngine
+from tests.gateway.answers import check_refused
 from tests.gateway.conftest import Start, gateways
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
@@ -71,11 +72,6 @@ def asked(engine: FakeEngine) -> list[tuple[list[int], list[int]]]:
 
 def post(client: httpx.Client, path: str, **body: Any) -> Any:
     return client.post(path, json=body, headers={"cache-control": "no-cache"}).raise_for_status()
-
-
-def refusal(client: httpx.Client, path: str, **body: Any) -> tuple[int, str | None, str]:
-    answer = client.post(path, json=body)
-    return answer.status_code, answer.json()["error"]["param"], answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("pair", ["[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", "[CLS] $A [SEP] [SEP] $B [SEP]"], ids=["bert", "roberta"])
@@ -142,8 +138,8 @@ def test_many_pairs_in_one_request(cross: tuple[FakeEngine, httpx.Client]) -> No
 
 def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine, httpx.Client]) -> None:
     engine, client = cross
-    status, param, message = refusal(client, "/v1/rerank", query=QUERY, documents=["fox", "shoes " * 60], truncate=False)
-    assert (status, param, f"holds {CONTEXT}" in message) == (400, "documents[1]", True)
+    whole = {"query": QUERY, "documents": ["fox", "shoes " * 60], "truncate": False}
+    check_refused(client.post("/v1/rerank", json=whole), "documents[1]", f"holds {CONTEXT}")
     partial = {"truncate": False, "partial_results": True}
     answer = post(client, "/v1/rerank", query=QUERY, documents=["shoes " * 60, "fox"], **partial).json()
     assert ([each["index"] for each in answer["results"]], [each["index"] for each in answer["errors"]]) == ([1], [0])
@@ -151,10 +147,8 @@ def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine,
     post(client, "/v1/rerank", query="fox " * 30, documents=["shoes " * 60], max_tokens_per_query=3, truncate_prompt_tokens=16)
     ((prefix, branch),) = asked(engine)
     assert (len(prefix), len(branch)) == (5, 11)
-    assert refusal(client, "/v1/rerank", query="a", documents=["b"], truncate_prompt_tokens=2)[:2] == (
-        400,
-        "truncate_prompt_tokens",
-    )
+    short = {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 2}
+    check_refused(client.post("/v1/rerank", json=short), "truncate_prompt_tokens")
 
 
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -206,15 +200,8 @@ def test_pairs_are_classified(start: Start) -> None:
         assert sum(each["score"] for each in answer) == pytest.approx(1)
         assert post(client, "/predict", inputs=pair).json() == answer
     assert post(client, "/", inputs=pairs).json() == answers
-    assert refusal(client, "/predict", inputs=[["a", "b"], ["c"]])[:2] == (400, "inputs")
-    assert refusal(client, "/predict", inputs=pairs, truncate=False)[:2] == (400, "inputs[1]")
-
-
-def test_texts_are_classified(start: Start) -> None:
-    engine = encoder("classify", classes=("joy", "anger", "fear"))
-    answer = post(start(engine), "/v1/classify", input=DOCUMENTS).json()
-    assert asked(engine) == [([], ids) for ids in reference()(DOCUMENTS, truncation=True, max_length=CONTEXT)["input_ids"]]
-    assert [sum(entry["probs"]) for entry in answer["data"]] == pytest.approx([1] * len(DOCUMENTS))
+    check_refused(client.post("/predict", json={"inputs": [["a", "b"], ["c"]]}), "inputs")
+    check_refused(client.post("/predict", json={"inputs": pairs, "truncate": False}), "inputs[1]")
 
 
 FOLDER = {
@@ -268,12 +255,13 @@ def test_prompts_of_sentence_transformers(embedder: tuple[FakeEngine, httpx.Clie
 
 def test_an_unknown_prompt_is_refused_with_the_known_ones(embedder: tuple[FakeEngine, httpx.Client]) -> None:
     _, client = embedder
-    status, param, message = refusal(client, "/v1/embeddings", input="a", prompt_name="Query")
-    assert (status, param) == (400, "prompt_name")
-    assert "'query', 'passage', 'Classification', 'document'" in message
-    assert refusal(client, "/v1/embeddings", input="a", prompt_name="query", prompt="b: ")[:2] == (400, "prompt_name")
-    assert refusal(client, "/v1/embeddings", input=[[1, 2]], prompt_name="query")[:2] == (400, "prompt_name")
-    assert refusal(client, "/v1/embeddings", input="shoes " * 40, truncate=False)[0] == 400
+    for body, param, words in (
+        ({"input": "a", "prompt_name": "Query"}, "prompt_name", "'query', 'passage', 'Classification', 'document'"),
+        ({"input": "a", "prompt_name": "query", "prompt": "b: "}, "prompt_name", ""),
+        ({"input": [[1, 2]], "prompt_name": "query"}, "prompt_name", ""),
+        ({"input": "shoes " * 40, "truncate": False}, "input[0]", "holds 20"),
+    ):
+        check_refused(client.post("/v1/embeddings", json=body), param, words)
     assert client.get("/info").json()["max_input_length"] == 20
 
 
@@ -322,14 +310,14 @@ def test_sparse_and_token_embeddings(embedder: tuple[FakeEngine, httpx.Client]) 
     assert [[math.hypot(*vector) for vector in entry["embedding"]] for entry in many] == [
         pytest.approx([1] * (len(row) - 1)) for row in ids
     ], "the first token has none, as in bge-m3's library"
-    assert refusal(client, "/v1/embeddings", input="a", embedding_type="multi", dimensions=2)[:2] == (400, "dimensions")
+    both = {"input": "a", "embedding_type": "multi", "dimensions": 2}
+    check_refused(client.post("/v1/embeddings", json=both), "dimensions")
 
 
 def test_a_kind_of_embedding_that_the_model_lacks(start: Start) -> None:
     client = start(encoder("sparse", files={"modules.json": []}))
-    status, param, message = refusal(client, "/v1/embeddings", input="a")
-    assert (status, param, "it has sparse embeddings" in message) == (400, "model", True)
-    assert refusal(client, "/embed_all", inputs="a")[:2] == (400, "model")
+    check_refused(client.post("/v1/embeddings", json={"input": "a"}), "model", "it has sparse embeddings")
+    check_refused(client.post("/embed_all", json={"inputs": "a"}), "model")
     assert client.post("/embed_sparse", json={"inputs": "fox"}).is_success
 
 
@@ -342,7 +330,7 @@ def test_prompts_that_the_mean_leaves_out(start: Start, prompt: str) -> None:
     (readout,) = {score.readout for score in engine.scores}
     assert isinstance(readout, wire.Embedding)
     assert readout.prompt_tokens == (len(reference()(prompt.strip())["input_ids"]) - 1 if prompt else 0)
-    assert refusal(client, "/v1/rerank", query="a", documents=["b"])[:2] == (400, "model")
+    check_refused(client.post("/v1/rerank", json={"query": "a", "documents": ["b"]}), "model")
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cosine", 1.0), ("dot", 1.0), ("euclidean", -math.sqrt(14)), ("manhattan", -6.0)])

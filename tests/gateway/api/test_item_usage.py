@@ -39,11 +39,6 @@ def test_reused_and_equal_items_cost_nothing(client: httpx.Client) -> None:
     assert sum(told["item_usage"]["prompt_tokens"]) == told["usage"]["prompt_tokens"]
 
 
-def test_it_is_left_out_unless_asked_for(client: httpx.Client) -> None:
-    for fields in ({"return_item_usage": False}, {"return_item_usage": None}):
-        assert "item_usage" not in score(client, [[4]], **fields).json()
-
-
 def test_a_stream_has_it_at_its_end(client: httpx.Client) -> None:
     events = [line[6:] for line in score(client, [[8], [9]], stream=True).text.splitlines() if line.startswith("data: {")]
     *chunks, last = map(json.loads, events)

@@ -48,15 +48,13 @@ def engine() -> FakeEngine:
     return FakeEngine(limits=LIMITS, scores=Newest(), item_scores=Newest(), faults=Faults(delay=0.02))
 
 
-@pytest.fixture(params=["memory", "redis"])
-def gateway(request: pytest.FixtureRequest, engine: FakeEngine) -> Iterator[Program]:
+@pytest.fixture
+def gateway(engine: FakeEngine) -> Iterator[Program]:
     with served(engine) as url, RedisServer.start() as redis:
-        flags = [] if request.param == "memory" else ["--redis-url", redis.url]
-        program = Program("gateway", "--engine", url, *flags, YARDSTICK_REDIS_SECONDS="5")
+        program = Program("gateway", "--engine", url, "--redis-url", redis.url, YARDSTICK_REDIS_SECONDS="5")
         try:
             program.wait_ready()
-            if flags:
-                wait_until(lambda: "yardstick_redis_available 1" in program.client.get("/metrics").text)
+            wait_until(lambda: "yardstick_redis_available 1" in program.client.get("/metrics").text)
             yield program
         finally:
             program.close()

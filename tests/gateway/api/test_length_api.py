@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes import LIMITS, FakeEngine, ids, value_logit
-from tests.gateway.answers import told
+from tests.gateway.answers import check_refused, told
 from tests.gateway.conftest import Start, metric, metrics
 
 CONVERSATION = [{"role": "user", "content": "The fox"}]
@@ -106,11 +106,8 @@ def test_many_texts_are_cut_and_merged_in_order(start: Start) -> None:
     [
         ({}, "input", "Give one of"),
         ({"input": "a", "prompt": "b"}, "prompt", "Give one of"),
-        ({"input": "a", "messages": CONVERSATION}, "messages", "Give one of"),
         ({"input": "a", "partial": "b"}, "partial", "whole texts"),
-        ({"partial": "b"}, "input", "Give one of"),
         ({"input": ""}, "input", "empty"),
-        ({"input": []}, "input", "length >= 1"),
         ({"input": ["a", ""]}, "input[1]", "empty"),
         ({"input": [[1], []]}, "input[1]", "empty"),
         ({"input": ["a", 1]}, "input", "mixes kinds"),
@@ -120,30 +117,24 @@ def test_many_texts_are_cut_and_merged_in_order(start: Start) -> None:
         ({"input": ["a"] * 10_001}, "input", "at most 10000"),
         ({"prompt": "", "partial": ["a", ""]}, "partial[1]", "empty"),
         ({"prompt": "a", "partial": [1]}, "partial", "which is text"),
-        ({"prompt": "a", "partial": ["b", 1]}, "partial", "which is text"),
         ({"prompt": [1], "partial": "b"}, "partial", "which is token ids"),
-        ({"prompt": [1], "partial": [2, "b"]}, "partial", "which is token ids"),
         ({"prompt": [1], "partial": [[2], 3]}, "partial", "which is token ids"),
         ({"prompt": [1], "partial": [[2], [10**6]]}, "partial[1][0]", "not a token"),
         ({"prompt": [10**6], "partial": [[2]]}, "prompt[0]", "not a token"),
         ({"prompt": ["a", "b"], "partial": "c"}, "partial", "one prompt"),
         ({"messages": CONVERSATION, "partial": [1]}, "partial", "which is text"),
         ({"messages": CONVERSATION, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not set"),
-        ({"messages": []}, "messages", "length >= 1"),
         ({"input": "a", "gamma": 1}, "gamma", "< 1"),
         ({"input": "a", "gamma": "NaN"}, "gamma", "got `str`"),
     ],
 )
 def test_wrong_requests(shared: httpx.Client, body: dict[str, Any], param: str, words: str) -> None:
-    answer = shared.post("/v1/length", json=body)
-    assert answer.status_code == 400, answer.text
-    assert (told(answer)["param"], words in told(answer)["message"]) == (param, True), told(answer)
+    check_refused(shared.post("/v1/length", json=body), param, words)
 
 
 def test_a_model_without_a_length_model(start: Start) -> None:
-    answer = start(FakeEngine(capabilities=("score", "generate"))).post("/v1/length", json={"input": "a"})
-    assert (answer.status_code, told(answer)["param"]) == (400, "model")
-    assert "no length model" in told(answer)["message"]
+    client = start(FakeEngine(capabilities=("score", "generate")))
+    check_refused(client.post("/v1/length", json={"input": "a"}), "model", "no length model")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, library, logprobs_after
-from tests.gateway.answers import events
+from tests.gateway.answers import check_refused, events
 
 QUERY = "Is it relevant?"
 ITEMS = [" red shoes", " blue table", " the lazy dog"]
@@ -95,10 +95,7 @@ def seam() -> tuple[str, str]:
     ],
 )
 def test_what_is_refused(shared: httpx.Client, body: dict[str, Any], param: str, says: str) -> None:
-    answer = shared.post("/v1/score", json={"query": QUERY, "items": ITEMS, "readout": "likelihood"} | body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-    assert says in answer.json()["error"]["message"]
+    check_refused(shared.post("/v1/score", json={"query": QUERY, "items": ITEMS, "readout": "likelihood"} | body), param, says)
 
 
 def test_partial_results_name_each_item_without_a_likelihood(shared: httpx.Client) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, library, logprobs_after
-from tests.gateway.answers import events
+from tests.gateway.answers import events, rendered
 
 PROMPT = "The quick fox"
 
@@ -150,10 +150,6 @@ def test_best_of_is_bounded(shared: httpx.Client, body: dict[str, Any]) -> None:
 
 START, END = "<|im_start|>", "<|im_end|>"
 ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "red <|im_end|> shoes "}]
-
-
-def rendered(engine: FakeEngine) -> str:
-    return library().decode(engine.generates[-1].prompt, skip_special_tokens=False)
 
 
 def test_a_message_is_continued(client: httpx.Client, engine: FakeEngine) -> None:

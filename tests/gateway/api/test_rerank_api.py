@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes import RAW_OFFSET, FakeEngine, ids, library, logprobs_after
-from tests.gateway.answers import events
+from tests.gateway.answers import check_refused, events
 from tests.gateway.conftest import Start
 
 PRESET = """
@@ -59,13 +59,6 @@ def test_results_come_best_first(client: httpx.Client, path: str) -> None:
     assert (answer["meta"]["api_version"]["version"], answer["meta"]["truncated"]) == ("2", [])
 
 
-def test_engines_get_the_query_once(client: httpx.Client, engine: FakeEngine) -> None:
-    post(client, query=QUERY, documents=["one", "two"]).raise_for_status()
-    asked = engine.scores[-1]
-    assert asked.prefix[: len(ids("find: red shoes")) + 1] == prompt("")[: len(ids("find: red shoes")) + 1]
-    assert [asked.prefix + branch for branch in asked.branches] == [prompt("one"), prompt("two")]
-
-
 @pytest.mark.parametrize(("top_n", "count"), [(1, 1), (3, 3), (4, 4), (0, 4), (1000, 4), (None, 4)])
 def test_top_n(client: httpx.Client, top_n: int | None, count: int) -> None:
     whole = post(client).json()["results"]
@@ -93,14 +86,6 @@ def test_the_form_of_tei(client: httpx.Client) -> None:
 def test_instructions(client: httpx.Client, name: str) -> None:
     results = post(client, **{name: "Look up"}).raise_for_status().json()["results"]
     assert results[0]["relevance_score"] == pytest.approx(expected(DOCUMENTS[results[0]["index"]], "Look up "), rel=1e-5)
-
-
-def test_control_tokens_in_texts_are_text(client: httpx.Client, engine: FakeEngine) -> None:
-    post(client, query="a<|im_end|>b", documents=["{query}<|im_start|>"]).raise_for_status()
-    asked = engine.scores[-1]
-    tokens = asked.prefix + asked.branches[0]
-    assert (tokens.count(token("<|im_start|>")), tokens.count(token("<|im_end|>"))) == (1, 1)
-    assert "{query}<|im_start|>" in engine_text(tokens)
 
 
 def engine_text(tokens: list[int]) -> str:
@@ -155,16 +140,12 @@ ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_name_the_field(client: httpx.Client, case: str) -> None:
     body, param, word = ERRORS[case]
-    answer = post(client, **body)
-    error = answer.json()["error"]
-    assert answer.status_code == (404 if case == "an unknown model" else 400)
-    assert (error["param"], word in error["message"]) == (param, True), error
+    check_refused(post(client, **body), param, word, 404 if case == "an unknown model" else 400)
 
 
 def test_a_model_without_labels_is_not_a_reranker(start: Start) -> None:
     client = start(FakeEngine(capabilities=("generate",)))
-    error = post(client).json()["error"]
-    assert (error["param"], "is not a reranker; it serves /v1/chat/completions" in error["message"]) == ("model", True), error
+    check_refused(post(client), "model", "is not a reranker; it serves /v1/chat/completions")
 
 
 @pytest.mark.parametrize(
@@ -187,17 +168,6 @@ def test_activations(start: Start, labels: str, activation: str, score: Any) -> 
     assert result["relevance_score"] == pytest.approx(wanted)
 
 
-def test_a_reward_model_with_a_chat_template(start: Start) -> None:
-    preset = 'name = "reward"\ntask = "rerank"\nadd_generation_prompt = false\nactivation = "none"\n'
-    engine = FakeEngine(preset=preset, capabilities=("classify",), classes=("reward",))
-    client = start(engine)
-    answer = post(client, documents=["fox", "dog"]).raise_for_status().json()
-    text = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
-    for result in answer["results"]:
-        document = ["fox", "dog"][result["index"]]
-        assert result["relevance_score"] == pytest.approx(logprobs_after(ids(text.format(QUERY, document)), engine.vocab_size)[0])
-
-
 def test_a_stream_sends_results_as_they_become_known(client: httpx.Client) -> None:
     documents = [f"streamed {number}" for number in range(150)]  # the fake engine takes 64 at a time
     post(client, documents=documents[:5]).raise_for_status()
@@ -214,8 +184,7 @@ def test_a_stream_sends_results_as_they_become_known(client: httpx.Client) -> No
 
 
 def test_a_stream_of_nothing_wrong_begins_with_an_error(client: httpx.Client) -> None:
-    answer = post(client, documents=["a", LONG], stream=True)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents[1]")
+    check_refused(post(client, documents=["a", LONG], stream=True), "documents[1]")
 
 
 def test_partial_results_leave_out_what_is_too_long(client: httpx.Client) -> None:
@@ -268,15 +237,13 @@ def test_characters_are_bounded_before_they_are_tokenised(start: Start) -> None:
     preset = 'name = "reward"\ntask = "rerank"\nactivation = "none"\n'
     client = start(FakeEngine(preset=preset, capabilities=("classify",), classes=("reward",)), max_request_characters=100_000)
     body = {"query": "fox " * 250, "documents": ["a"] * 200}
-    error = post(client, **body).json()["error"]
-    assert (error["param"], "max_request_characters" in error["message"]) == ("documents", True), error
+    check_refused(post(client, **body), "documents", "max_request_characters")
     assert post(client, query="fox", documents=["a"] * 200).status_code == 200
 
 
 @pytest.mark.parametrize(("fields", "param"), [({"top_n": 1}, "top_n"), ({"documents": None, "texts": ["a"]}, "texts")])
 def test_fields_that_a_stream_cannot_follow(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    answer = post(client, stream=True, **fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    check_refused(post(client, stream=True, **fields), param)
 
 
 def test_a_head_with_one_number_reranks_and_gives_its_number(start: Start) -> None:
@@ -295,6 +262,5 @@ def test_a_head_with_one_number_reranks_and_gives_its_number(start: Start) -> No
 def test_documents_are_not_cut_to_nothing(client: httpx.Client) -> None:
     """A limit below what the template and the query take is an error, and not a score of nothing."""
     for most in (0, 1, 20):
-        error = post(client, documents=["a", LONG], truncate_prompt_tokens=most).json()["error"]
-        assert error["param"] == "truncate_prompt_tokens", most
-        assert f"is {most}, and a prompt has" in error["message"]
+        answer = post(client, documents=["a", LONG], truncate_prompt_tokens=most)
+        check_refused(answer, "truncate_prompt_tokens", f"is {most}, and a prompt has")

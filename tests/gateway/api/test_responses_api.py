@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, ids, library
+from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import rendered
 from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import by, entry, write
 from yardstick_llm.engine import wire
@@ -35,10 +36,6 @@ def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
         assert name == f"event: {events[-1]['type']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-def rendered(engine: FakeEngine) -> str:
-    return library().decode(engine.generates[-1].prompt, skip_special_tokens=False)
 
 
 def turns(*turns: tuple[str, str]) -> str:

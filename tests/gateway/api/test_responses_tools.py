@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests import templates
-from tests.fakes import FakeEngine, ids, library
+from tests.fakes import FakeEngine, ids
+from tests.gateway.answers import rendered
 from tests.gateway.api.test_responses_api import create, stable, stream
 
 WEATHER = {
@@ -24,10 +25,6 @@ SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 LONG = {"max_output_tokens": 400, "tools": [WEATHER, TIME]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 ENGINE = {"template": templates.THINKING, "capabilities": (*FakeEngine.capabilities, "grammar")}
-
-
-def rendered(engine: FakeEngine) -> str:
-    return library().decode(engine.generates[-1].prompt, skip_special_tokens=False)
 
 
 def test_an_answer_of_thinking_text_and_calls(client: httpx.Client, engine: FakeEngine) -> None:

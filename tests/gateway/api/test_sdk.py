@@ -18,7 +18,6 @@ from tests.gateway.keys import entry, write
 TOUR = Path(__file__).with_name("sdk_tour.py")
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
-VERSIONS = [pytest.param(2, marks=pytest.mark.slow), 3]
 ASK = """
 import json, sys, openai
 for key, method, path, body in json.loads(sys.argv[2]):
@@ -33,9 +32,9 @@ print("".join(choice.text for chunk in stream for choice in chunk.choices), end=
 """Sends requests and prints the status of each answer, and the text of a stream."""
 
 
-def run(version: int, *arguments: str) -> str:
-    """Return what a Python program prints that imports a version of the SDK."""
-    environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
+def run(*arguments: str, **variables: str) -> str:
+    """Return what a Python program prints."""
+    environment = os.environ | variables
     command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
@@ -45,7 +44,7 @@ def run(version: int, *arguments: str) -> str:
 @pytest.mark.slow
 def test_every_endpoint_through_version_2(client: httpx.Client, engine: FakeEngine) -> None:
     """The installed version does so on a real engine, in tests/test_end_to_end.py."""
-    told = json.loads(run(2, str(TOUR), f"{client.base_url}/v1", engine.model))
+    told = json.loads(run(str(TOUR), f"{client.base_url}/v1", engine.model, PYTHONPATH=str(SDK_2)))
     assert told["version"].startswith("2.")
     assert told["models"] == [engine.model]
     assert told["completions"]["texts"] == told["completions"]["streamed"]
@@ -55,8 +54,7 @@ def test_every_endpoint_through_version_2(client: httpx.Client, engine: FakeEngi
     assert {error["status"] for error in told["errors"].values()} == {400, 404}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_path: Path, version: int) -> None:
+def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_path: Path) -> None:
     """It would repeat 409 and 429 twice each. And it ignores the comments in streams that wait."""
     keys = write(
         tmp_path / "keys", entry("a", catalogues="write", items_per_minute=4), entry("light", weight=0.1, catalogues="write")
@@ -73,7 +71,7 @@ def test_the_sdk_repeats_no_request_that_is_always_refused(start: Start, tmp_pat
         ("light", "post", "/completions", {"prompt": "a" * 5000}),
         ("light", "post", "/completions", {"prompt": "a" * 20_000}),
     ]
-    told = run(version, "-c", ASK, f"{client.base_url}/v1", json.dumps(requests)).split()
+    told = run("-c", ASK, f"{client.base_url}/v1", json.dumps(requests)).split()
     assert told == ["200", "409", "429", "413", "413", "red"]
     counted = metrics(
         client,

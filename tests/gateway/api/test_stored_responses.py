@@ -17,7 +17,7 @@ from tests.gateway.conftest import Start, metric
 from tests.gateway.keys import entry as key_entry
 from tests.gateway.keys import write
 from tests.processes import wait_until
-from tests.redis import RedisServer, cluster
+from tests.redis import RedisServer
 
 
 def create(client: httpx.Client, **body: Any) -> httpx.Response:
@@ -122,13 +122,3 @@ def test_responses_of_a_key_displace_none_of_another_and_expire(start: Start, tm
         assert not found("b", first)
         assert [found("b", id) for id in many] == [False] * 3 + [True] * 3
         wait_until(lambda: not found("a", first))
-
-
-@pytest.mark.slow
-def test_a_cluster_keeps_responses(start: Start) -> None:
-    with cluster() as nodes:
-        url = nodes[0].url.removesuffix("/0").replace("redis://", "redis+cluster://")
-        client = start(FakeEngine(says=ids("red")), redis_url=url, redis_seconds=2.0)
-        told = create(client, store=True).json()
-        assert client.get(f"/v1/responses/{told['id']}").json() == told
-        assert client.delete(f"/v1/responses/{told['id']}").status_code == 200

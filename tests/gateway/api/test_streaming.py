@@ -157,10 +157,7 @@ def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: F
     wait_until(lambda: len(engine.generates) == 3)
 
 
-@pytest.mark.parametrize(
-    ("stream", "prompts"),
-    [(True, 1), (False, 3), pytest.param(False, 1, marks=pytest.mark.slow), pytest.param(True, 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("stream", "prompts"), [(True, 1), (False, 3)])
 def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine, stream: bool, prompts: int) -> None:
     engine.faults.delay = 0.05
     body = {"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}

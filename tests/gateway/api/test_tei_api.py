@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.answers import check_refused
 from tests.gateway.api.test_embeddings_api import PRESET as EMBEDDER
 from tests.gateway.api.test_embeddings_api import SIZE
 from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
@@ -50,12 +51,6 @@ def embed(client: httpx.Client, **body: Any) -> list[list[float]]:
 
 def post(client: httpx.Client, path: str, **body: Any) -> Any:
     return client.post(path, json=body).raise_for_status().json()
-
-
-def refusal(client: httpx.Client, path: str, **body: Any) -> tuple[int, str | None, str]:
-    answer = client.post(path, json=body)
-    error = answer.json()["error"]
-    return answer.status_code, error["param"], error["message"]
 
 
 def probabilities(logits: list[float]) -> list[float]:
@@ -105,7 +100,7 @@ def test_predictions_come_best_first(classifier: httpx.Client, path: str) -> Non
     many = [[text + " fox" * 3000] for text in TEXTS]
     short = post(classifier, path, inputs=[[text[0][:40]] for text in many], raw_scores=True)
     assert len(short) == 3
-    assert refusal(classifier, path, inputs=many)[:2] == (400, "inputs[0]")
+    check_refused(classifier.post(path, json={"inputs": many}), "inputs[0]")
     assert len(post(classifier, path, inputs=many, truncate=True)) == 3
 
 
@@ -154,9 +149,8 @@ def test_what_a_model_cannot_do_is_refused(
         (reranker, "/predict", {"inputs": [["a", "fox " * 3000]]}, "inputs[0]", ""),
         (reranker, "/predict", {"inputs": [["a", "b"]] * 10_001}, "inputs", "at most 10000"),
     ):
-        status, named, message = refusal(client, path, **body)
-        assert (status, named, words in message) == (400, param, True), (path, body, named, message)
-    assert refusal(shared, "/embed_all", inputs="a")[0] == 400
+        check_refused(client.post(path, json=body), param, words)
+    assert shared.post("/embed_all", json={"inputs": "a"}).status_code == 400
     assert shared.post("/", content=b"").status_code == 400
 
 
@@ -222,7 +216,7 @@ def test_cohere_cuts_long_texts_at_their_end(embedder: httpx.Client) -> None:
     assert answer.json()["embeddings"]["float"][1] == embed(embedder, input=long, truncate=True)[0]
     left = post(embedder, "/v2/embed", texts=[long], truncate="START")["embeddings"]["float"]
     assert left == embed(embedder, input=[long], truncate=True, truncation_direction="left")
-    assert refusal(embedder, "/v2/embed", texts=["a", long], truncate="NONE")[:2] == (400, "texts[1]")
+    check_refused(embedder.post("/v2/embed", json={"texts": ["a", long], "truncate": "NONE"}), "texts[1]")
 
 
 def test_errors_of_the_form_of_cohere(embedder: httpx.Client, classifier: httpx.Client) -> None:
@@ -235,4 +229,4 @@ def test_errors_of_the_form_of_cohere(embedder: httpx.Client, classifier: httpx.
         (embedder, {"texts": ["a"], "output_dimension": SIZE + 1}, "output_dimension"),
         (classifier, {"texts": ["a"]}, "model"),
     ):
-        assert refusal(client, "/v2/embed", **body)[:2] == (400, param), body
+        check_refused(client.post("/v2/embed", json=body), param)

@@ -95,6 +95,23 @@ Reply = tuple[int, dict[str, str], Any]
 """Status, headers and JSON body."""
 
 
+async def read_json(receive: Any) -> Any:
+    """The body of a request of an ASGI server."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return json.loads(body or "{}")
+
+
+async def send_json(send: Any, status: int, headers: dict[str, str], answer: Any) -> None:
+    content = json.dumps(answer).encode()
+    given = {"content-type": "application/json", "content-length": str(len(content)), **headers}
+    pairs = [(name.encode(), value.encode()) for name, value in given.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": content})
+
+
 @dataclass
 class Embeddings:
     """An ASGI server of embeddings, each the length of its text; ``before`` may answer instead, wait, or raise
@@ -115,11 +132,7 @@ class Embeddings:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            body, more = b"", True
-            while more:
-                message = await receive()
-                body, more = body + message.get("body", b""), message.get("more_body", False)
-            texts = json.loads(body)["input"]
+            texts = (await read_json(receive))["input"]
             status, headers, answer = (self.before and await self.before(self, texts)) or self._embedded(texts)
         except ConnectionError:  # the connection breaks in the answer
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
@@ -127,11 +140,7 @@ class Embeddings:
             raise
         finally:
             self.running -= 1
-        content = json.dumps(answer).encode()
-        given = {"content-type": "application/json", "content-length": str(len(content)), **headers}
-        pairs = [(name.encode(), value.encode()) for name, value in given.items()]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-        await send({"type": "http.response.body", "body": content})
+        await send_json(send, status, headers, answer)
 
     def _embedded(self, texts: list[str]) -> Reply:
         if self.remember:

@@ -22,9 +22,12 @@ import httpx
 import pytest
 from rich.console import Console
 
-from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
+from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeEngine
 from tests.fakes import served as fake_served
+from tests.gateway.answers import printed_by
+from tests.gateway.commands.conftest import Yardstick, the_one_line
+from tests.gateway.conftest import Start, gateways
 from tests.parts import need
 from tests.processes import alive, free_port, wait_until
 from tests.warm import as_in_production
@@ -34,8 +37,6 @@ from yardstick_llm.gateway.commands.serve import abilities_of, example_body, sho
 YARDSTICK = [sys.executable, "-m", "yardstick_llm.gateway.cli"]
 START_SECONDS = 60
 END_SECONDS = 20
-WIDE = {"COLUMNS": "300"}
-"""A terminal that breaks no line which names a temporary directory."""
 
 
 @dataclass
@@ -85,20 +86,6 @@ def start(directory: Path, *arguments: str, **environment: str) -> Served:
     return Served(process, f"http://127.0.0.1:{port}", out, err)
 
 
-def run(*arguments: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [*YARDSTICK, *arguments]
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=60, env=os.environ | WIDE | environment, check=False
-    )
-
-
-def the_one_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Loading ")]
-    return line
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
@@ -125,10 +112,7 @@ def run_shown(text: str) -> tuple[str, Any, str]:
     need("curl")
     (line,) = [line for line in text.splitlines() if line.startswith("curl ")]
     answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30).stdout)
-    program = text[text.index("from openai import") :]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return line, answer, done.stdout
+    return line, answer, printed_by(text[text.index("from openai import") :])
 
 
 def test_the_calls_that_are_shown_work(served: Served) -> None:
@@ -140,18 +124,26 @@ def test_the_calls_that_are_shown_work(served: Served) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
-def test_the_calls_that_are_shown_are_those_of_the_models_task(tmp_path: Path, kind: str) -> None:
-    if kind == "embedder":
-        write_pooling(directory := make_checkpoint(tmp_path / kind, "qwen3", model_class=HEADLESS["qwen3"]))
-    else:
-        directory = make_checkpoint(tmp_path / kind, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3)
-    with serving(tmp_path, "--model", str(directory)) as served:
-        text = served.out.read_text()
-        line, answer, printed = run_shown(text)
-    assert f"{served.url}{'/v1/classify' if kind == 'classifier' else '/v1/embeddings'} " in line
+def test_the_calls_that_are_shown_are_those_of_the_models_task(
+    start_gateway: Start, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    classifies = kind == "classifier"
+    fields = {"capabilities": ("classify",), "classes": ("a", "b", "c")} if classifies else {"capabilities": ("embed",)}
+    engine = FakeEngine(kind, embedding_size=8, **fields)  # type: ignore[arg-type]
+    url = str(start_gateway(engine).base_url).rstrip("/")
+    show_calls(Console(width=300), url, kind, abilities_of(engine.url, {}), with_key=False)
+    text = capsys.readouterr().out
+    line, answer, printed = run_shown(text)
+    assert f"{url}{'/v1/classify' if classifies else '/v1/embeddings'} " in line
     assert len(answer["data"]) == len(ITEMS_SHOWN)
-    assert printed.startswith("{'" if kind == "classifier" else "[")
+    assert printed.startswith("{'" if classifies else "[")
     assert "chat" not in text
+
+
+@pytest.fixture
+def start_gateway() -> Iterator[Start]:
+    with gateways() as starting:
+        yield starting
 
 
 def test_no_call_is_shown_for_a_model_whose_prompt_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,9 +164,7 @@ def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(demo: Served) -> 
     (steering,) = [block for block in re.findall(r"```python\n(.*?)```", readme, flags=re.S) if "length_guidance" in block]
     text = demo.out.read_text()
     for program in (steering.replace("http://127.0.0.1:8000", demo.url), text[text.index("from openai import") :]):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        tokens, _, words = done.stdout.splitlines()[-1].partition(" ")
+        tokens, _, words = printed_by(program).splitlines()[-1].partition(" ")
         assert 20 <= int(tokens) <= 60
         assert words.startswith("A ")
     (seconds,) = re.findall(r"Ready after ([\d.]+) s", demo.err.read_text())
@@ -194,10 +184,11 @@ def test_the_example_clients(demo: Served) -> None:
     said: dict[str, list[str]] = {}
     others = {CLIENTS / "adapter.py", CLIENTS / "image.py"}  # they need an engine with adapters, or one that reads images
     for path in {*CLIENTS.glob("*.py"), *CLIENTS.glob("*.sh")} - others:
-        command = [sys.executable, str(path)] if path.suffix == ".py" else [str(path)]
-        done = subprocess.run([*command, demo.url], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        said[path.name] = done.stdout.splitlines()
+        if path.suffix == ".py":
+            told = printed_by(path.read_text(), demo.url)
+        else:
+            told = subprocess.run([str(path), demo.url], capture_output=True, text=True, timeout=60, check=True).stdout
+        said[path.name] = told.splitlines()
     assert said.pop("score.py")[0].endswith(" crimson jogging sneakers")
     (blue, _), (crimson, _) = json.loads(said.pop("score.sh")[0])["scores"]
     assert blue < 0.5 < crimson
@@ -211,29 +202,30 @@ def test_the_example_clients(demo: Served) -> None:
     assert said == {}, "each client is checked here"
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        done = run("serve", "--port", port, "--model", "/no/such/model")
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(yardstick: Yardstick) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = yardstick("serve", "--port", port, "--model", "/no/such/model")
+    assert done.status == 1
     assert f"cannot listen on 127.0.0.1 port {port} (address already in use)" in the_one_line(done)
 
 
 @pytest.mark.slow
-def test_what_a_program_refuses_is_its_one_line(tmp_path: Path, model: Path) -> None:
+def test_what_a_program_refuses_is_its_one_line(yardstick: Yardstick, tmp_path: Path, model: Path) -> None:
     broken, keys = tmp_path / "broken", tmp_path / "keys.json"
     shutil.copytree(model, broken)
     (broken / "tokenizer.json").write_text('{"model": 3}')
     keys.write_text("{}")
     for arguments, words in (
-        (["--model", str(tmp_path / "nowhere")], "nowhere is not a directory; give a model directory or a hub id"),
-        ([str(tmp_path / "nowhere.gguf"), "--dtype", "float32"], "There is no file"),
-        (["--model", str(broken)], "tokenizer.json cannot be read"),
-        (["--model", str(model), "--api-keys-file", str(keys)], "not a file of API keys"),
+        (["--model", tmp_path / "nowhere"], "nowhere is not a directory; give a model directory or a hub id"),
+        ([tmp_path / "nowhere.gguf", "--dtype", "float32"], "There is no file"),
+        (["--model", broken], "tokenizer.json cannot be read"),
+        (["--model", model, "--api-keys-file", keys], "not a file of API keys"),
         (["--host", "0.0.0.0"], "yardstick keys new NAME --file keys.json"),
     ):
-        assert words in the_one_line(run("serve", "--port", str(free_port()), *arguments))
+        done = yardstick("serve", "--port", free_port(), *arguments)
+        lines = [line for line in done.err.splitlines() if not line.startswith("Loading ")]
+        assert (done.status, len(lines), words in lines[0]) == (1, 1, True), done.err
 
 
 def upload(served: Served) -> tuple[socket.socket, bytes]:
@@ -273,10 +265,10 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
 
 
 @pytest.mark.slow
-def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_path: Path) -> None:
+def test_the_environment_sets_up_the_gateway_and_options_win(yardstick: Yardstick, model: Path, tmp_path: Path) -> None:
     """And warnings of an engine that loads are shown."""
     keys = tmp_path / "keys.json"
-    key = run("keys", "new", "me", "--file", str(keys)).stdout.strip()
+    key = yardstick("keys", "new", "me", "--file", keys).out.strip()
     settings = {"MAX_BODY_BYTES": "1000", "PORT": "1", "HOST": "127.0.0.1", "API_KEYS_FILE": str(keys)}
     environment = {f"YARDSTICK_{name}": value for name, value in settings.items()} | {"YARDSTICK_API_KEY": key}
     headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
@@ -299,9 +291,12 @@ def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_pa
         ("YARDSTICK_HOST", "0.0.0.0", "`yardstick keys new NAME --file keys.json`"),
     ],
 )
-def test_a_wrong_environment_is_one_line_before_anything_is_loaded(variable: str, value: str, words: str) -> None:
-    done = run("serve", "--port", str(free_port()), "--model", "/no/such/model", **{variable: value})
-    assert words in the_one_line(done)
+def test_a_wrong_environment_is_one_line_before_anything_is_loaded(
+    yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = yardstick("serve", "--port", free_port(), "--model", "/no/such/model")
+    assert (done.status, words in the_one_line(done)) == (1, True)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_result_is_written_as_soon_as_those_before_it_are(embed: Embed) -> Non
             sizes.extend([len(lines(embed.output)), requests])
 
     embed.server.before = slow
-    assert embed(1000, "--batch", 1, "--concurrency", 4).status == 0
+    assert embed(200, "--batch", 1, "--concurrency", 4).status == 0
     written, requests = sizes
     assert written == 50
     assert 50 < requests <= 51 + 4 * 4

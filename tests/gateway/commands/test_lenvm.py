@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import served
-from tests.gateway.commands.conftest import Done, Reply, Yardstick, error, lines, the_one_line, write
+from tests.gateway.commands.conftest import Done, Reply, Yardstick, error, lines, read_json, send_json, the_one_line, write
 from yardstick_llm.gateway.commands.client import Server
 from yardstick_llm.gateway.commands.lenvm import PROBES
 from yardstick_llm.gateway.commands.lenvm_served import serve_targets
@@ -45,17 +45,7 @@ class Writer:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        path, asked = scope["path"], json.loads(body or "{}")
-        status, headers, answer = await self._answer(path, asked)
-        content = json.dumps(answer).encode()
-        given = {"content-type": "application/json", "content-length": str(len(content)), **headers}
-        pairs = [(name.encode(), value.encode()) for name, value in given.items()]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-        await send({"type": "http.response.body", "body": content})
+        await send_json(send, *await self._answer(scope["path"], await read_json(receive)))
 
     async def _answer(self, path: str, asked: dict[str, Any]) -> Reply:
         if path == "/v1/models":
@@ -193,7 +183,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
     async def slow(_: Writer, asked: dict[str, Any]) -> None:
         await asyncio.sleep(Random(asked["seed"]).uniform(0, 0.05))
 
-    server, prompts = Writer(slow), prompts_in(tmp_path / "prompts.txt", 150)
+    server, prompts = Writer(slow), prompts_in(tmp_path / "prompts.txt", 80)
     given = ("--prompts", prompts, "--samples", 4, "--concurrency", 8)
     with served(server) as url:
         with start("sample", "--base-url", url, "--out", tmp_path / "whole", *given) as process:
@@ -203,7 +193,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
         while True:
             with start("sample", "--base-url", url, "--out", tmp_path / "out", *given) as process:
                 try:
-                    status = process.wait(random.uniform(0.3, 0.8) if kills < 4 else 100)
+                    status = process.wait(random.uniform(0.3, 0.6) if kills < 3 else 100)
                     break
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)
@@ -249,7 +239,6 @@ def run_with(yardstick: Yardstick, tmp_path: Path, server: Writer, *more: object
 
 
 CUTS = {
-    "few": (12, (), 0, ""),
     "some": (40, (), 0, "warning: --max-tokens 24 cut"),
     "most": (90, (), 1, "add --allow-censored"),
     "most, allowed": (90, ("--allow-censored",), 0, "warning: --max-tokens 24 cut"),
@@ -263,7 +252,6 @@ def test_answers_that_are_cut(yardstick: Yardstick, tmp_path: Path, case: str) -
     done = run_with(yardstick, tmp_path, Writer(longest=longest), "--max-tokens", 24, *more)
     assert done.status == status, done.err
     assert named in done.err
-    assert ("warning" in done.err) == named.startswith("warning")
 
 
 @pytest.mark.slow

@@ -35,15 +35,11 @@ Open = Callable[..., Page]
 expect.set_options(timeout=20_000)
 
 
-def demo_engine() -> Pod:
-    """An engine with both demo models, which may still be loading."""
-    return Pod(DEMO / "base", "--lenvm-model", str(DEMO / "lenvm"), "--name", "yardstick-demo", "--threads", "1")
-
-
 @pytest.fixture(scope="package")
 def engine(browser: Browser) -> Iterator[Pod]:
-    """Depends on ``browser``, so the engine is not started where Chromium is missing."""
-    pod = demo_engine()
+    """An engine with both demo models, which may still be loading. Depends on ``browser``, so it is not started where Chromium is
+    missing."""
+    pod = Pod(DEMO / "base", "--lenvm-model", str(DEMO / "lenvm"), "--name", "yardstick-demo", "--threads", "1")
     yield pod
     pod.close()
 

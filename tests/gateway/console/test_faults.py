@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.gateway.console.conftest import QUICK, Open, demo_engine, ready
+from tests.gateway.console.conftest import Open, ready
 from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
-from tests.processes import Program
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -203,36 +202,3 @@ def test_events_at_every_boundary_of_chunks(page: Page) -> None:
     told = page.evaluate(read, text)
     assert len(told) == len(text.encode()) + 1
     assert {json.dumps(json.loads(each), ensure_ascii=False) for each in told} == {'[{"text": "é€😀"}, {"n": 1}, {"n": 2}]'}
-
-
-@pytest.mark.slow
-def test_a_killed_engine_and_a_killed_gateway(visit: Open) -> None:
-    engine = demo_engine()
-    gateway = Program("gateway", "--engine", engine.url, **QUICK)
-    try:
-        page = ready(visit(gateway.wait_ready().url))
-        page.click("#tab-write")
-        page.locator(".guide-mode").first.select_option("scale")
-        page.locator("input[type=range]").first.fill("10")
-        page.fill("#write-text", "Describe: red running shoes. " * 8)
-        page.fill("#write-max", "800")
-        page.click("#write-start")
-        page.locator(".token").nth(2).wait_for()
-        engine.process.kill()
-        expect(page.locator(".run .error").first).to_be_visible()
-        expect(page.locator(".figures").first).to_contain_text("broken off")
-        expect(page.locator("#write-start")).to_be_enabled()
-        page.click("#tab-rank")
-        page.click("#rank-start")
-        expect(page.locator("#rank-error")).to_contain_text("HTTP 503")
-        page.click("#tab-status")
-        expect(page.locator("#status-line")).to_have_text("No engine takes requests.")
-        gateway.process.kill()
-        expect(page.locator("#status-error")).to_contain_text("cannot be reached")
-        page.click("#tab-rank")
-        page.click("#rank-start")
-        expect(page.locator("#rank-error")).to_contain_text("cannot be reached")
-        expect(page.locator("#rank-start")).to_be_enabled()
-    finally:
-        gateway.close()
-        engine.close()

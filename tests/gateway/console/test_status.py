@@ -97,6 +97,12 @@ def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> N
         page.click("#tab-rank")
         page.click("#tab-status")  # samples at once
         expect(page.locator("#status-error")).to_contain_text(words)
+    scripted.answer(metrics=lambda c: c.send(200, "text/plain", b"yardstick_engines_ready 0\n"))
+    page.click("#tab-rank")
+    page.click("#tab-status")
+    expect(page.locator("#status-line")).to_have_text("No engine takes requests.")
+    scripted.answer(metrics=lambda c: c.connection.close())
+    expect(page.locator("#status-error")).to_contain_text("cannot be reached")
 
 
 def histogram(name: str, labels: str, counts: dict[str, int]) -> list[str]:

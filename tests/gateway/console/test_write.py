@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
 from tokenizers import Tokenizer
 
-from tests import templates
-from tests.checkpoints import make_checkpoint
-from tests.gateway.console.conftest import DEMO, QUICK, Open, ended, write
+from tests.gateway.answers import printed_by
+from tests.gateway.console.conftest import DEMO, Open, ended, ready, write
+from tests.gateway.console.scripted import Connection, ScriptedServer
 from tests.gateway.console.test_rank import run_in_shell, shown_code
-from tests.processes import Pod, Program
-from tests.test_tools_end_to_end import ADDED, WEATHER, with_template
+from tests.test_tools_end_to_end import WEATHER
 
 QUESTION = "Describe: red running shoes"
 
@@ -133,9 +130,7 @@ def test_the_code_repeats_the_request(panel: Page) -> None:
     stream = run_in_shell(shown_code(panel, "write", "curl"))
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]) == written(panel)
-    program = shown_code(panel, "write", "Python")
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (told.returncode, told.stdout) == (0, written(panel)), told.stderr
+    assert printed_by(shown_code(panel, "write", "Python")) == written(panel)
 
 
 @pytest.mark.slow
@@ -181,28 +176,35 @@ def test_a_system_message_and_a_schema(panel: Page) -> None:
     assert "Continued as plain text, without schema and tools." in figure(panel, "Note")
 
 
+def calls(*told: dict[str, Any]) -> dict[str, Any]:
+    entry = {"token": "{", "logprob": -0.5, "bytes": [123], "top_logprobs": []}
+    return {"choices": [{"index": 0, "delta": {"tool_calls": [*told]}, "logprobs": {"content": [entry]}}]}
+
+
 @pytest.mark.slow
-def test_calls_of_tools(visit: Open, tmp_path: Path) -> None:
-    """Of a model with random weights, which a grammar makes call a tool."""
-    folder = with_template(make_checkpoint(tmp_path, "qwen3"), templates.HERMES, ADDED["hermes"], special=False)
-    pod = Pod(folder, "--name", "hermes", "--threads", "1")
-    gateway = Program("gateway", "--engine", pod.url, **QUICK)
-    try:
-        page = visit(f"{gateway.wait_ready().url}/#write")
-        expect(page.locator("#model")).to_have_value("hermes")
-        page.click("#write-more summary")
-        page.fill("#write-tools", json.dumps([WEATHER]))
-        page.select_option("#write-choice", "required")
-        page.fill("#write-max", "300")
-        write(page)
-        expect(page.locator(".run .error").first).to_be_hidden()
-        expect(page.locator(".calls h4").first).to_have_text("Calls get_weather")
-        assert json.loads(page.locator(".calls pre").first.inner_text())["city"] in ("Zürich", "Köln")
-        assert figure(page, "Ended by") in ("call of a tool", "token limit")  # after the first call it may begin others
-        expect(page.locator("#write-history .bar-text")).to_contain_text("get_weather({")
-    finally:
-        gateway.close()
-        pod.close()
+def test_calls_of_tools(visit: Open, scripted: ScriptedServer) -> None:
+    asked = []
+
+    def answer(connection: Connection) -> None:
+        asked.append(connection.body)
+        connection.begin()
+        connection.event(calls({"index": 0, "id": "1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}))
+        for part in ('{"city":', ' "Z\u00fcrich"}'):
+            connection.event(calls({"index": 0, "function": {"arguments": part}}))
+        connection.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        connection.event("[DONE]")
+
+    page = ready(visit(f"{scripted.answer(chat=answer)}/#write"))
+    page.click("#write-more summary")
+    page.fill("#write-tools", json.dumps([WEATHER]))
+    page.select_option("#write-choice", "required")
+    write(page)
+    expect(page.locator(".run .error").first).to_be_hidden()
+    assert (asked[0]["tools"], asked[0]["tool_choice"]) == ([WEATHER], "required")
+    expect(page.locator(".calls h4").first).to_have_text("Calls get_weather")
+    assert json.loads(page.locator(".calls pre").first.inner_text()) == {"city": "Z\u00fcrich"}
+    assert figure(page, "Ended by") == "call of a tool"
+    expect(page.locator("#write-history .bar-text")).to_contain_text("get_weather({")
 
 
 STORED = {

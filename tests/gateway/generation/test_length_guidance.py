@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from tests.fakes import FakeEngine, guided, ids, library
+from tests.gateway.answers import check_refused, told
 from tests.gateway.api.test_completions_api import chat, complete
 from tests.gateway.api.test_streaming import events
 from tests.gateway.conftest import Start, metric
-from tests.gateway.test_error_table import told
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.errors import InvalidRequest
 from yardstick_llm.gateway.generation.length import default_min_p, remaining_tokens, thinking_limit, with_section
@@ -110,11 +110,9 @@ def test_what_custom_params_are_not_known(client: httpx.Client) -> None:
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_guidance", {"scales": 1}, "scales", "has no field `scales`"),
     ("length_guidance", {"mode": "loud"}, "mode", "'loud'; it is one of 'centered_exp', 'exp'"),
-    ("length_guidance", {"scale": "NaN"}, "scale", "got `str`"),
     ("length_guidance", {"scale": 1e7}, "scale", "<= 1000000"),
     ("length_guidance", {"gamma": 0}, "gamma", "> 0"),
     ("length_guidance", {"gamma": 1}, "gamma", "< 1"),
-    ("length_guidance", {"gamma": "Infinity"}, "gamma", "got `str`"),
     ("length_guidance", {"target_length": -1}, "target_length", ">= 0"),
     ("length_guidance", {"target_length": 1.5}, "target_length", "got `float`"),
     ("length_guidance", {"target_value": 1.5}, "target_value", "<= 1"),
@@ -137,47 +135,36 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("length_guidance", {"unit": "words", "target_length": 5, "applies_to": "answer"}, "unit", "in tokens, not in words"),
     ("length_guidance", {"top_k": 0}, "top_k", ">= 1"),
-    ("length_guidance", {"top_k": -1}, "top_k", ">= 1"),
     ("length_guidance", {"top_k": 65}, "top_k", "at most 64"),
     ("length_guidance", {"entropy_threshold": -1}, "entropy_threshold", ">= 0"),
     ("length_guidance", {"end_min_p": 1.5}, "end_min_p", "<= 1"),
     ("length_guidance", {"value_min": 2}, "value_min", "<= 1"),
     ("length_guidance", {"return_values": True}, "return_values", "needs log-probabilities"),
     ("custom_params", {"value_scale": "x"}, "value_scale", "got `str`"),
-    ("custom_params", {"value_mode": "loud"}, "value_mode", "'loud'"),
-    ("custom_params", {"length_gamma": 1}, "length_gamma", "< 1"),
     ("custom_params", {"op": "!="}, "op", "'!='"),
     ("custom_params", {"op": "<"}, "op", "needs a target"),
     ("custom_params", {"op": "<", "cmp": "<", "target_length": 5}, "op", "two names of one"),
     ("custom_params", {"scale": 1, "value_scale": 2}, "scale", "two names of one"),
-    ("custom_params", {"target_length": 5, "target_value": 0.5}, "target_value", "two targets"),
 ]
 
 
 @pytest.mark.parametrize(("object_", "fields", "key", "words"), WRONG)
 def test_wrong_guidance(shared: httpx.Client, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
-    answer = shared.post("/v1/completions", json={"prompt": "a", object_: fields})
-    assert answer.status_code == 400, answer.text
-    error = told(answer)
-    assert error["param"] == f"{object_}.{key}"
-    assert words in error["message"]
+    check_refused(shared.post("/v1/completions", json={"prompt": "a", object_: fields}), f"{object_}.{key}", words)
 
 
 def test_more_that_is_wrong(shared: httpx.Client) -> None:
-    both = shared.post("/v1/completions", json={"prompt": "a", "length_guidance": {}, "custom_params": {"scale": 1}})
-    assert (both.status_code, told(both)["param"]) == (400, "custom_params")
-    many = shared.post("/v1/completions", json={"prompt": "a", "top_k": 100, "custom_params": {"scale": 1}})
-    assert (many.status_code, told(many)["param"]) == (400, "top_k")
+    both = {"prompt": "a", "length_guidance": {}, "custom_params": {"scale": 1}}
+    check_refused(shared.post("/v1/completions", json=both), "custom_params")
+    check_refused(shared.post("/v1/completions", json={"prompt": "a", "top_k": 100, "custom_params": {"scale": 1}}), "top_k")
     mere = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "length_guidance": {"return_values": True}}
     assert "top_logprobs" in told(shared.post("/v1/chat/completions", json=mere))["message"]
     useless = {"length_guidance": {"scale": -5}, "temperature": 0}
     for path, prompt in (("chat/completions", {"messages": mere["messages"]}), ("responses", {"input": "a"})):
-        answer = shared.post(f"/v1/{path}", json=prompt | useless)
-        assert (answer.status_code, told(answer)["param"]) == (400, "length_guidance.scale")
+        check_refused(shared.post(f"/v1/{path}", json=prompt | useless), "length_guidance.scale")
     for number, param in (("NaN", "scale"), ("-Infinity", "scale"), ("1e999", "length_guidance.scale")):
         content = f'{{"prompt": "a", "length_guidance": {{"scale": {number}}}}}'
-        endless = shared.post("/v1/completions", content=content)
-        assert (endless.status_code, told(endless)["param"]) == (400, param)
+        check_refused(shared.post("/v1/completions", content=content), param)
 
 
 CALIBRATION = wire.Calibration([0.5], {"0.05": [-1.0, -0.5], "0.25": [-0.5, -0.2], "0.75": [0.2, 0.5], "0.95": [1.0, 0.7]}, 90)
@@ -197,9 +184,9 @@ def test_a_length_that_is_kept_with_a_probability(start: Start) -> None:
         ({"max_length": {"at_most": 120}, "scale": 2}, "scale", "with a target"),
     ]
     for guide, key, words in wrong:
-        answer = client.post("/v1/completions", json={"prompt": "a", "length_guidance": guide})
-        assert (answer.status_code, told(answer)["param"]) == (400, f"length_guidance.{key}"), answer.text
-        assert words in told(answer)["message"]
+        check_refused(
+            client.post("/v1/completions", json={"prompt": "a", "length_guidance": guide}), f"length_guidance.{key}", words
+        )
     entry, own = (client.post("/v1/length", json=body).json()["data"][0] for body in ({"input": "a", "gamma": 0.9}, {"input": "a"}))
     assert entry["intervals"] is None
     place, tokens = int(own["value"] >= 0.5), max(1.0, own["remaining_tokens"])
@@ -210,8 +197,7 @@ def test_a_length_that_is_kept_with_a_probability(start: Start) -> None:
 
 def test_a_probability_needs_a_calibration(shared: httpx.Client) -> None:
     answer = shared.post("/v1/completions", json={"prompt": "a", "length_guidance": {"max_length": {"at_most": 9}}})
-    assert (answer.status_code, told(answer)["param"]) == (400, "length_guidance.max_length")
-    assert "no calibration" in told(answer)["message"]
+    check_refused(answer, "length_guidance.max_length", "no calibration")
 
 
 def test_targets_choose_at_temperature_0(client: httpx.Client, engine: FakeEngine) -> None:
@@ -228,21 +214,17 @@ def test_targets_choose_at_temperature_0(client: httpx.Client, engine: FakeEngin
 
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
     ({"length_guidance": {"scale": -5}, "temperature": 0}, "length_guidance.scale", "at temperature 0"),
-    ({"length_guidance": {"mode": "mul", "scale": 2}, "temperature": 0}, "length_guidance.scale", "at temperature 0"),
     (
         {"length_guidance": {"target_length": 9, "constraint": "eq_soft"}, "temperature": 0},
         "length_guidance.constraint",
         "at temperature 0",
     ),
     ({"custom_params": {"value_scale": 2}, "temperature": 0}, "custom_params.value_scale", "at temperature 0"),
-    ({"custom_params": {"op": "soft", "target_length": 9}, "temperature": 0}, "custom_params.op", "at temperature 0"),
     ({"length_guidance": {"scale": -5, "top_k": 1}}, "length_guidance.top_k", "one candidate"),
     ({"length_guidance": {"target_length": 9}, "top_k": 1}, "top_k", "one candidate"),
     ({"custom_params": {"scale": 2}, "top_k": 1}, "top_k", "one candidate"),
     ({"length_guidance": {"scale": -5}, "temperature": 0.01}, "temperature", "at least 0.05"),
-    ({"length_guidance": {"target_length": 9, "constraint": "eq_soft"}, "temperature": 0.01}, "temperature", "at least 0.05"),
     ({"length_guidance": {"scale": -5}, "top_p": 0.01}, "top_p", "at least 0.05"),
-    ({"length_guidance": {"target_length": 9}, "top_p": 0.01}, "top_p", "at least 0.05"),
     ({"custom_params": {"scale": 2}, "min_p": 1}, "min_p", "at most 0.95"),
     ({"length_guidance": {"scale": 1e-9}}, "length_guidance.scale", "so near to 0"),
     ({"custom_params": {"value_scale": 1.0000001}}, "custom_params.value_scale", "so near to 1"),
@@ -251,25 +233,15 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), WITHOUT_EFFECT)
 def test_guidance_without_effect_is_refused(shared: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
-    answer = shared.post("/v1/completions", json={"prompt": "a", **fields})
-    assert (answer.status_code, told(answer)["param"]) == (400, param)
-    assert words in told(answer)["message"]
+    check_refused(shared.post("/v1/completions", json={"prompt": "a", **fields}), param, words)
 
 
 @pytest.mark.parametrize("key", GUIDES)
 def test_a_model_without_a_length_model(start: Start, key: str) -> None:
     client = start(FakeEngine(capabilities=("score", "generate")))
-    answer = client.post("/v1/completions", json={"prompt": "a", key: {"scale": 1}})
-    assert (answer.status_code, told(answer)["param"]) == (400, key)
-    assert "no length model" in told(answer)["message"]
+    check_refused(client.post("/v1/completions", json={"prompt": "a", key: {"scale": 1}}), key, "no length model")
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["lenvm_gamma"], model["lenvm_calibration"]) == (None, None)
-
-
-def test_a_model_with_one_says_so(shared: httpx.Client) -> None:
-    (model,) = shared.get("/v1/models").json()["data"]
-    assert "length_guidance" in model["capabilities"]
-    assert model["lenvm_gamma"] == 0.985
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import httpx
 import pytest
 
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, gateways, metric
-from tests.gateway.keys import ask, by, entry, replace, write
+from tests.gateway.conftest import Start, metric
+from tests.gateway.keys import ask, entry, replace, write
 from tests.processes import wait_until
 from yardstick_llm.gateway.app import create_app
 from yardstick_llm.gateway.errors import KeysUnavailable
@@ -24,61 +23,46 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.settings import Settings, SettingsError
 
 URL = "http://127.0.0.1:1"
-LOOK_SECONDS, STALE = 0.03, 0.3
+LOOK_SECONDS = 0.03
 
 
-class Followed(NamedTuple):
-    """A key file and two gateways that follow it: one keeps the keys of an unusable file for long, the other for a moment."""
+@dataclass
+class Followed:
+    """A key file with the keys ``a`` and ``b``, of which a test says when it is looked at."""
 
     file: Path
-    patient: httpx.Client
-    hasty: httpx.Client
+    now: float = 1000.0
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
-    def valid(self, names: str) -> str:
-        """Those of ``names`` that open the patient gateway."""
-        return "".join(name for name in names if self.patient.get("/v1/models", headers=by(name)).status_code == 200)
+    def __post_init__(self) -> None:
+        write(self.file, entry("a"), entry("b"))
+        self.ring = KeyRing(self.file, stale_seconds=60, clock=lambda: self.now)
 
-    def wait_valid(self, names: str) -> None:
-        """Wait until ``names`` are all that is valid, for both gateways."""
-        wait_until(lambda: self.valid("abcd") == names)
-        wait_until(lambda: metric(self.hasty, "yardstick_api_keys") == len(names))
+    def look(self, times: int = 1) -> str:
+        """Look at the file, and return which of the keys ``a`` to ``d`` are valid."""
+        for _ in range(times):
+            self.ring.look(self.telemetry)
+        return "".join(name for name in "abcd" if self.ring.find(name))
 
-    def reloads(self, result: str) -> float:
-        return metric(self.patient, f'yardstick_key_reloads_total{{result="{result}"}}')
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
-    file = write(tmp_path_factory.mktemp("keys") / "keys.json", entry("a"), entry("b"))
-    with pytest.MonkeyPatch.context() as patch, gateways() as start:
-        patch.setattr("yardstick_llm.gateway.http.auth.LOOK_SECONDS", LOOK_SECONDS)
-        engine = FakeEngine()
-        patient = start(engine, api_keys_file=file)
-        hasty = start(api_keys_file=file, api_keys_stale_seconds=STALE, engines=(engine.url,))
-        wait_until(lambda: hasty.get("/readyz").is_success, 60)
-        yield Followed(file, patient, hasty)
+    def reloads(self) -> dict[str, float]:
+        """Number of reloads by their result."""
+        lines = b"".join(self.telemetry.exposition()).decode().splitlines()
+        return {line.split('"')[1]: float(line.split()[1]) for line in lines if line.startswith("yardstick_key_reloads_total{")}
 
 
 @pytest.fixture
-def followed(both: Followed, caplog: pytest.LogCaptureFixture) -> Iterator[Followed]:
-    """With the keys ``a`` and ``b``; what was logged before is not recorded."""
-    both.file.rmdir() if both.file.is_dir() else both.file.unlink(missing_ok=True)
-    write(both.file, entry("a"), entry("b"))
-    both.wait_valid("ab")
-    wait_until(lambda: metric(both.patient, "yardstick_key_file_stale") == metric(both.hasty, "yardstick_key_file_stale") == 0)
-    caplog.clear()
-    return both
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "keys.json")
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_changed_file_counts_soon(followed: Followed) -> None:
-    loaded = followed.reloads("loaded")
+def test_a_changed_file_counts_and_an_unchanged_one_is_not_read_again(followed: Followed) -> None:
     write(followed.file, entry("b"), entry("c"))
-    followed.wait_valid("bc")
-    assert followed.reloads("loaded") == loaded + 1, "an unchanged file is not read again"
+    assert followed.look(3) == "bc"
+    assert followed.reloads() == {"loaded": 1}
 
 
 REVOKING: dict[str, Callable[[Path], object]] = {
@@ -91,16 +75,14 @@ REVOKING: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", REVOKING)
 def test_a_file_without_keys_revokes_all(followed: Followed, caplog: pytest.LogCaptureFixture, change: str) -> None:
-    revoked = followed.reloads("revoked")
     REVOKING[change](followed.file)
-    followed.wait_valid("")
-    assert ask(followed.patient, "a").status_code == 401
-    assert followed.reloads("revoked") == revoked + 1
-    assert len(errors(caplog)) == 2, "one of each gateway"
-    assert "all keys are revoked" in caplog.text or "all API keys are revoked" in caplog.text
-    assert metric(followed.patient, "yardstick_key_file_stale") == 0
+    assert followed.look(3) == ""
+    assert followed.reloads() == {"revoked": 1}
+    (error,) = errors(caplog)
+    assert "all keys are revoked" in error or "all API keys are revoked" in error
+    assert not followed.ring.sample().stale
     write(followed.file, entry("c"))
-    followed.wait_valid("c")
+    assert followed.look() == "c"
 
 
 HARM: dict[str, Callable[[Path], object]] = {
@@ -112,29 +94,42 @@ HARM: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM)
 def test_an_unusable_file_keeps_the_last_good_version_for_a_stated_time(
     followed: Followed, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
-    before = followed.reloads("broken")
     HARM[harm](followed.file)
-    wait_until(lambda: metric(followed.patient, "yardstick_key_file_stale") == 1)
-    assert followed.valid("abc") == "ab"
-    wait_until(lambda: ask(followed.hasty, "a").status_code == 503)
-    refused = ask(followed.hasty, "unknown")
-    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, "keys_unavailable", "5")
-    assert str(followed.file.parent) not in refused.text
-    assert followed.hasty.get("/readyz").json()["error"]["code"] == "keys_unavailable"
-    assert followed.hasty.get("/livez").status_code == 200
-    assert followed.valid("abc") == "ab"
-    assert followed.reloads("broken") == before + 1
-    wait_until(lambda: len(errors(caplog)) == 3)
-    assert sum("503" in error for error in errors(caplog)) == 1, "each is told once, not at every look"
+    followed.now += 59
+    assert followed.look(2) == "ab"
+    assert followed.ring.sample().stale
+    followed.now += 2
+    followed.ring.look(followed.telemetry)
+    with pytest.raises(KeysUnavailable):
+        followed.look()
+    assert followed.reloads() == {"broken": 1}
+    assert ["503" in error for error in errors(caplog)] == [False, True], "each is told once, not at every look"
     followed.file.rmdir() if followed.file.is_dir() else followed.file.unlink()
     write(followed.file, entry("b"))
-    followed.wait_valid("b")
-    assert ask(followed.hasty, "b").status_code == 200
+    assert followed.look() == "b"
+    assert not followed.ring.sample().stale
+
+
+def test_a_gateway_whose_file_is_unusable_answers_503(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yardstick_llm.gateway.http.auth.LOOK_SECONDS", LOOK_SECONDS)
+    file = write(tmp_path / "keys.json", entry("a"))
+    client = start(FakeEngine(), api_keys_file=file, api_keys_stale_seconds=0.3)
+    replace(file, "{")
+    wait_until(lambda: ask(client, "a").status_code == 503)
+    refused = ask(client, "unknown")
+    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, "keys_unavailable", "5")
+    assert str(tmp_path) not in refused.text
+    assert client.get("/readyz").json()["error"]["code"] == "keys_unavailable"
+    assert client.get("/livez").status_code == 200
+    assert metric(client, "yardstick_key_file_stale") == 1
+    write(file, entry("a"), entry("b", weight=0))
+    wait_until(lambda: ask(client, "a").status_code == 200)
+    assert metric(client, "yardstick_key_file_problems") == 1
+    assert metric(client, "yardstick_api_keys") == 1
 
 
 def test_the_server_follows_links_as_kubernetes_changes_them(
@@ -177,37 +172,25 @@ BAD: list[tuple[list[dict[str, Any]], str, str]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "valid", "words"), BAD)
 def test_a_bad_entry_harms_no_other_key(
     followed: Followed, caplog: pytest.LogCaptureFixture, entries: list[dict[str, Any]], valid: str, words: str
 ) -> None:
-    before = followed.reloads("partial")
+    """Whatever happens to the file's metadata, as kubelets change it for pods with an ``fsGroup``."""
     write(followed.file, entry("c"), entry("d"), *entries)
-    followed.wait_valid(f"{valid}cd")
-    wait_until(lambda: len(errors(caplog)) == 2)
-    assert words in errors(caplog)[0]
+    for mode in (0o640, 0o600, 0o640):
+        followed.file.chmod(mode)
+        assert followed.look() == f"{valid}cd"
+    (error,) = errors(caplog)
+    assert words in error
     assert entry("a")["sha256"] not in caplog.text
-    assert metric(followed.patient, "yardstick_key_file_problems") >= 1
-    assert metric(followed.patient, "yardstick_key_file_stale") == 0
-    assert followed.reloads("partial") == before + 1
+    assert followed.ring.sample().problems >= 1
+    assert not followed.ring.sample().stale
+    assert followed.reloads() == {"partial": 1}, "unchanged keys are no news"
     created(followed.file)
     write(followed.file, entry("c"), entry("d"))
-    wait_until(lambda: metric(followed.patient, "yardstick_key_file_problems") == 0)
-
-
-def test_a_gateway_with_a_bad_entry_stays_ready(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
-    """Also after the time for which an unusable file is forgiven, and whatever happens to the file's metadata."""
-    write(followed.file, entry("a"), entry("a") | {"name": "first"}, entry("b"))
-    followed.wait_valid("b")
-    wait_until(lambda: len(errors(caplog)) == 2)
-    before = followed.reloads("partial")
-    for mode in (0o640, 0o600, 0o640):  # as kubelets do for pods with an `fsGroup`
-        followed.file.chmod(mode)
-        time.sleep(STALE / 2)
-    assert followed.hasty.get("/readyz").status_code == 200
-    assert ask(followed.hasty, "b").status_code == 200
-    assert (len(errors(caplog)), followed.reloads("partial")) == (2, before), "unchanged keys are no news"
+    assert followed.look() == "cd"
+    assert followed.ring.sample().problems == 0
 
 
 def test_a_gateway_starts_with_a_file_of_keys_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,8 +213,8 @@ def test_a_gateway_starts_with_a_file_of_keys_only(tmp_path: Path, caplog: pytes
     assert "can be written by every user" in caplog.text
 
 
-def test_keys_open_v1_and_nothing_else_needs_one(followed: Followed) -> None:
-    client = followed.patient
+def test_keys_open_v1_and_nothing_else_needs_one(start: Start, tmp_path: Path) -> None:
+    client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys.json", entry("a"), entry("b")))
     for path in ("/livez", "/readyz", "/health", "/ping", "/version", "/metrics"):
         assert client.get(path).status_code == 200
     for header in (None, "Bearer c", "Bearer", "a", "Basic a", "Bearer a b", "Bearer ä"):
@@ -246,31 +229,24 @@ def test_keys_open_v1_and_nothing_else_needs_one(followed: Followed) -> None:
     assert (long.status_code, "longer than 1024 bytes" in long.json()["error"]["message"]) == (401, True)
 
 
-# Rules of single looks, which no client can time.
-
-
 @pytest.mark.parametrize("gone", ["deleted", "empty"])
-def test_a_file_that_is_away_for_one_look_revokes_nothing(tmp_path: Path, gone: str) -> None:
-    file, telemetry = write(tmp_path / "keys.json", entry("a")), Telemetry()
-    ring, content = KeyRing(file), file.read_text()
+def test_a_file_that_is_away_for_one_look_revokes_nothing(followed: Followed, gone: str) -> None:
+    content = followed.file.read_text()
     for _ in range(5):
-        file.unlink() if gone == "deleted" else file.write_text("")
-        ring.look(telemetry)
-        file.write_text(content)
-        ring.look(telemetry)
-        assert ring.find("a")
+        followed.file.unlink() if gone == "deleted" else followed.file.write_text("")
+        followed.look()
+        followed.file.write_text(content)
+        assert followed.look() == "ab"
 
 
-def test_a_look_that_hangs_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_look_that_hangs_is_a_file_that_cannot_be_read(followed: Followed) -> None:
     """As on a network file system: the thread never comes back."""
-    now = 1000.0
-    ring = KeyRing(write(tmp_path / "keys.json", entry("a")), stale_seconds=60, clock=lambda: now)
-    now += HANG_SECONDS + 1
-    assert ring.sample().stale
-    assert ring.find("a")
-    now += 60
+    followed.now += HANG_SECONDS + 1
+    assert followed.ring.sample().stale
+    assert followed.ring.find("a")
+    followed.now += 60
     with pytest.raises(KeysUnavailable):
-        ring.find("a")
+        followed.ring.find("a")
 
 
 def test_a_file_is_read_again_if_it_changed_while_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

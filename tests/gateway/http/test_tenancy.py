@@ -58,14 +58,6 @@ def test_priorities_have_a_range(keyed: tuple[FakeEngine, httpx.Client], path: s
             assert f"{least} to {most}" in error["message"]
 
 
-def test_priorities_have_a_range_without_keys(shared: httpx.Client) -> None:
-    least, most = PRIORITY_RANGE
-    for path, body in BODIES.items():
-        assert shared.post(f"/v1/{path}", json=body | {"priority": least}).status_code == 200
-        refused = shared.post(f"/v1/{path}", json=body | {"priority": most + 1})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_engines_learn_the_tenant_and_its_weight(keyed: tuple[FakeEngine, httpx.Client], path: str) -> None:
     engine, client = keyed

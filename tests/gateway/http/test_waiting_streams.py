@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
@@ -37,15 +36,6 @@ def test_comments_while_nothing_comes(start: Start, after: int) -> None:
     events = [line.removeprefix("data: ") for line in lines if line != COMMENT]
     assert events.pop() == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "red shoes, blue table"
-
-
-@pytest.mark.slow
-def test_no_comments_while_tokens_come(start: Start) -> None:
-    engine = FakeEngine(says=ids("red shoes, blue table, red shoes"))
-    engine.faults.delay = 0.2
-    began = time.monotonic()
-    assert COMMENT not in lines_of(start(engine, keepalive_seconds=1.5))
-    assert time.monotonic() - began > 1.5
 
 
 @pytest.mark.slow

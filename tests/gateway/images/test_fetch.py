@@ -135,10 +135,6 @@ async def test_other_hosts_are_refused(url: str) -> None:
     await refused(fetcher("images.test"), url, "host")
 
 
-async def test_without_a_list_nothing_is_fetched() -> None:
-    await refused(fetcher(), "https://images.test/a.png", "host", "fetches none")
-
-
 async def test_redirects_are_not_followed(server: Server) -> None:
     server.image("/a.png")
     server.redirect("/other", f"http://127.0.0.1:{server.port}/a.png")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, ids, logprobs_after, vision_fields, with_vision
+from tests.gateway.answers import check_refused
 from tests.gateway.conftest import Start
 from tests.gateway.images.test_chat_images import refused, text
 from tests.pictures import image_part, picture, seen
@@ -198,9 +199,7 @@ def test_a_bad_image_is_named(client: httpx.Client, body: dict[str, Any], param:
     ],
 )
 def test_contents_that_cannot_be_read_are_named(client: httpx.Client, body: dict[str, Any], param: str) -> None:
-    answer = client.post("/v1/score", json={"query": "q", **({} if "readout" in body else LABELS), **body})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    check_refused(client.post("/v1/score", json={"query": "q", **({} if "readout" in body else LABELS), **body}), param)
 
 
 def test_an_item_that_is_too_long_is_refused_alone(start: Start) -> None:

@@ -78,11 +78,6 @@ def test_every_format_gives_the_pixels_of_transformers(format: str, options: dic
     check_equal(stored(picture("RGB", 200, 87), format, **options))
 
 
-@pytest.mark.parametrize("size", [(28, 28), (56, 56), (1, 1), (2, 390), (84, 28), (223, 224), (500, 333), (41, 43), (14, 14)])
-def test_every_shape_gives_the_pixels_of_transformers(size: tuple[int, int]) -> None:
-    check_equal(stored(picture("RGB", *size)))
-
-
 @settings(max_examples=15, deadline=None)
 @given(width=st.integers(1, 300), height=st.integers(2, 300), most=st.sampled_from([28 * 28 * 5, 28 * 28 * 64]))
 def test_any_shape_gives_the_pixels_of_transformers(width: int, height: int, most: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.fakes import FakeEngine, ids
@@ -94,28 +92,6 @@ def test_concurrency_is_of_requests_under_way(client: httpx.Client, engine: Fake
     with client.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}, headers=by(key)) as answer:
         assert answer.status_code == 200
     assert ask(client, key, query=[2], items=[[10]]).status_code == 200
-
-
-@pytest.mark.slow
-def test_the_sdk_waits_as_it_is_told(client: httpx.Client) -> None:
-    answers: list[tuple[float, httpx.Response]] = []
-    hooks = {"response": [lambda answer: answers.append((time.monotonic(), answer))]}
-    with httpx.Client(event_hooks=hooks, timeout=20) as http:
-        sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="sdk", max_retries=3, http_client=http)
-        while ask(client, "sdk").status_code == 200:
-            pass
-        sdk.completions.create(model="fake", prompt=[1], max_tokens=1)
-        (refused_at, refused), (answered_at, answered) = answers
-        assert (refused.status_code, answered.status_code) == (429, 200)
-        assert answered_at - refused_at > int(refused.headers["retry-after-ms"]) / 1000
-        impatient = sdk.with_options(max_retries=0)
-
-        def hurry() -> None:
-            for _ in range(5):
-                impatient.completions.create(model="fake", prompt=[1], max_tokens=1)
-
-        with pytest.raises(openai.RateLimitError, match="30 requests a minute"):
-            hurry()
 
 
 def test_models_that_a_key_may_not_use_do_not_exist_for_it(start: Start, tmp_path: Path) -> None:

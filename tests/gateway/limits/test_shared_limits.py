@@ -13,6 +13,7 @@ import pytest
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.gateway.keys import ask, entry, write
+from tests.processes import until
 from tests.redis import RedisServer, cluster
 from yardstick_llm.gateway.limits.limiter import Cost, Lease, Limits, LocalLimiter, SharedLimiter
 from yardstick_llm.gateway.ops.metrics import Telemetry
@@ -43,6 +44,11 @@ async def limiter(url: str, *, lease_seconds: float = 60, renews: bool = True) -
 
 def lease(id: str, *, owner: str = "a", tokens: int = 0, limits: Limits) -> Lease:
     return Lease(owner, id, limits, Cost(1, tokens, 0))
+
+
+async def no_place_is_held(server: RedisServer) -> None:
+    with server.client() as redis:
+        await until(lambda: not redis.zrange("test:limit:{a}:leases", 0, -1))
 
 
 def test_gateways_count_together(start: Start, server: RedisServer, tmp_path: Path) -> None:
@@ -111,12 +117,7 @@ async def test_a_request_that_is_given_up_while_redis_decides_holds_no_place(ser
             else:
                 shared.end(taken)
         assert given_up > 5
-        with server.client() as redis:
-            for _ in range(500):
-                if not (held := redis.zrange("test:limit:{a}:leases", 0, -1)):
-                    break
-                await asyncio.sleep(0.01)
-            assert held == []
+        await no_place_is_held(server)
 
 
 async def test_a_redis_that_pauses_loses_no_place(server: RedisServer) -> None:
@@ -135,12 +136,7 @@ async def test_a_redis_that_pauses_loses_no_place(server: RedisServer) -> None:
         finally:
             server.resume()
         assert refused.denied == "concurrency"
-        with server.client() as redis:
-            for _ in range(500):
-                if not (held := redis.zrange("test:limit:{a}:leases", 0, -1)):
-                    break
-                await asyncio.sleep(0.01)
-            assert held == []
+        await no_place_is_held(server)
         await asyncio.sleep(0.6)
         assert shared._ended == {}
         assert not shared._any_ended.is_set()

@@ -132,15 +132,6 @@ def test_a_request_has_a_bounded_number_of_spans(start: Start, collector: Collec
     assert 120 <= len(collector.trace(trace_id, 120)) <= 130
 
 
-def test_a_request_without_a_context_begins_a_trace(client: httpx.Client, collector: Collector) -> None:
-    before = len(collector.spans)
-    client.post("/v1/score", json=SCORE, headers={"x-request-id": "no-context"})
-    wait_until(lambda: any(span.attributes.get("yardstick.request_id") == "no-context" for span in collector.spans[before:]))
-    (first,) = [span for span in collector.spans[before:] if span.attributes.get("yardstick.request_id") == "no-context"]
-    assert first.parent_id == ""
-    assert len(collector.trace(first.trace_id, 2)) > 1
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -159,6 +150,7 @@ def test_hostile_contexts_change_nothing(client: httpx.Client, collector: Collec
     wait_until(lambda: any(span.attributes.get("yardstick.request_id") == "hostile" for span in collector.spans[before:]))
     first = next(span for span in collector.spans[before:] if span.kind == "server")
     assert first.state == ""
+    assert (first.parent_id == "") is (first.trace_id != "1" * 32), "a new trace begins"
     assert (first.trace_id == "1" * 32) is (headers[0][1] == f"00-{'1' * 32}-{'2' * 16}-01" and len(headers) == 2)
 
 

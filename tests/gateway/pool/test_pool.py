@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,32 +28,50 @@ from yardstick_llm.gateway.pool.replica import Replica, ServedModel
 from yardstick_llm.gateway.workers.workers import Capacity, Workers
 
 
-class Told:
-    """A source whose endpoints a test sets."""
+@dataclass
+class Pooled:
+    """A pool before served engines, and a source whose endpoints a test sets."""
 
-    def __init__(self) -> None:
-        self._news: asyncio.Queue[Sequence[Endpoint]] = asyncio.Queue()
+    pool: Pool
+    dispatcher: Dispatcher
+    telemetry: Telemetry
+    urls: list[str]
+    news: asyncio.Queue[Sequence[Endpoint]]
 
     def say(self, *urls: str, draining: Sequence[str] = ()) -> None:
-        self._news.put_nowait([Endpoint(url, url in draining) for url in urls])
+        self.news.put_nowait([Endpoint(url, url in draining) for url in urls])
 
-    async def follow(self) -> Source:
-        while True:
-            yield await self._news.get()
+    def metrics(self) -> str:
+        return b"".join(self.telemetry.exposition()).decode()
+
+    async def ready(self, count: int) -> None:
+        """Wait until so many engines are ready."""
+        await until(lambda: float(self.metrics().split("\nyardstick_engines_ready ")[1].split()[0]) == count)
+
+    async def score(self, name: str | None = None) -> wire.Scored:
+        return await self.score_with(self.pool.model(name))
+
+    async def score_with(self, model: ServedModel) -> wire.Scored:
+        request = wire.Score(uuid.uuid4().hex, [1], [[2]], wire.Labels([3]))
+        return await self.dispatcher.call(model, lambda replica, _: replica.client.score(request), tokens=2)
 
 
 @asynccontextmanager
 async def pool_of(
-    *sources: Told, probe_seconds: float = 0.02, silence_seconds: float = 5, startup_seconds: float = 60
-) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
-    telemetry = Telemetry()
+    *engines: FakeEngine, probe_seconds: float = 0.02, silence_seconds: float = 5, startup_seconds: float = 60
+) -> AsyncIterator[Pooled]:
+    telemetry, news = Telemetry(), asyncio.Queue[Sequence[Endpoint]]()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
 
     def connect(url: str, entry: str) -> Replica:
         return Replica(EngineClient(url, connect_seconds=1, engine_seconds=5), entry)
 
+    async def follow() -> Source:
+        while True:
+            yield await news.get()
+
     pool = Pool(
-        {str(place): source.follow() for place, source in enumerate(sources)},
+        {"0": follow()},
         connect,
         telemetry,
         workers,
@@ -60,93 +79,79 @@ async def pool_of(
         silence_seconds=silence_seconds,
         startup_seconds=startup_seconds,
     )
-    workers.start()
-    pool.start()
-    try:
-        yield pool, Dispatcher(telemetry, wait_seconds=5, max_waiting=10), telemetry
-    finally:
-        await pool.stop()
-        await workers.stop()
-
-
-def engines_ready(telemetry: Telemetry) -> int:
-    return int(float(b"".join(telemetry.exposition()).decode().split("\nyardstick_engines_ready ")[1].split()[0]))
-
-
-async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> wire.Scored:
-    return await score_with(pool.model(name), dispatcher)
-
-
-async def score_with(model: ServedModel, dispatcher: Dispatcher) -> wire.Scored:
-    request = wire.Score(uuid.uuid4().hex, [1], [[2]], wire.Labels([3]))
-    return await dispatcher.call(model, lambda replica, _: replica.client.score(request), tokens=2)
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(engine)) for engine in engines]
+        workers.start()
+        pool.start()
+        try:
+            yield Pooled(pool, Dispatcher(telemetry, wait_seconds=5, max_waiting=10), telemetry, urls, news)
+        finally:
+            await pool.stop()
+            await workers.stop()
 
 
 async def test_replicas_come_and_go() -> None:
-    source, first, second = Told(), FakeEngine(), FakeEngine()
-    with served(first) as one, served(second) as two:
-        async with pool_of(source) as (pool, dispatcher, telemetry):
-            with pytest.raises(NotReady):
-                pool.model("fake")
-            source.say(one)
-            await until(lambda: engines_ready(telemetry) == 1)
-            source.say(one, two)
-            await until(lambda: engines_ready(telemetry) == 2)
-            source.say(two)
-            await until(lambda: engines_ready(telemetry) == 1)
-            for _ in range(5):
-                await score(pool, dispatcher)
-            assert (len(first.scores), len(second.scores)) == (0, 5)
-            assert one not in b"".join(telemetry.exposition()).decode(), "the metrics no longer name an engine that is gone"
+    first, second = FakeEngine(), FakeEngine()
+    async with pool_of(first, second) as pooled:
+        one, two = pooled.urls
+        with pytest.raises(NotReady):
+            pooled.pool.model("fake")
+        for urls in ([one], [one, two], [two]):
+            pooled.say(*urls)
+            await pooled.ready(len(urls))
+        for _ in range(5):
+            await pooled.score()
+        assert (len(first.scores), len(second.scores)) == (0, 5)
+        assert one not in pooled.metrics(), "the metrics no longer name an engine that is gone"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["draining", "gone", "not ready"])
 async def test_running_work_finishes(how: str) -> None:
-    source, leaving, staying = Told(), FakeEngine(), FakeEngine()
-    with ExitStack() as stack:
-        one, two = (stack.enter_context(served(engine)) for engine in (leaving, staying))
-        async with pool_of(source) as (pool, dispatcher, telemetry):
-            source.say(one)
-            await until(lambda: engines_ready(telemetry) == 1)
-            leaving.faults.delay = 2.0  # longer than a busy machine takes for what follows
-            running = asyncio.create_task(score(pool, dispatcher))
-            await until(lambda: bool(leaving.scores))
-            if how == "not ready":
-                leaving.ready = False
-                source.say(one, two)
-            else:
-                source.say(*([one, two] if how == "draining" else [two]), draining=[one])
-            await until(lambda: [replica.client.url for replica in pool.model("fake").ready] == [two])
-            for _ in range(5):
-                await score(pool, dispatcher)
-            assert (len(leaving.scores), len(staying.scores)) == (1, 5)
-            assert not running.done()
-            await running
-            assert leaving.left == []
+    leaving, staying = FakeEngine(), FakeEngine()
+    async with pool_of(leaving, staying) as pooled:
+        one, two = pooled.urls
+        pooled.say(one)
+        await pooled.ready(1)
+        leaving.faults.hold = True
+        running = asyncio.create_task(pooled.score())
+        await until(lambda: bool(leaving.scores))
+        if how == "not ready":
+            leaving.ready = False
+            pooled.say(one, two)
+        else:
+            pooled.say(*([one, two] if how == "draining" else [two]), draining=[one])
+        await until(lambda: [replica.client.url for replica in pooled.pool.model("fake").ready] == [two])
+        for _ in range(5):
+            await pooled.score()
+        assert (len(leaving.scores), len(staying.scores)) == (1, 5)
+        assert not running.done()
+        leaving.faults.hold = False
+        await running
+        assert leaving.left == []
 
 
 async def test_the_last_engines_of_a_version_answer_requests_that_were_made_for_it() -> None:
     """A request is tokenised for a version. When it is sent, the version's engines have begun to terminate, for another version."""
-    source, old, new = Told(), FakeEngine(fingerprint="old"), FakeEngine(fingerprint="new")
-    with served(old) as one, served(new) as two:
-        async with pool_of(source) as (pool, dispatcher, telemetry):
-            source.say(one)
-            await until(lambda: engines_ready(telemetry) == 1)
-            model = pool.model("fake")
-            source.say(one, two, draining=[one])
-            await until(lambda: pool.model("fake").info.fingerprint == "new")
-            assert not model.ready
-            async with asyncio.timeout(2):
-                await score_with(model, dispatcher)
-            assert (len(old.scores), len(new.scores)) == (1, 0)
-            await score(pool, dispatcher)
-            assert (len(old.scores), len(new.scores)) == (1, 1), "later requests are made for the other version"
-            old.ready = False
-            await until(lambda: model.leaving is None)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):  # it waits
-                    await score_with(model, dispatcher)
+    old, new = FakeEngine(fingerprint="old"), FakeEngine(fingerprint="new")
+    async with pool_of(old, new) as pooled:
+        one, two = pooled.urls
+        pooled.say(one)
+        await pooled.ready(1)
+        model = pooled.pool.model("fake")
+        pooled.say(one, two, draining=[one])
+        await until(lambda: pooled.pool.model("fake").info.fingerprint == "new")
+        assert not model.ready
+        async with asyncio.timeout(2):
+            await pooled.score_with(model)
+        assert (len(old.scores), len(new.scores)) == (1, 0)
+        await pooled.score()
+        assert (len(old.scores), len(new.scores)) == (1, 1), "later requests are made for the other version"
+        old.ready = False
+        await until(lambda: model.leaving is None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):  # it waits
+                await pooled.score_with(model)
 
 
 RED, BLUE = adapter("aa11", "red"), adapter("bb22", "blue")
@@ -168,74 +173,65 @@ async def probed(engine: FakeEngine, times: int = 3) -> None:
 
 
 async def test_adapters_are_asked_for_when_their_revision_changes() -> None:
-    source, engine = Told(), with_adapters(RED)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: known(pool) == {"red": RED.digest})
-            await probed(engine, 5)
-            assert engine.asked_for_adapters == 1
-            engine.adapters["blue"] = BLUE
-            await until(lambda: known(pool) == {"red": RED.digest, "blue": BLUE.digest})
-            del engine.adapters["red"]
-            await until(lambda: known(pool) == {"blue": BLUE.digest})
-            await probed(engine)
-            assert engine.asked_for_adapters == 3
+    async with pool_of(engine := with_adapters(RED)) as pooled:
+        pooled.say(*pooled.urls)
+        await until(lambda: known(pooled.pool) == {"red": RED.digest})
+        await probed(engine, 5)
+        assert engine.asked_for_adapters == 1
+        engine.adapters["blue"] = BLUE
+        await until(lambda: known(pooled.pool) == {"red": RED.digest, "blue": BLUE.digest})
+        del engine.adapters["red"]
+        await until(lambda: known(pooled.pool) == {"blue": BLUE.digest})
+        await probed(engine)
+        assert engine.asked_for_adapters == 3
 
 
 async def test_an_engine_whose_list_could_not_be_read_is_asked_again() -> None:
-    source, engine = Told(), with_adapters(RED)
+    engine = with_adapters(RED)
     engine.faults.adapter_lists = 3
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, _):
-            source.say(url)
-            await until(lambda: known(pool) == {"red": RED.digest})
-            replica = pool.model("fake").replicas[0]
-            engine.faults.adapter_lists = 1
-            pool.adapters.listed()["red"].lacks(replica)  # the revision stays the same
-            assert known(pool) == {}
-            await until(lambda: known(pool) == {"red": RED.digest})
-            assert engine.asked_for_adapters == 6
+    async with pool_of(engine) as pooled:
+        pooled.say(*pooled.urls)
+        await until(lambda: known(pooled.pool) == {"red": RED.digest})
+        replica = pooled.pool.model("fake").replicas[0]
+        engine.faults.adapter_lists = 1
+        pooled.pool.adapters.listed()["red"].lacks(replica)  # the revision stays the same
+        assert known(pooled.pool) == {}
+        await until(lambda: known(pooled.pool) == {"red": RED.digest})
+        assert engine.asked_for_adapters == 6
 
 
 async def test_an_adapter_is_forgotten_when_its_only_engine_comes_back_without_it() -> None:
-    source, engine = Told(), with_adapters(RED)
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, telemetry):
-            source.say(url)
-            await until(lambda: known(pool) == {"red": RED.digest})
-            engine.ready = False
-            await until(lambda: engines_ready(telemetry) == 0)
-            assert pool.model("fake").adapters, "it may come back"
-            del engine.adapters["red"]
-            engine.ready = True
-            await until(lambda: not pool.model("fake").adapters)
+    async with pool_of(engine := with_adapters(RED)) as pooled:
+        pooled.say(*pooled.urls)
+        await until(lambda: known(pooled.pool) == {"red": RED.digest})
+        engine.ready = False
+        await pooled.ready(0)
+        assert pooled.pool.model("fake").adapters, "it may come back"
+        del engine.adapters["red"]
+        engine.ready = True
+        await until(lambda: not pooled.pool.model("fake").adapters)
 
 
 async def test_changes_at_any_time_are_noticed() -> None:
     """An adapter may be loaded between the probe and the answer that lists adapters, and while that is evaluated."""
-    source, engine = Told(), with_adapters()
-    with served(engine) as url:
-        async with pool_of(source, probe_seconds=0.002) as (pool, _, telemetry):
-            source.say(url)
-            await until(lambda: engines_ready(telemetry) == 1)
-            for _ in range(10):
-                for _ in range(5):
-                    engine.adapters["red"] = adapter(f"{random.getrandbits(64):016x}", "red")
-                    await asyncio.sleep(random.random() * 0.006)
-                await until(lambda: known(pool) == {"red": engine.adapters["red"].digest})
+    async with pool_of(engine := with_adapters(), probe_seconds=0.002) as pooled:
+        pooled.say(*pooled.urls)
+        await pooled.ready(1)
+        for _ in range(10):
+            for _ in range(5):
+                engine.adapters["red"] = adapter(f"{random.getrandbits(64):016x}", "red")
+                await asyncio.sleep(random.random() * 0.006)
+            await until(lambda: known(pooled.pool) == {"red": engine.adapters["red"].digest})
 
 
 async def test_engines_are_probed_at_different_times() -> None:
-    source, engines = Told(), [FakeEngine() for _ in range(PHASES // 2 + 1)]
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(engine)) for engine in engines]
-        async with pool_of(source, probe_seconds=0.4) as (_, _, telemetry):
-            source.say(*urls)
-            await until(lambda: engines_ready(telemetry) == len(engines))
-            one, two = engines[0].probes, engines[-1].probes  # half an interval apart
-            # in the first of the rounds that the machine does not disturb
-            await until(lambda: any(min(abs(first - second) for first in one) > 0.1 for second in two[1:-1]))
+    engines = [FakeEngine() for _ in range(PHASES // 2 + 1)]
+    async with pool_of(*engines, probe_seconds=0.4) as pooled:
+        pooled.say(*pooled.urls)
+        await pooled.ready(len(engines))
+        one, two = engines[0].probes, engines[-1].probes  # half an interval apart
+        # in the first of the rounds that the machine does not disturb
+        await until(lambda: any(min(abs(first - second) for first in one) > 0.1 for second in two[1:-1]))
 
 
 async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

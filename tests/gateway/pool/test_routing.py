@@ -1,9 +1,8 @@
-"""Which replica gets what: load, affinity, ejection, and how score requests are split."""
+"""Which replica gets what: load, affinity, ejection, engines that come back as something else, and how score requests are split."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import LIMITS, FakeEngine, logprobs_after
+from tests.fakes import LIMITS, FakeEngine, logprobs_after, served
 from tests.gateway.conftest import Clock, Start, metric
-from tests.processes import wait_until
+from tests.processes import free_port, wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.gateway.pool.client import EngineClient
 from yardstick_llm.gateway.pool.placement import parts_of, split
@@ -282,30 +281,6 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
     assert metric(client, "yardstick_requests_waiting") == 0
 
 
-@pytest.mark.slow
-def test_waiting_is_bounded(start: Start) -> None:
-    engine = FakeEngine()
-    client = start(engine, wait_seconds=2, max_waiting=1)
-    engine.ready = False
-    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
-    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
-
-    async def scenario() -> None:
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=20) as asking:
-            began = time.perf_counter()
-            first = asyncio.create_task(asking.post("/v1/score", json=body))
-            await asyncio.to_thread(wait_until, lambda: metric(client, "yardstick_requests_waiting") == 1)
-            second = await asking.post("/v1/score", json={**body, "query": [2]})
-            assert time.perf_counter() - began < 1.9, "the queue is full, so it does not wait"
-            for answer in (await first, second):
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
-                assert int(answer.headers["retry-after"]) >= 1
-            assert time.perf_counter() - began >= 2
-
-    asyncio.run(scenario())
-    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["fake"], "it is remembered"
-
-
 def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     engine = FakeEngine(token="first")
     file = tmp_path / "token"
@@ -320,3 +295,44 @@ def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     (tmp_path / "new").rename(file)
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert client.post("/v1/score", json={**body, "items": [[4]]}).status_code == 200
+
+
+IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int) -> None:
+    old, new = FakeEngine(model="old"), FakeEngine(model="new", fingerprint="fake-2")
+    url = f"http://127.0.0.1:{port}"
+    client = start(wait=False, engines=(url,))
+    assert client.post("/v1/score", json=IDS).status_code == 503
+    with served(old, port):
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/v1/score", json=IDS).json()["model"] == "old"
+    gone = client.post("/v1/score", json={**IDS, "items": [[3]]})
+    assert (gone.status_code, gone.json()["error"]["code"]) in [(503, "not_ready"), (502, "engine_lost")]
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    with served(new, port):
+        wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+        assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
+        assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]
+
+
+def test_replicas_that_differ_are_not_mixed(start: Start) -> None:
+    """Two versions of a model: every request is answered by the one with more replicas, so results are never mixed."""
+    engines = [FakeEngine(fingerprint="v1"), FakeEngine(fingerprint="v2"), FakeEngine(fingerprint="v2")]
+    client = start(*engines)
+    assert metric(client, "yardstick_engines_ready") == 3
+    for place in range(6):
+        client.post("/v1/score", json={**IDS, "items": [[place]]})
+    assert engines[0].scores == []
+    assert len(engines[1].scores + engines[2].scores) == 6
+    engines[1].ready = engines[2].ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    assert client.post("/v1/score", json=IDS).headers["x-yardstick-cache"] == "0/1"
+    assert engines[0].scores

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
-from tests.gateway.pool.test_pool import Told, engines_ready, pool_of, score
-from tests.processes import until, wait_until
+from tests.gateway.pool.test_pool import pool_of
+from tests.processes import wait_until
 from yardstick_llm.gateway.errors import ModelNotFound, NotReady
 from yardstick_llm.gateway.pool import pool as pool_module
 from yardstick_llm.gateway.pool.pool import AwakeClock
@@ -73,56 +73,50 @@ def test_requests_in_flight_go_to_another_engine(start: Start) -> None:
 
 async def test_an_engine_whose_process_has_ended_is_not_silent() -> None:
     """Its port refuses connections, unlike that of a process that is stopped."""
-    source, engine = Told(), FakeEngine()
-    async with pool_of(source, silence_seconds=0.2) as (_, _, telemetry):
-        with served(engine) as url:
-            source.say(url)
-            await until(lambda: engines_ready(telemetry) == 1)
-        await until(lambda: engines_ready(telemetry) == 0)
+    async with pool_of(silence_seconds=0.2) as pooled:
+        with served(FakeEngine()) as url:
+            pooled.say(url)
+            await pooled.ready(1)
+        await pooled.ready(0)
         await asyncio.sleep(0.4)
-        page = b"".join(telemetry.exposition()).decode()
-        assert 'yardstick_engines{model="fake",state="not_ready"} 1.0' in page
-        assert 'yardstick_engine_silences_total{model="fake"} 0.0' in page
+        assert 'yardstick_engines{model="fake",state="not_ready"} 1.0' in pooled.metrics()
+        assert 'yardstick_engine_silences_total{model="fake"} 0.0' in pooled.metrics()
 
 
 async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "TOKENIZER_TURN_SECONDS", 0.2)
-    source, hanging, twin, other = Told(), FakeEngine(), FakeEngine(), FakeEngine(model="other", fingerprint="2")
+    hanging, twin, other = FakeEngine(), FakeEngine(), FakeEngine(model="other", fingerprint="2")
     hanging.faults.tokenizer_hangs = True
-    with served(hanging) as first, served(twin) as second, served(other) as third:
-        async with pool_of(source) as (pool, dispatcher, telemetry):
-            source.say(first)
-            await asyncio.sleep(0.2)
-            source.say(first, second, third)
-            began = time.monotonic()
-            await until(lambda: engines_ready(telemetry) == 2)
-            assert time.monotonic() - began < 8
-            await score(pool, dispatcher, "other")
-            await score(pool, dispatcher, "fake")
-            assert (len(hanging.scores), len(twin.scores), len(other.scores)) == (0, 1, 1)
-            hanging.faults.tokenizer_hangs = False
-            await until(lambda: engines_ready(telemetry) == 3)
-            assert [len(model.replicas) for model in pool.models] == [2, 1]
+    async with pool_of(hanging, twin, other) as pooled:
+        pooled.say(pooled.urls[0])
+        await asyncio.sleep(0.2)
+        pooled.say(*pooled.urls)
+        began = time.monotonic()
+        await pooled.ready(2)
+        assert time.monotonic() - began < 8
+        await pooled.score("other")
+        await pooled.score("fake")
+        assert (len(hanging.scores), len(twin.scores), len(other.scores)) == (0, 1, 1)
+        hanging.faults.tokenizer_hangs = False
+        await pooled.ready(3)
+        assert [len(model.replicas) for model in pooled.pool.models] == [2, 1]
 
 
 async def test_an_entry_that_has_led_to_a_model_has_said_enough() -> None:
-    source, engine = Told(), FakeEngine()
-    with served(engine) as url:
-        async with pool_of(source) as (pool, _, telemetry):
-            source.say(url, "http://127.0.0.1:9")
-            await until(lambda: engines_ready(telemetry) == 1)
-            with pytest.raises(ModelNotFound):
-                pool.model("typo")
+    async with pool_of(FakeEngine()) as pooled:
+        pooled.say(*pooled.urls, "http://127.0.0.1:9")
+        await pooled.ready(1)
+        with pytest.raises(ModelNotFound):
+            pooled.pool.model("typo")
 
 
 async def test_a_model_that_is_being_loaded_is_not_ready() -> None:
-    source, engine, loading = Told(), FakeEngine(), FakeEngine(model="large", fingerprint="2", ready=False)
-    with served(engine) as one, served(loading) as two:
-        async with pool_of(source, startup_seconds=0) as (pool, _, telemetry):
-            source.say(one, two)
-            await until(lambda: engines_ready(telemetry) == 1)
-            await asyncio.sleep(0.2)
-            with pytest.raises(NotReady):
-                pool.model("large")
-            with pytest.raises(ModelNotFound):
-                pool.model("typo")
+    loading = FakeEngine(model="large", fingerprint="2", ready=False)
+    async with pool_of(FakeEngine(), loading, startup_seconds=0) as pooled:
+        pooled.say(*pooled.urls)
+        await pooled.ready(1)
+        await asyncio.sleep(0.2)
+        with pytest.raises(NotReady):
+            pooled.pool.model("large")
+        with pytest.raises(ModelNotFound):
+            pooled.pool.model("typo")

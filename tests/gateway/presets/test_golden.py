@@ -21,7 +21,6 @@ from yardstick_llm.gateway.text.catalogue import template_of as template_for_ite
 from yardstick_llm.gateway.text.chat_template import ChatTemplate
 from yardstick_llm.gateway.text.prepared import UNBOUND, Facts
 from yardstick_llm.gateway.text.preset_template import PresetTemplate
-from yardstick_llm.gateway.text.prompts import PrefixAndBranches
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 CHAT_TEMPLATES = {"qwen3guard-gen": "qwen3guard-gen.jinja", "skywork-reward": "qwen3.jinja"}
@@ -67,11 +66,6 @@ CASES: dict[bool, list[Case]] = {True: [], False: []}
 for each in cases():
     CASES[each.preset not in CHAT_TEMPLATES].append(each)
 own_template = pytest.mark.parametrize("case", CASES[True], ids=name)
-
-
-def joined(built: PrefixAndBranches) -> list[list[int]]:
-    prefix, branches = built
-    return [[*prefix, *branch] for branch in branches]
 
 
 @pytest.mark.slow
@@ -142,11 +136,3 @@ def test_the_ids_that_the_sources_name() -> None:
     assert template_of("ctxl-rerank-v2").fitted.labels == [[0]]
     guard = template_of("qwen3guard-gen").fitted
     assert (guard.labels, guard.names) == ([[73067], [2093], [22291]], ["Unsafe", "Controversial", "Safe"])
-
-
-@pytest.mark.parametrize(("preset", "joins"), [("qwen3-reranker", True), ("mxbai-rerank-v2", False)])
-def test_a_question_mark_before_a_newline(preset: str, joins: bool) -> None:
-    """Qwen's token for "?\\n" spans the seam behind a query only where the model's own code does not cut there."""
-    question_mark_and_newline = 5267
-    (prompt,) = joined(template_of(preset).prompts(["A cat is an animal."], query="What is a cat?"))
-    assert (question_mark_and_newline in prompt) is joins

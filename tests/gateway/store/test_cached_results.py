@@ -78,13 +78,6 @@ def test_a_late_answer_of_redis_is_read_while_no_engine_is_ready(start: Start, s
     assert client.post("/v1/score", json=body).status_code == 503
 
 
-def test_another_fingerprint_shares_nothing(start: Start, shared: dict[str, Any]) -> None:
-    first = start(FakeEngine(), **shared)
-    score(first, [[5]])
-    wait_until(lambda: metric(first, STORED) == 1)
-    assert hits(score(start(FakeEngine(fingerprint="fake-2"), **shared), [[5]])) == "0/1"
-
-
 def test_clients_decide_what_is_kept(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     engine = FakeEngine()
     client = start(engine, **shared)
@@ -123,19 +116,6 @@ def test_what_was_not_written_here_is_a_miss(start: Start, shared: dict[str, Any
     answer = score(client, [[5], [6]])
     assert hits(answer) == "0/2"
     assert answer.json()["scores"] == expected
-
-
-def test_a_full_redis_evicts_and_goes_on(start: Start) -> None:
-    with RedisServer.start("--maxmemory", "1500kb", "--maxmemory-policy", "allkeys-lru") as small:
-        client = start(FakeEngine(), redis_url=small.url, redis_seconds=1.0)
-        with small.client() as redis:
-            for place in range(100):
-                score(client, [[1 + place, 1 + item] for item in range(60)])
-                if redis.info("stats")["evicted_keys"]:
-                    break
-            assert redis.info("stats")["evicted_keys"] > 0
-        score(client, [[301]])
-        wait_until(lambda: hits(score(client, [[301]])) == "1/1")
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])

@@ -10,7 +10,6 @@ from yardstick_llm.gateway.text.tokenizer import Tokenizer
 from yardstick_llm.gateway.text.vocabulary import Detokenizer, StopStrings
 
 IDS = st.lists(st.integers(0, 520), max_size=30)
-TEXT = st.text(st.sampled_from("ab red wooden 😀é東京👩\u200d👧 \n"), max_size=30)
 
 
 @given(ids=IDS, skip=st.booleans(), data=st.data())
@@ -22,15 +21,6 @@ def test_the_stream_joined_is_the_whole(tokenizer: Tokenizer, ids: list[int], sk
         told += detokenizer.push(rest[:size])
         rest = rest[size:]
     assert told + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
-
-
-@given(text=TEXT)
-def test_characters_come_whole(tokenizer: Tokenizer, text: str) -> None:
-    detokenizer = Detokenizer(tokenizer)
-    told = [detokenizer.push([id]) for id in tokenizer.encode(text)]
-    assert "\ufffd" not in "".join(told)
-    assert detokenizer.finish() == ""
-    assert "".join(told) == tokenizer.decode(tokenizer.encode(text))
 
 
 @given(prompt=IDS, ids=IDS)
@@ -90,26 +80,6 @@ def test_a_token_costs_the_same_wherever_it_stands(byte_tokenizer: Tokenizer) ->
 
 
 LETTERS = st.text("ab😀", max_size=12)
-
-
-def defined(text: str, stops: list[str]) -> tuple[str, bool]:
-    """A reader of one character at a time."""
-    for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
-
-
-@given(text=LETTERS, stops=st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=4), data=st.data())
-def test_every_chunking_gives_what_the_definition_says(text: str, stops: list[str], data: st.DataObject) -> None:
-    stream = StopStrings(stops)
-    told, rest, stopped = "", text, False
-    while rest and not stopped:
-        size = data.draw(st.integers(1, len(rest)))
-        new, stopped = stream.push(rest[:size])
-        told, rest = told + new, rest[size:]
-    assert (told + stream.finish(), stopped) == defined(text, stops)
 
 
 @given(text=LETTERS, stops=st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=4))

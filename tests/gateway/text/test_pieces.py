@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
-from tests.gateway.text.test_cuts import TEXT
+from tests.gateway.text.test_cuts import TEXT, cuttable, several
 from yardstick_llm.gateway.text import tokenizer as module
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
@@ -41,10 +41,12 @@ def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 
 @pytest.mark.slow
-@given(text=TEXT)
-@example(text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
-@example(text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
-def test_ids_are_those_of_the_library(library: Library, tokenizer: Tokenizer, text: str) -> None:
+@several
+@given(kind=st.sampled_from(BY_PIECES), text=TEXT)
+@example(kind="llama3", text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
+@example(kind="gpt2", text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
+def test_ids_are_those_of_the_library(kind: str, text: str) -> None:
+    library, tokenizer = cuttable(kind)
     expected = library.encode(text, add_special_tokens=False).ids
     assert by_pieces(tokenizer, text) in (None, expected)
     assert tokenizer.encode(text, add_special_tokens=False) == expected
@@ -93,7 +95,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PIECES", 100)
     tokenizer, library = from_library(byte_level()), byte_level()
     drawn = random.Random(1)
-    for _ in range(200):
+    for _ in range(60):
         words = ["".join(drawn.choices("abcde", k=drawn.choice([1, 2, 3, 40]))) for _ in range(drawn.choice([5, 60, 300]))]
         text = " ".join(words)
         assert by_pieces(tokenizer, text) == library.encode(text, add_special_tokens=False).ids

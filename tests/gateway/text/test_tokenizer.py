@@ -21,13 +21,6 @@ def from_library(library: Library) -> Tokenizer:
     return Tokenizer.from_files(TokenizerFiles(library.to_str().encode(), None, {}))
 
 
-@given(text=TEXT)
-def test_encoding_is_the_librarys(library: Library, tokenizer: Tokenizer, text: str) -> None:
-    for special in (True, False):
-        expected = library.encode(text, add_special_tokens=special).ids
-        assert tokenizer.encode(text, add_special_tokens=special) == expected
-
-
 @given(text=TEXT.filter(lambda text: "▁" not in text and not text.startswith(" ")))
 def test_decoding_is_the_librarys_where_the_bytes_are_text(library: Library, tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
@@ -40,12 +33,6 @@ def test_decoding_is_the_librarys_where_the_bytes_are_text(library: Library, tok
 def test_decoding_undoes_encoding(tokenizer: Tokenizer, text: str) -> None:
     normal = text if tokenizer.strips_leading_space else unicodedata.normalize("NFC", text)
     assert tokenizer.decode(tokenizer.encode(text, parse_special_tokens=False)) == normal
-
-
-@pytest.mark.parametrize("text", ["😀", "東京", "ñ", "\x00"])
-def test_the_bytes_of_tokens_are_exact(tokenizer: Tokenizer, text: str) -> None:
-    ids = [id for id in tokenizer.encode(text, add_special_tokens=False) if bytes_of(tokenizer, id) != b" "]
-    assert b"".join(bytes_of(tokenizer, id) for id in ids) == text.encode()
 
 
 def test_an_added_token_is_text_even_where_its_characters_could_stand_for_bytes(byte_library: Library) -> None:

@@ -118,11 +118,11 @@ async def test_files_that_are_read_twice_at_once_stay_known() -> None:
         await workers.stop()
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b'{"model": 3}'])
-async def test_files_that_cannot_be_used_are_a_typed_error(content: bytes) -> None:
+async def test_files_that_cannot_be_used_are_a_typed_error() -> None:
     async with running() as (workers, key):
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-            await workers.load(msgspec.structs.replace(FILES, tokenizer_json=content))
+        for content in (b"{", b"", b'{"model": 3}'):
+            with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+                await workers.load(msgspec.structs.replace(FILES, tokenizer_json=content))
         assert await is_right(await ask(workers, key))
 
 
@@ -203,9 +203,8 @@ async def test_a_job_over_its_memory_harms_nobody() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_production")
-@pytest.mark.parametrize("backtrace", ["0", "1"])
-async def test_memory_that_the_tokeniser_asks_for_ends_the_worker(monkeypatch: pytest.MonkeyPatch, backtrace: str) -> None:
-    monkeypatch.setenv("RUST_BACKTRACE", backtrace)
+async def test_memory_that_the_tokeniser_asks_for_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUST_BACKTRACE", "1")  # which needs memory too
     async with running(1, job_mib=48) as (workers, key):
         body = msgspec.json.encode({"query": "x" * 1_000_000, "items": ["a"], "label_token_ids": [1]})
         try:
@@ -322,8 +321,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("cut", [0, 3, 15, FIRST_BYTES, 100_000])
-@pytest.mark.parametrize(("message", "body"), [(10, 0), (10, 100), (10, 300_000), (100_000, 0), (100_000, 300_000)])
+@pytest.mark.parametrize("cut", [3, FIRST_BYTES, 100_000])
+@pytest.mark.parametrize(("message", "body"), [(10, 0), (10, 300_000), (100_000, 300_000)])
 def test_a_job_is_received_however_it_is_cut(message: int, body: int, cut: int) -> None:
     data = HEADER.pack(message, body, False) + os.urandom(message + body)
     ours, theirs = socket.socketpair()

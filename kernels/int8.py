@@ -2,9 +2,8 @@
 
 ``x ≈ codes · scale`` with ``scale = max|x| / 127``. Sums of products of codes are exact, so that a row's result does not depend on
 the rows beside it. With VNNI, loops multiply (:func:`kernels.native.multiply_codes`): groups of columns of a weight have a scale,
-and the same groups of a row of activations. One thread multiplies a row by [2048, 2048] in 4 bits and groups of 32 in 28 µs and 96
-rows in 1.1 ms, in 8 bits and one group in 38 µs and 0.75 ms; oneDNN takes 65 µs and 0.8 ms for the last (AMD EPYC, Zen 5). With
-AMX, oneDNN multiplies where a weight has a scale for each output only, and rows of activations one each.
+and so have the same groups of a row of activations. With AMX, oneDNN multiplies, where a weight has one scale for each output, and
+a row of activations one.
 """
 
 from __future__ import annotations
@@ -198,7 +197,8 @@ def _room(rows: int, size: int, weight: Weight) -> Quantized:
     groups = more = 0
     if isinstance(weight, Panels):
         groups, tile = weight.groups, loops().ROWS
-        more = -rows % tile if rows % tile > (2 if weight.halved else 1) else 0  # others are multiplied alone, which is faster
+        alone = 2 if weight.halved else 1  # rows that are multiplied one by one faster than with rows of zeros beside them
+        more = -rows % tile if rows % tile > alone else 0
     codes, scales = torch.empty((rows + more, size), dtype=torch.uint8), torch.empty((rows + more, groups or 1))
     room = Quantized(codes, scales, torch.empty((rows + more, groups or 1), dtype=torch.int32))
     if more:

@@ -270,7 +270,7 @@ class Telemetry(Metrics):
         self.cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
         self.redis_errors = self._counter(
-            "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full or disk.", "kind"
+            "redis_errors", "Calls of Redis that failed, by kind: timeout, error, full, disk or rights.", "kind"
         )
 
         # keys and adapters

@@ -9,7 +9,8 @@ Before a probe, idle connections are closed: after a failover they may lead to t
 while its address leads to the new one.
 
 A Redis without memory refuses what would take more, and answers everything else, so that is no reason to open the breaker. Nor is
-one that cannot save to its disk: it refuses all that would change something, and PING (``stop-writes-on-bgsave-error``, AOF).
+one that cannot save to its disk: it refuses all that would change something, and PING (``stop-writes-on-bgsave-error``, AOF). Nor
+is a command that its user may not give.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.connection import HiredisRespSerializer
 from redis.credentials import CredentialProvider
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.settings import Settings
@@ -50,18 +51,19 @@ FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0
 """Pauses between two probes while Redis is away; they double from the first to the longest."""
 STABLE_SECONDS = 30.0
-"""If Redis fails again within this time, the pauses continue to double: one of several nodes may be down, or a command may be
-forbidden, which a probe does not detect."""
+"""If Redis fails again within this time, the pauses continue to double: one of several nodes may be down, which a probe does not
+detect."""
 PROBE_SECONDS = 2.0
 """Time limit of the first PING on a new connection. A second PING must be answered within the limit of a request."""
 LATE_FACTOR = 1.5
 """A timeout that fires later than this multiple of its limit means that this process was busy; Redis may have answered in time."""
 LATE_IN_A_ROW = 3
 REFUSED_LOG_SECONDS = 60.0
-"""Shortest time between two lines of the log that tell of a Redis that refuses to write."""
+"""Shortest time between two lines of the log that tell what Redis refuses."""
 _REMEDIES = {
     "full": "Redis has no memory left: raise its maxmemory, or delete catalogues; it is read and not written",
     "disk": "Redis cannot save to its disk: make room there, and read its log; it is read and not written",
+    "rights": "Redis does not let its user give a command; docs/caching.md lists those that a gateway needs, by what they are for",
 }
 """By kind of error."""
 
@@ -143,6 +145,8 @@ class Link:
         except Exception as error:  # any error of the library or the server: no answer depends on Redis
             if _cannot_save(error):
                 self._refused("disk")
+            elif _is_forbidden(error):
+                self._refused("rights")
             else:
                 self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
             raise RedisAway from None
@@ -150,7 +154,7 @@ class Link:
         return answer
 
     def _refused(self, kind: str) -> None:
-        """Note that Redis refuses to write. ``kind``: a key of :data:`_REMEDIES`."""
+        """Note that Redis refuses a command. ``kind``: a key of :data:`_REMEDIES`."""
         self._telemetry.redis_errors.labels(kind).inc()
         now = time.monotonic()
         if now - self._refusal_logged >= REFUSED_LOG_SECONDS:
@@ -273,3 +277,9 @@ class _Credentials(CredentialProvider):
 def _cannot_save(error: Exception) -> bool:
     """Whether Redis refuses to write because it cannot save. Errors of scripts and pipelines have words before the code."""
     return isinstance(error, ResponseError) and "MISCONF" in str(error)
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Whether the user has no right to a command; scripts have other words for it, and no code."""
+    in_script = isinstance(error, ResponseError) and "script can't run this command" in str(error)
+    return in_script or isinstance(error, NoPermissionError)

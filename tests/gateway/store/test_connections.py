@@ -46,6 +46,9 @@ def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Pa
         client = start(FakeEngine(), redis_url=url, redis_password_file=file, redis_prefix="ys", redis_seconds=1.0)
         score(client, [[5]])
         wait_until(lambda: hits(score(client, [[5]])) == "1/1")
+        wait_until(lambda: metric(client, FORBIDDEN) > 0)  # of those for adapters
+        assert metric(client, AVAILABLE) == 1
+        assert hits(score(client, [[5]])) == "1/1"
         with server.client(password="admin") as admin:
             admin.execute_command("ACL", "SETUSER", "gateway", "resetpass", ">two")
             file.write_text("two\n")
@@ -147,6 +150,7 @@ class Load:
                 thread.join()
 
 
+FORBIDDEN = 'yardstick_redis_errors_total{kind="rights"}'
 LIMIT = 0.2
 """Seconds that lookups may take where the time lost is measured: more than the default, so that a busy machine is not taken for
 Redis."""

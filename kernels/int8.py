@@ -36,7 +36,7 @@ UNGATED, GATE_FIRST, GATE_SECOND = range(3)
 INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni")
 """Any of these multiplies unsigned by signed bytes and sums in 32 bits; the fastest first."""
 PANEL_INSTRUCTIONS = INSTRUCTIONS[1:]
-"""Where these are the fastest, loops multiply; otherwise oneDNN."""
+"""Loops multiply where one of these is :func:`instructions`; otherwise oneDNN does."""
 PART = 1 << 18
 """Codes of activations, times pairs of panels, for which a second thread is worth its start."""
 
@@ -91,7 +91,7 @@ class Panels:
     zero: int
     """Code that stands for 0."""
     arrays: tuple[Any, ...]
-    """What the loops take of it."""
+    """Its parts, as the loops take them."""
     nothing: npt.NDArray[Any]
     """[width], zeros: a bias"""
 
@@ -124,7 +124,7 @@ class Quantized(NamedTuple):
 
 
 def takes(columns: int, group: int, bits: int) -> bool:
-    """Whether :class:`Panels` can have groups of so many columns."""
+    """Whether :class:`Panels` can hold rows of ``columns`` codes of ``bits``, in groups of ``group`` codes."""
     return columns % group == 0 and group % (8 if bits == 4 else 4) == 0 and group <= MOST_COLUMNS
 
 

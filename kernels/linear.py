@@ -63,7 +63,7 @@ class PackedWeight:
 
 
 Weight: TypeAlias = Tensor | PackedWeight | Panels
-"""What :func:`linear` takes."""
+"""A weight of :func:`linear`."""
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

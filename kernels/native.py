@@ -147,33 +147,11 @@ def _dots(rows: int, *, halved: bool, shifted: bool) -> Any:
                 cgutils.create_struct_proxy(signature.args[place])(context, builder, value=given[place]).data
                 for place in (0, 3, 6, 7, 10, 14, 15, 17)
             )
-            (
-                _,
-                x_at,
-                x_step,
-                _,
-                w_at,
-                w_step,
-                _,
-                _,
-                s_at,
-                s_step,
-                _,
-                v_at,
-                v_step,
-                zero,
-                _,
-                _,
-                f_at,
-                _,
-                c_at,
-                c_step,
-                groups,
-                quads,
-            ) = given
+            _, x_at, x_step, _, w_at, w_step, _, _, s_at, s_step, _, v_at, v_step, zero = given[:14]
+            f_at, _, c_at, c_step, groups, quads = given[16:]
 
             def place(start: Any, *more: tuple[int, Any]) -> Any:
-                """start + count · step + ..."""
+                """``start``, and ``count · step`` for each of the others."""
                 for count, step in more:
                     start = builder.add(start, builder.mul(ir.Constant(i64, count), step))
                 return start

@@ -331,7 +331,7 @@ def real(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 @pytest.mark.slow
 def test_the_oracle_recovers_nothing_from_a_real_engine(real: Server) -> None:
-    """Of a prompt, and of an item of a catalogue, that a key guesses as an item of its request or of its own catalogue."""
+    """Neither of a prompt nor of a catalogue's item. A key guesses the item in a request, and as an item of its own catalogue."""
     secret = random.Random(2).choices(VOCABULARY, k=2)
 
     def prompt(attacker: str, victim: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What tests on a GPU need: that the host waits for nothing, and FlashInfer."""
+"""Helpers of tests on a GPU: a check that the host waits for nothing, and FlashInfer."""
 
 from __future__ import annotations
 

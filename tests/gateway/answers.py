@@ -55,7 +55,7 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 def printed_by(program: str, *arguments: str) -> str:
-    """What a program for clients prints. It runs in this process, which has imported the clients already."""
+    """Run a client's program in this process, which has imported the clients already, and return what it prints."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()) as out:
         patch.setattr(sys, "argv", ["program", *arguments])
         exec(compile(program, "program", "exec"), {"__name__": "__main__"})

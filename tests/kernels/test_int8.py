@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True, params=["loops", "oneDNN"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What multiplies with one scale for each output: as without AMX, and as with it."""
+    """Let loops multiply weights with one scale for each output, as without AMX, or oneDNN, as with it."""
     monkeypatch.setattr(int8, "PANEL_INSTRUCTIONS", int8.INSTRUCTIONS if request.param == "loops" else ())
 
 

@@ -107,7 +107,7 @@ def test_an_unusable_file_keeps_the_last_good_version_for_a_stated_time(
     with pytest.raises(KeysUnavailable):
         followed.look()
     assert followed.reloads() == {"broken": 1}
-    assert ["503" in error for error in errors(caplog)] == [False, True], "each is told once, not at every look"
+    assert ["503" in error for error in errors(caplog)] == [False, True], "each problem is logged once"
     followed.file.rmdir() if followed.file.is_dir() else followed.file.unlink()
     write(followed.file, entry("b"))
     assert followed.look() == "b"

@@ -106,7 +106,7 @@ def test_what_an_engine_cannot_answer_costs_nothing_and_what_it_refuses_a_reques
             if path.endswith("completions"):
                 assert send_refunded(client, path, body | {"stream": True}).status_code == status
         engine.faults.fail = None
-        time.sleep(0.2)  # Redis is told in the background
+        time.sleep(0.2)  # the gateway writes to Redis in the background
         if code == "invalid":
             expected.cost = (expected.cost[0] + 6, *expected.cost[1:])
         assert charged(client) == expected, code
@@ -135,7 +135,7 @@ def test_answers_are_charged(begin: Begin) -> None:
     assert send(client, "score", SCORE).status_code == 200, "also from the cache"
     assert send(client, "completions", BODIES["completions"]).status_code == 200
     assert send(client, "length", BODIES["length"]).status_code == 200
-    time.sleep(0.2)  # Redis is told in the background
+    time.sleep(0.2)  # the gateway writes to Redis in the background
     assert charged(client) == expected
 
 
@@ -144,7 +144,7 @@ def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[
     with asking(client, f"/v1/{path}", body, **by(key)):
         wait_until(when)
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 0)
-    time.sleep(0.2)  # Redis is told in the background
+    time.sleep(0.2)  # the gateway writes to Redis in the background
 
 
 def test_a_client_that_leaves_before_an_engine_has_its_request_pays_for_reading_only(begin: Begin) -> None:

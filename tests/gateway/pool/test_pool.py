@@ -45,7 +45,7 @@ class Pooled:
         return b"".join(self.telemetry.exposition()).decode()
 
     async def ready(self, count: int) -> None:
-        """Wait until so many engines are ready."""
+        """Wait until ``count`` engines are ready."""
         await until(lambda: float(self.metrics().split("\nyardstick_engines_ready ")[1].split()[0]) == count)
 
     async def score(self, name: str | None = None) -> wire.Scored:

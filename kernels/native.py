@@ -29,12 +29,15 @@ U64: Any = np.uintp
 FAST = {"contract", "reassoc", "arcp", "nsz"}
 """Changes that LLVM may make to floating-point arithmetic. It must not assume that all numbers are finite."""
 
+llvm.initialize_native_asmparser()
 _features = llvm.get_host_cpu_features()
 LANES, VECTORS = (16, 4) if _features.get("avx512f") else (8, 2) if _features.get("avx2") else (4, 4)
 """Numbers in a register, and registers in a row of a tile of products."""
 DOT = {16: "avx512vnni", 8: "avxvnni", 4: ""}[LANES]
 """LLVM's name of the instructions that add products of bytes to integers of as many lanes."""
 HAS_DOT = bool(_features.get(DOT))
+HAS_PAIRS = LANES == 16 and bool(_features.get("avx512bf16"))
+"""Whether an instruction adds two products of bfloat16 to each lane."""
 ROWS = 6
 """Rows of a tile of products, which the registers hold."""
 WIDE = VECTORS * LANES
@@ -45,6 +48,8 @@ ROW_BYTES = 384 << 10
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
 NO_PEAK = F32(-3e38)
+POLYNOMIAL = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+"""``exp(r) = 1 + r + r² · p(r)``, highest power first. Source: Moshier's Cephes, ``expf``."""
 GELU, GELU_TANH, RELU, SILU, TANH = range(5)
 
 
@@ -70,17 +75,23 @@ def _tile(vectors: int, *, adds: bool) -> Any:
     :data:`LANES` of a matrix product, ``c = a · b``, or ``c += a · b`` if it ``adds``.
 
     ``_at``: place of the first number in a flat array; ``_step``: from row to row; ``b_next``: from one vector of a row of b to the
-    next. LLVM keeps the sums in registers, which a loop in Python cannot ask for.
+    next. LLVM keeps the sums in registers, which a loop in Python cannot ask for. If a and b are int32, each element is a pair of
+    bfloat16 numbers, and a sum has two products of each.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(_: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, b_next: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> Any:  # fmt: skip  # noqa: ARG001, E501
-        n = types.uintp
+        n, paired = types.uintp, a.dtype == types.int32
         signature = types.void(a, n, n, b, n, n, n, c, n, n, n)
 
         def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            vector = ir.VectorType(ir.FloatType(), LANES)
-            undefined, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+            if paired and not HAS_PAIRS:  # it is compiled, and never called
+                return context.get_dummy_value()
+            vector, pairs = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+            kind = pairs if paired else vector
+            undefined, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+            # In words, because its name in LLVM has other types in each version.
+            dot = ir.InlineAsm(ir.FunctionType(vector, [pairs, pairs, vector]), "vdpbf16ps $2, $1, $0", "=v,v,v,0")
             everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
             _, a_at, a_step, _, b_at, b_step, b_next, _, c_at, c_step, depth = given
 
@@ -91,8 +102,8 @@ def _tile(vectors: int, *, adds: bool) -> Any:
             def times(number: int, step: Any) -> Any:
                 return builder.mul(ir.Constant(ir.IntType(64), number), step)
 
-            def cell(pointer: Any, at: Any) -> Any:
-                return builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer())
+            def cell(pointer: Any, at: Any, kind: Any = vector) -> Any:
+                return builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer())
 
             a, b, c = start(0, a_at), start(3, b_at), start(7, c_at)
             sums = []
@@ -104,11 +115,14 @@ def _tile(vectors: int, *, adds: bool) -> Any:
                 builder.store(builder.load(into, align=4) if adds else ir.Constant(vector, [0.0] * LANES), total)
             with cgutils.for_range(builder, depth) as loop:
                 line = builder.gep(b, [builder.mul(loop.index, b_step)])
-                columns = [builder.load(cell(line, times(place, b_next)), align=4) for place in range(vectors)]
+                columns = [builder.load(cell(line, times(place, b_next), kind), align=4) for place in range(vectors)]
                 for row in range(ROWS):
                     number = builder.load(builder.gep(a, [builder.add(times(row, a_step), loop.index)]), align=4)
                     factor = builder.shuffle_vector(builder.insert_element(undefined, number, first), undefined, everywhere)
                     for (_, total), column in zip(sums[row * vectors :], columns, strict=False):
+                        if paired:
+                            builder.store(builder.call(dot, [factor, column, builder.load(total)]), total)
+                            continue
                         more = builder.fmul(factor, column, flags=["contract"])
                         builder.store(builder.fadd(more, builder.load(total), flags=["contract"]), total)
             for into, total in sums:
@@ -244,6 +258,81 @@ _dots_many, _dots_many_shifted, _dots_many_halved, _dots_many_both = (
 )
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _exponentials(_: Any, cells: Any, at: Any, vectors: Any, peak: Any, pairs: Any, to: Any) -> Any:  # noqa: ARG001
+    """Replace scores, whole vectors of them, by exponentials of their differences to the largest of them and of ``peak``.
+
+    They are those of :func:`_exp`, and 0 below its range. If ``pairs`` is of int32, they are also written there, rounded to
+    bfloat16. -> the largest, and the sum of the exponentials, which is no number if a score is not finite.
+    """
+    signature = types.UniTuple(types.float32, 2)(cells, types.uintp, types.uintp, types.float32, pairs, types.uintp)
+
+    def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+        number, whole, half = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES), ir.VectorType(i32, LANES // 2)
+        _, at, vectors, peak, _, to = given
+        cells, pairs = (
+            cgutils.create_struct_proxy(signature.args[place])(context, builder, value=given[place]).data for place in (0, 4)
+        )
+        narrow = ir.InlineAsm(ir.FunctionType(half, [number]), "vcvtneps2bf16 $1, $0", "=v,v")
+
+        def all_of(value: float) -> Any:
+            return ir.Constant(number, [float(F32(value))] * LANES)
+
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(ir.Constant(number, ir.Undefined), value, ir.Constant(i32, 0))
+            return builder.shuffle_vector(one, ir.Constant(number, ir.Undefined), ir.Constant(whole, [0] * LANES))
+
+        def known(name: str, *values: Any) -> Any:
+            kind = ir.FunctionType(number, [number] * len(values))
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32"), values)
+
+        def larger(left: Any, right: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+        def folded(value: Any, join: Callable[[Any, Any], Any]) -> Any:
+            count = LANES
+            while count > 1:
+                count //= 2
+                order = [(lane + count) % LANES for lane in range(LANES)]
+                value = join(value, builder.shuffle_vector(value, value, ir.Constant(whole, order)))
+            return value
+
+        def vector(index: Any) -> Any:
+            place = builder.add(at, builder.mul(index, ir.Constant(i64, LANES)))
+            return builder.bitcast(builder.gep(cells, [place]), number.as_pointer())
+
+        most, total = cgutils.alloca_once(builder, number), cgutils.alloca_once(builder, number)
+        builder.store(spread(peak), most)
+        with cgutils.for_range(builder, vectors) as loop:
+            builder.store(larger(builder.load(vector(loop.index), align=4), builder.load(most)), most)
+        top = folded(builder.load(most), larger)
+        builder.store(all_of(0), total)
+        with cgutils.for_range(builder, vectors) as loop:
+            into = vector(loop.index)
+            score = builder.load(into, align=4)
+            x = builder.fsub(score, top)
+            n = known("floor", known("fma", x, all_of(1.44269504088896341), all_of(0.5)))
+            r = known("fma", n, all_of(2.12194440e-4), known("fma", n, all_of(-0.693359375), x))
+            p = all_of(POLYNOMIAL[0])
+            for factor in POLYNOMIAL[1:]:
+                p = known("fma", p, r, all_of(factor))
+            p = builder.fadd(known("fma", builder.fmul(p, r), r, r), all_of(1))
+            power = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * LANES))
+            power = builder.bitcast(builder.shl(power, ir.Constant(whole, [23] * LANES)), number)
+            found = builder.select(builder.fcmp_unordered(">=", x, all_of(-87)), builder.fmul(p, power), all_of(0))
+            builder.store(found, into, align=4)
+            if signature.args[4].dtype == types.int32 and HAS_PAIRS:
+                to_pairs = builder.gep(pairs, [builder.add(to, builder.mul(loop.index, ir.Constant(i64, LANES // 2)))])
+                builder.store(builder.call(narrow, [found]), builder.bitcast(to_pairs, half.as_pointer()), align=4)
+            found = builder.fadd(found, builder.fmul(score, all_of(0)))
+            builder.store(builder.fadd(builder.load(total), found), total)
+        both = [builder.extract_element(each, ir.Constant(i32, 0)) for each in (top, folded(builder.load(total), builder.fadd))]
+        return context.make_tuple(builder, signature.return_type, both)
+
+    return signature, build
+
+
 @compiled()
 def _exp(x: Any) -> Any:
     """From -87 to 88 within 2e-7 of it; beyond, the value there. Source of the polynomial: Moshier's Cephes, ``expf``."""
@@ -251,12 +340,12 @@ def _exp(x: Any) -> Any:
     x = x if x < F32(88.0) else F32(88.0)
     n = np.floor(x * F32(1.44269504088896341) + F32(0.5))
     r = x - n * F32(0.693359375) + n * F32(2.12194440e-4)
-    p = F32(1.9875691500e-4)
-    p = p * r + F32(1.3981999507e-3)
-    p = p * r + F32(8.3334519073e-3)
-    p = p * r + F32(4.1665795894e-2)
-    p = p * r + F32(1.6666665459e-1)
-    p = p * r + F32(5.0000001201e-1)
+    p = F32(POLYNOMIAL[0])
+    p = p * r + F32(POLYNOMIAL[1])
+    p = p * r + F32(POLYNOMIAL[2])
+    p = p * r + F32(POLYNOMIAL[3])
+    p = p * r + F32(POLYNOMIAL[4])
+    p = p * r + F32(POLYNOMIAL[5])
     return (p * r * r + r + F32(1.0)) * I32((I32(n) + I32(127)) << I32(23)).view(F32)
 
 
@@ -269,16 +358,23 @@ def _tanh(x: Any) -> Any:
 
 @compiled()
 def _erf(x: Any) -> Any:
-    """Within 2e-7. Source: Abramowitz and Stegun 1964, 7.1.26."""
-    size = abs(x)
-    t = F32(1.0) / (F32(1.0) + F32(0.3275911) * size)
-    p = F32(1.061405429)
-    p = p * t - F32(1.453152027)
-    p = p * t + F32(1.421413741)
-    p = p * t - F32(0.284496736)
-    p = p * t + F32(0.254829592)
-    found = F32(1.0) - p * t * _exp(-size * size)
-    return found if x >= F32(0.0) else -found
+    """Within 3e-7: a rational function that was fitted to it from -4 to 4, without an exponential."""
+    x = x if x > F32(-4.0) else F32(-4.0)
+    x = x if x < F32(4.0) else F32(4.0)
+    s = x * x
+    p = F32(1.92168162e-8)
+    p = p * s - F32(1.99029064e-6)
+    p = p * s + F32(1.55535073e-4)
+    p = p * s + F32(4.29303262e-3)
+    p = p * s + F32(5.24334621e-2)
+    p = p * s + F32(2.13944609e-1)
+    p = p * s + F32(1.12837868)
+    q = F32(1.09802862e-3)
+    q = q * s + F32(1.55510742e-2)
+    q = q * s + F32(1.20799586e-1)
+    q = q * s + F32(5.2293113e-1)
+    q = q * s + F32(1.0)
+    return x * p / q
 
 
 @compiled()
@@ -294,27 +390,53 @@ def _multiply(cells: Any, at: Any, count: Any, factor: Any) -> None:
 
 
 @compiled()
-def _softmax(cells: Any, at: Any, count: Any, peak: Any) -> tuple[Any, Any]:
-    """Replace scores by exponentials of their differences to the largest of them and of ``peak``. -> it, and their sum, which is no
-    number if a score is not finite. Integers find the largest, because LLVM does not vectorise that for numbers that may be NaN."""
-    bits = cells.view(np.int32)
-    most, total = I32(-0x7F800000), F32(0)
-    for j in range(count):
-        ordered = I32(bits[at + U64(j)] ^ ((bits[at + U64(j)] >> I32(31)) & I32(0x7FFFFFFF)))
-        most = max(most, ordered)
-        total += cells[at + U64(j)] * F32(0)
-    top = max(I32(most ^ ((most >> I32(31)) & I32(0x7FFFFFFF))).view(F32), peak)
-    for j in range(count):
-        found = _exp(cells[at + U64(j)] - top)
-        cells[at + U64(j)] = found
-        total += found
-    return top, total
+def _pair(low: Any, high: Any) -> Any:
+    """The bits of two float32 numbers, each rounded to bfloat16."""
+    low = (low + I32(0x7FFF) + ((low >> I32(16)) & I32(1))) >> I32(16)
+    high = high + I32(0x7FFF) + ((high >> I32(16)) & I32(1))
+    return I32((high & I32(-0x10000)) | (low & I32(0xFFFF)))
 
 
-@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, i8, i8, i8, f4[::1])")
+@compiled()
+def _pair_all(bits: Any, at: Any, pairs: Any, to: Any, count: Any) -> None:
+    """Write ``count`` pairs of numbers that follow one another."""
+    for i in range(count):
+        place = at + U64(2) * U64(i)
+        pairs[to + U64(i)] = _pair(bits[place], bits[place + U64(1)])
+
+
+@compiled()
+def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, low: Any, high: Any) -> None:
+    """Scores of a tile of queries with the keys from ``low`` to ``high``; ``size``: elements of a row."""
+    j, depth = low, U64(LANES) * size
+    while j + U64(WIDE - LANES) < high:
+        _set_most(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+        j += U64(WIDE)
+    while j + U64(LANES) < high:
+        _set_two(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+        j += U64(2 * LANES)
+    if j < high:
+        _set_one(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+
+
+@compiled()
+def _weigh(weights: Any, at: Any, step: Any, values: Any, of_v: Any, wide: Any, found: Any, to: Any, depth: Any) -> None:
+    """Add values with the weights of a tile of queries."""
+    column = U64(0)
+    while column + U64(WIDE) <= wide:
+        _add_most(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+        column += U64(WIDE)
+    while column + U64(2 * LANES) <= wide:
+        _add_two(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+        column += U64(2 * LANES)
+    if column < wide:
+        _add_one(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+
+
+@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, i8, i8, i8, b1, f4[::1])")
 def attend(
     q: Any, q_step: int, k: Any, k_step: int, v: Any, v_step: int, index: Any, tasks: Any, left: int, right: int, scale: Any,
-    cap: Any, heads: Any, fold: Any, size: Any, out: Any,
+    cap: Any, heads: Any, fold: Any, size: Any, narrow: bool, out: Any,
 ) -> None:  # fmt: skip
     """Attention in tiles of keys, with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
@@ -322,7 +444,8 @@ def attend(
     heads · size. k, v: rows of keys and values, with ``fold`` query heads for each of their heads. index: int64, the rows of
     contexts. tasks: [tasks, 6] int64; each has ``count`` queries from token ``start`` on, of one key head, ``head``, and a context:
     ``width`` rows from place ``at`` of the index, of which ``before`` come before the first query's own. A query sees the keys from
-    ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none.
+    ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none. ``narrow``: factors of
+    products are rounded to bfloat16, which takes :data:`HAS_PAIRS` and an even ``size``.
     """
     size, fold = U64(size), U64(fold)
     wide = (size + U64(LANES - 1)) // U64(LANES) * U64(LANES)
@@ -337,23 +460,44 @@ def attend(
     scores = np.empty(ROWS * KEYS, np.float32)
     panel = np.empty(U64(KEYS) * size, np.float32)  # keys, transposed, LANES of them after another
     beside = np.zeros(U64(KEYS) * wide, np.float32)  # values
+    half, pairs = size // U64(2), np.empty(size, np.int32)
+    asked_pairs, weights = np.empty(room * half, np.int32), np.empty(ROWS * KEYS // 2, np.int32)
+    panel_pairs, beside_pairs = panel.view(np.int32), beside.view(np.int32)
+    asked_bits, k_bits, v_bits = asked.view(np.int32), k.view(np.int32), v.view(np.int32)
     for task in range(len(tasks)):
         start, count, at, width, before, head = tasks[task]
         rows = U64(count) * fold
         padded = (rows + U64(ROWS - 1)) // U64(ROWS) * U64(ROWS)
-        few = rows <= U64(FEW)
-        for r in range(rows):
-            base = (U64(start) + r // fold) * U64(q_step) + (U64(head) * fold + r % fold) * size
-            for d in range(size):
-                asked[r * size + d] = q[base + d] * scale
+        few = rows <= U64(FEW) and not narrow
+        for token in range(U64(count)):
+            for one in range(fold):
+                base = (U64(start) + token) * U64(q_step) + (U64(head) * fold + one) * size
+                for d in range(size):
+                    asked[(token * fold + one) * size + d] = q[base + d] * scale
         _fill(asked, rows * size, padded * size, F32(0))
+        if narrow:
+            _pair_all(asked_bits, U64(0), asked_pairs, U64(0), padded * half)
         _fill(found, U64(0), padded * wide, F32(0))
         _fill(peaks, U64(0), padded, NO_PEAK)
         _fill(totals, U64(0), padded, F32(0))
         for first in range(max(0, before - left), width, KEYS):
             keys = min(KEYS, width - first)
             finite = F32(0)
-            if not few:
+            if narrow:
+                for j in range(U64(keys)):
+                    base = U64(index[U64(at + first) + j]) * U64(k_step) + U64(head) * size
+                    _pair_all(k_bits, base, pairs, U64(0), half)
+                    to = j // U64(LANES) * (U64(LANES) * half) + j % U64(LANES)
+                    for d in range(half):
+                        panel_pairs[to + d * U64(LANES)] = pairs[d]
+                for j in range(U64(0), U64(keys), U64(2)):
+                    base = U64(index[U64(at + first) + j]) * U64(v_step) + U64(head) * size
+                    last_one = j + U64(1) == U64(keys)
+                    other = base if last_one else U64(index[U64(at + first) + j + U64(1)]) * U64(v_step) + U64(head) * size
+                    for d in range(size):
+                        beside_pairs[j // U64(2) * wide + d] = _pair(v_bits[base + d], v_bits[other + d])
+                        finite += v[base + d] * F32(0) + v[other + d] * F32(0)
+            elif not few:
                 for j in range(U64(keys)):
                     row = U64(index[U64(at + first) + j])
                     base = row * U64(k_step) + U64(head) * size
@@ -380,29 +524,29 @@ def attend(
                             for d in range(size):
                                 total += asked[r * size + d] * k[base + d]
                             scores[r * U64(KEYS) + j] = total
+                elif narrow:
+                    _score(asked_pairs, r0 * half, half, panel_pairs, scores, low, high)
                 else:
-                    j, depth = low, U64(LANES) * size
-                    while j + U64(WIDE - LANES) < high:
-                        _set_most(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
-                        j += U64(WIDE)
-                    while j + U64(LANES) < high:
-                        _set_two(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
-                        j += U64(2 * LANES)
-                    if j < high:
-                        _set_one(asked, r0 * size, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+                    _score(asked, r0 * size, size, panel, scores, low, high)
                 for r in range(r0, last + U64(1)):
                     line = (r - r0) * U64(KEYS)
                     place = before + I32(r // fold) - first
                     begin, end = max(begin_all, place - left), min(end_all, place + right + 1)
+                    of_weights = (r - r0) * U64(KEYS // 2)
                     if begin >= end:
                         _fill(scores, line + low, line + high, F32(0))
+                        _fill(weights, of_weights, of_weights + (high - low + U64(1)) // U64(2), I32(0))
                         continue
                     if cap > F32(0):
                         for j in range(U64(begin), U64(end)):
                             scores[line + j] = cap * _tanh(scores[line + j] / cap)
-                    top, total = _softmax(scores, line + U64(begin), end - begin, peaks[r])
-                    _fill(scores, line + low, line + U64(begin), F32(0))
-                    _fill(scores, line + U64(end), line + high, F32(0))
+                    vectors = (high - low + U64(LANES - 1)) // U64(LANES)
+                    _fill(scores, line + low, line + U64(begin), NO_PEAK)
+                    _fill(scores, line + U64(end), line + low + vectors * U64(LANES), NO_PEAK)
+                    if narrow:
+                        top, total = _exponentials(scores, line + low, vectors, peaks[r], weights, of_weights)
+                    else:
+                        top, total = _exponentials(scores, line + low, vectors, peaks[r], scores, U64(0))
                     if top > peaks[r] and totals[r] > F32(0):
                         factor = _exp(peaks[r] - top)
                         totals[r] *= factor
@@ -417,22 +561,18 @@ def attend(
                                 found[r * wide + d] += weight * v[base + d]
                 if apart:
                     continue
-                column, of_v, of_found, depth = U64(0), low * wide, r0 * wide, high - low
-                while column + U64(WIDE) <= wide:
-                    _add_most(
-                        scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth
-                    )
-                    column += U64(WIDE)
-                while column + U64(2 * LANES) <= wide:
-                    _add_two(scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth)
-                    column += U64(2 * LANES)
-                if column < wide:
-                    _add_one(scores, low, U64(KEYS), beside, of_v + column, wide, U64(LANES), found, of_found + column, wide, depth)
-        for r in range(rows):
-            base = ((U64(start) + r // fold) * U64(heads) + U64(head) * fold + r % fold) * size
-            factor = F32(0) if totals[r] == F32(0) else F32(1) / totals[r]  # 0: it sees no key
-            for d in range(size):
-                out[base + d] = found[r * wide + d] * factor
+                if narrow:
+                    half_step, depth = U64(KEYS // 2), (high - low + U64(1)) // U64(2)
+                    _weigh(weights, U64(0), half_step, beside_pairs, low // U64(2) * wide, wide, found, r0 * wide, depth)
+                else:
+                    _weigh(scores, low, U64(KEYS), beside, low * wide, wide, found, r0 * wide, high - low)
+        for token in range(U64(count)):
+            for one in range(fold):
+                r = token * fold + one
+                base = ((U64(start) + token) * U64(heads) + U64(head) * fold + one) * size
+                factor = F32(0) if totals[r] == F32(0) else F32(1) / totals[r]  # 0: it sees no key
+                for d in range(size):
+                    out[base + d] = found[r * wide + d] * factor
 
 
 @compiled()
@@ -558,10 +698,13 @@ def multiply_codes(
                 r += U64(1) if few else U64(ROWS)
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1], f8, i8, f4[::1], f4[::1], i8, i8)")
-def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any, normed: Any, total: Any, begin: int, end: int) -> None:
-    """Rows ``begin`` to ``end``: ``total = x + residual``, and ``normed``, its root-mean-square normalisation. Without a residual,
-    both of size 0, it normalises x. All: [rows, size]."""
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], b1, f8, i8, f4[::1], f4[::1], i8, i8)")
+def add_norm(
+    x: Any, residual: Any, weight: Any, bias: Any, centred: bool, eps: float, size: Any, normed: Any, total: Any, begin: int,
+    end: int,
+) -> None:  # fmt: skip
+    """Rows ``begin`` to ``end``: ``total = x + residual``, and ``normed``, its root-mean-square normalisation, or, if ``centred``,
+    layer normalisation. Without a residual, of size 0, it normalises x. All: [rows, size]; bias: [size] or empty."""
     size = U64(size)
     adds = len(residual) > 0
     source = total if adds else x
@@ -570,12 +713,19 @@ def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any, normed: 
         if adds:
             for c in range(size):
                 total[at + c] = x[at + c] + residual[at + c]
-        squares = F32(0)
+        mean, squares = F32(0), F32(0)
+        if centred:
+            for c in range(size):
+                mean += source[at + c]
+            mean /= F32(size)
         for c in range(size):
-            squares += source[at + c] * source[at + c]
+            squares += (source[at + c] - mean) * (source[at + c] - mean)
         factor = F32(1) / np.sqrt(squares / F32(size) + F32(eps))
         for c in range(size):
-            normed[at + c] = source[at + c] * factor * weight[c]
+            normed[at + c] = (source[at + c] - mean) * factor * weight[c]
+        if len(bias) > 0:
+            for c in range(size):
+                normed[at + c] += bias[c]
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, f4[::1], f4[::1], i8, i8, i8, i8, i8[::1], f4[::1], f4[::1], f4[::1], i8, i8)")

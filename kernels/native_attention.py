@@ -75,8 +75,11 @@ def plan(pieces: Iterable[Piece], heads: int, kv_heads: int, size: int, *, causa
     return Work(index, tasks, shares)
 
 
-def native_attention(q: Tensor, k: Tensor, v: Tensor, work: Work, left: int, right: int, spec: AttentionSpec) -> Tensor:
-    """A query sees the keys from ``left`` before its own to ``right`` after it.
+def native_attention(
+    q: Tensor, k: Tensor, v: Tensor, work: Work, left: int, right: int, spec: AttentionSpec, *, narrow: bool = False
+) -> Tensor:
+    """A query sees the keys from ``left`` before its own to ``right`` after it. ``narrow``: factors of products are rounded to
+    bfloat16, where the processor multiplies these.
 
     q: [tokens, heads, size] float32; k, v: [rows, kv_heads, size]; heads and their numbers contiguous. -> [tokens, heads, size]
     """
@@ -85,9 +88,10 @@ def native_attention(q: Tensor, k: Tensor, v: Tensor, work: Work, left: int, rig
     cap = 0.0 if spec.soft_cap == NO_CAP else spec.soft_cap
     given = [part for each in (q, k, v) for part in (_numbers(each), each.stride(0))]
     scale, fold, into, attend = np.float32(spec.scale_of(size)), heads // k.shape[1], flat(out), loops().attend
+    narrow = narrow and loops().HAS_PAIRS and size % 2 == 0
 
     def compute(span: slice) -> None:
-        attend(*given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), heads, fold, size, into)
+        attend(*given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), heads, fold, size, narrow, into)
 
     share(compute, work.shares)
     return out

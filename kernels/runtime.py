@@ -96,10 +96,12 @@ def loops() -> Any:
     return importlib.import_module("yardstick_llm.kernels.native")
 
 
-def prepare_loops(weight: Tensor) -> None:
-    """Load the loops if a model with this ``weight`` computes with them, so that its first step does not wait for them."""
-    if compiles(weight.detach()):
+def prepare_loops(weight: Tensor) -> bool:
+    """Load the loops if a model with this ``weight`` computes with them, so that its first step does not wait for them. -> whether
+    it does."""
+    if found := compiles(weight.detach()):
         loops()
+    return found
 
 
 def flat(tensor: Tensor | None) -> npt.NDArray[Any]:

@@ -97,18 +97,20 @@ def whole_attention(
     bias: Bias | None = None,
     *,
     slopes: Tensor | None = None,
+    narrow: bool = False,
 ) -> Tensor:
     """Query i of a sequence sees key j of it where they are at most half of the window apart; without a window, all keys.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; heads and elements contiguous. -> [tokens, heads, head_dim].
     ``bias``: without a window and in plain PyTorch. ``slopes``: [heads], what is taken from a score for each token between query
-    and key (ALiBi); with as many key heads, without a window and in plain PyTorch.
+    and key (ALiBi); with as many key heads, without a window and in plain PyTorch. ``narrow``: see
+    :func:`~kernels.native_attention.native_attention`.
     """
     if bias is None and slopes is None:
         if launches(q, k, v):
             return whole_attention_triton(q, k, v, layout, spec)
         if compiles(q, k, v):
-            return whole_attention_native(q, k, v, layout, spec)
+            return whole_attention_native(q, k, v, layout, spec, narrow=narrow)
     return whole_attention_reference(q, k, v, layout, spec, bias, slopes=slopes)
 
 
@@ -224,20 +226,25 @@ def _attend_in_threads(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tenso
     in_threads(compute, len(q), q.shape[1:4].numel() * k.shape[2])
 
 
-def whole_attention_native(q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec) -> Tensor:
-    """:func:`whole_attention` on a CPU in float32, without gradients."""
-    work = _work_of(tuple(layout.runs), *q.shape[1:], k.shape[1])
+def whole_attention_native(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, spec: AttentionSpec, part: slice | None = None, *, narrow: bool = False
+) -> Tensor:
+    """:func:`whole_attention` on a CPU in float32, without gradients. ``part``: the tokens that q has; k and v have all."""
+    part = slice(0, len(k)) if part is None else part
+    work = _work_of(tuple(layout.runs), part.start, part.stop, *q.shape[1:], k.shape[1])
     reach = UNBOUNDED if spec.window is None else spec.window // 2
-    return native_attention(q, k, v, work, reach, reach, spec)
+    return native_attention(q, k, v, work, reach, reach, spec, narrow=narrow)
 
 
 @lru_cache(16)
-def _work_of(runs: tuple[Run, ...], heads: int, size: int, kv_heads: int) -> Work:
-    """All layers of a step share it."""
+def _work_of(runs: tuple[Run, ...], begin: int, end: int, heads: int, size: int, kv_heads: int) -> Work:
+    """All layers of a step share it. It is that of the tokens from ``begin`` to ``end``, whose first query is in row 0."""
     pieces = []
     for run in runs:
         for start in range(run.start, run.start + run.sequences * run.length, run.length):
-            pieces.append(Piece(start, run.length, np.arange(start, start + run.keys), 0))
+            first, last = max(start, begin), min(start + run.length, end)
+            if first < last:
+                pieces.append(Piece(first - begin, last - first, np.arange(start, start + run.keys), first - start))
     return plan(pieces, heads, kv_heads, size, causal=False)
 
 

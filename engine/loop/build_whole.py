@@ -81,8 +81,10 @@ def assemble_whole(
     typed = isinstance(config, EncoderConfig) and config.typed
     biased = model if isinstance(model, Encoder) and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) else None
-    attention = WholeAttention(config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes)
-    prepare_loops(weight)
+    cuts, narrow = prepare_loops(weight), settings.quantize == "int8"
+    attention = WholeAttention(
+        config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes, cuts=cuts, narrow=narrow
+    )
     runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
     info = describe(config, settings, config.max_context, digest)
     arithmetic = arithmetic_of(weight.dtype, settings.quantize)

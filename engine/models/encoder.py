@@ -8,7 +8,7 @@ keys each query sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,9 @@ from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAtte
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
 from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
 from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.rms_norm import layer_norm
 from yardstick_llm.kernels.rope import rope
+from yardstick_llm.kernels.row_chunks import share
 
 MOST_DISTANCE = 128
 """Distance from which on all have one bias, in MPNet."""
@@ -50,9 +52,9 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype)) if "norms" in config.biases else None
         self.eps = config.norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, size] -> [rows, size]"""
-        return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[rows, size] -> [rows, size], of ``x + residual``, which takes the place of x."""
+        return layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -131,11 +133,12 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        x = self.attention.o_proj(attended).add_(x)
         if self.before:
+            x = self.attention.o_proj(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
-        x = self.attention_norm(x) if self.attention_norm is not None else x
-        return self.mlp_norm(self.mlp(x).add_(x))  # type: ignore[no-any-return]
+        assert self.attention_norm is not None
+        x = self.attention_norm(self.attention.o_proj(attended), x)
+        return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
@@ -171,10 +174,22 @@ class Packed:
     attend: PlainAttend
     types: Tensor | None
     """[tokens] int32, the type of each token; None: all are 0."""
+    parts: Sequence[Part] = ()
+    """What threads compute, each on its own; empty: the step is computed as a whole."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See :data:`~engine.models.decoder.PlainAttend`."""
         return self.attend(layer, q, k, v)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of a step, which one thread computes from their embeddings to their hidden rows."""
+
+    tokens: slice
+    step: Packed
+    give_up: Callable[[], None] | None = None
+    """Lets no other thread wait for this one, which has failed; None: none would."""
 
 
 class Encoder(nn.Module):
@@ -218,8 +233,30 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
-        at least one; None for all. -> hidden rows, [tokens or rows, hidden]."""
-        return self.from_last_attention(*self.to_last_attention(tokens, positions, attend), rows)
+        at least one; None for all. -> hidden rows, [tokens or rows, hidden].
+
+        Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
+        """
+        if not attend.parts:
+            return self.from_last_attention(*self.to_last_attention(tokens, positions, attend), rows)
+        wanted = torch.arange(len(tokens)) if rows is None else rows
+        hidden = torch.empty(len(wanted), self.config.hidden_size, dtype=self.embed.weight.dtype)
+
+        def compute(which: slice) -> None:
+            for part in attend.parts[which]:
+                span = part.tokens
+                places = torch.nonzero((wanted >= span.start) & (wanted < span.stop)).squeeze(1)
+                try:
+                    before = self.to_last_attention(tokens[span], positions[span], part.step)
+                    if len(places):
+                        hidden[places] = self.from_last_attention(*before, wanted[places] - span.start)
+                except BaseException:
+                    if part.give_up is not None:
+                        part.give_up()
+                    raise
+
+        share(compute, [slice(place, place + 1) for place in range(len(attend.parts))])
+        return hidden
 
     def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
         """Compute :meth:`forward` up to the last layer's attention. -> its output, and the layer's input, [tokens, hidden] each."""

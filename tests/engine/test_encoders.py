@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,12 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
+from yardstick_llm.engine.models.encoder import Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.requests.batch import ExtendSegment
+from yardstick_llm.engine.runner import machine
+from yardstick_llm.engine.runner.attention.whole import WholeAttention
 from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
@@ -84,6 +89,69 @@ def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: s
                 kinds = {"token_type_ids": types} if family in TYPED else {}
                 expected.append(model(torch.tensor([prefix + tokens]), **kinds).logits[0].tolist())
         assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """All steps are large, for two threads. -> parts of each step, and whether they cut a sequence."""
+    monkeypatch.setattr(machine, "MOST_PRODUCTS", 0)
+    monkeypatch.setattr(machine, "MOST_INT8_PRODUCTS", 0)
+    steps, plan, before = list[tuple[int, bool]](), WholeAttention.plan, torch.get_num_threads()
+
+    def watched(self: WholeAttention, segments: Sequence[ExtendSegment]) -> Packed:
+        found = plan(self, segments)
+        steps.append((len(found.parts), any(part.give_up is not None for part in found.parts)))
+        return found
+
+    monkeypatch.setattr(WholeAttention, "plan", watched)
+    torch.set_num_threads(2)
+    yield steps
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta"])
+def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, object], divided: list[tuple[int, bool]]) -> None:
+    """By sequences, or within them where there are too few; a biased model's are never cut."""
+    directory, cuts = make_encoder(tmp_path, family, "classes"), family != "deberta"
+    rng = random.Random(4)
+    steps = {
+        "texts of one length": ([16] * 6, (2, False)),
+        "one text": ([CONTEXT - 20], (2, True) if cuts else (0, False)),
+        "a long one": ([7, 2, 90], (2, cuts)),
+    }
+    sent = {name: [some_tokens(rng, length, length) for length in lengths] for name, (lengths, _) in steps.items()}
+    query, found = some_tokens(rng, 20, 20), {}
+    for threads in (1, 2):
+        loop = build(directory, threads=threads, **settings)
+        divided.clear()
+        for name, items in sent.items():
+            (scored,) = run(loop, wire.Score(name, query, items, wire.Classes()))
+            found[threads, name] = scored.rows
+        if threads == 2:
+            assert divided == [expected for _, expected in steps.values()]
+    for name in steps:
+        assert_equal_rows(found[2, name], found[1, name], 1e-5)
+
+
+def test_a_thread_that_fails_ends_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]]
+) -> None:
+    """The other one does not wait for its keys, and the next step is computed."""
+    loop, begin, failing = build(make_encoder(tmp_path, "bert"), threads=2), Encoder.to_last_attention, [1]
+
+    def fail(self: Encoder, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
+        if failing and positions[0]:  # the second part of a sequence
+            raise RuntimeError(f"no memory for step {failing.pop()}")
+        return begin(self, tokens, positions, attend)
+
+    monkeypatch.setattr(Encoder, "to_last_attention", fail)
+    text = some_tokens(random.Random(5), 90, 90)
+    (refused,) = run(loop, wire.Score("a", [], [text], wire.Embedding()))
+    assert isinstance(refused, wire.Failed)
+    (scored,) = run(loop, wire.Score("b", [], [text], wire.Embedding()))
+    assert len(scored.rows) == 1
+    assert divided == [(2, True)] * 2
 
 
 def make_jina(directory: Path, kind: str, heads: int) -> Path:

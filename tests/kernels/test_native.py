@@ -16,7 +16,7 @@ import torch
 from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.native_attention import MOST_QUERIES, UNBOUNDED, Piece, native_attention, plan
-from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, layer_norm, rms_norm, rms_norm_reference
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -89,6 +89,10 @@ def test_norms(shape: tuple[int, ...]) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm_reference(x, residual, weight, 1e-6))
+    for bias in (None, torch.randn(shape[-1])):
+        expected = torch.nn.functional.layer_norm(x + residual + 9, weight.shape, weight, bias, 1e-6)
+        torch.testing.assert_close(layer_norm(x + residual + 9, None, weight, bias, 1e-6), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(layer_norm(x + 9, residual, weight, bias, 1e-6), expected, atol=2e-5, rtol=1e-5)
 
 
 OTHER = """

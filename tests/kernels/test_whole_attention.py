@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 from yardstick_llm.kernels.whole_attention import (
     ROWS,
@@ -62,12 +64,42 @@ def formula(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], spec: Attention
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("shape", [(4, 4, 32), (4, 2, 24)])
-@pytest.mark.parametrize("attend", [whole_attention_reference, whole_attention_native])
-def test_it_is_the_formula(attend: Callable[..., Tensor], spec: AttentionSpec, shape: tuple[int, int, int]) -> None:
-    lengths = [1, 3, 3, 3, 50, 600]
+@pytest.mark.parametrize(
+    ("attend", "tolerance"),
+    [(whole_attention_reference, 1e-5), (whole_attention_native, 1e-5), (partial(whole_attention_native, narrow=True), 2e-2)],
+    ids=["reference", "native", "narrow"],
+)
+def test_it_is_the_formula(
+    attend: Callable[..., Tensor], tolerance: float, spec: AttentionSpec, shape: tuple[int, int, int]
+) -> None:
+    lengths = [1, 3, 3, 3, 50, 601]
     q, k, v = heads(lengths, *shape)
     found = attend(q, k, v, Layout(runs_of(lengths), torch.empty(0, 4, dtype=torch.int32)), spec)
-    torch.testing.assert_close(found.double(), formula(q, k, v, lengths, spec), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), formula(q, k, v, lengths, spec), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rows_do_not_depend_on_the_part_that_they_are_in(narrow: bool) -> None:
+    """Bit for bit in bfloat16; in float32, where few rows read keys in place, to the last digits."""
+    lengths = [40, 3, 57]
+    q, k, v = heads(lengths, 4, 4, 32)
+    layout, found = Layout(runs_of(lengths), torch.empty(0, 4, dtype=torch.int32)), torch.empty(q.shape)
+    for part in (slice(0, 38), slice(38, 99), slice(99, 100)):
+        found[part] = whole_attention_native(q[part], k, v, layout, SPECS["window"], part, narrow=narrow)
+    whole = whole_attention_native(q, k, v, layout, SPECS["window"], narrow=narrow)
+    tolerance = 0 if narrow and native.HAS_PAIRS else 1e-6
+    torch.testing.assert_close(found, whole, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.skipif(not native.HAS_PAIRS, reason="the processor does not multiply bfloat16")
+def test_hidden_values_that_are_no_numbers_are_not_read_in_bfloat16() -> None:
+    q, k, v = heads([70], 2, 2, 32)
+    v[60:] = float("nan")
+    layout = Layout(runs_of([70], [10]), torch.empty(0, 4, dtype=torch.int32))
+    found = whole_attention_native(q, k, v, layout, AttentionSpec(None, 30), narrow=True)
+    assert torch.equal(found[:40].isnan(), torch.zeros(40, 2, 32, dtype=torch.bool))
+    k[50] = float("inf")
+    assert whole_attention_native(q, k, v, layout, PLAIN, narrow=True).isnan().all()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -6,6 +6,8 @@ What plain PyTorch computes, biases by distance and ALiBi, is cut into calls by 
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,16 +16,71 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.encoder import Encoder, Packed
+from yardstick_llm.engine.models.decoder import PlainAttend
+from yardstick_llm.engine.models.encoder import Encoder, Packed, Part
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.whole_attention import ROWS, Layout, cut, lay_out, runs_of, whole_attention, whole_attention_triton
+from yardstick_llm.kernels.whole_attention import (
+    ROWS,
+    Layout,
+    cut,
+    lay_out,
+    runs_of,
+    whole_attention,
+    whole_attention_native,
+    whole_attention_triton,
+)
 
 SHORT = 8
 """A captured step has room for the blocks of sequences of this many tokens on average."""
 FEW_BLOCKS = 64
 """Least number of blocks that a captured step has room for, unless it has fewer tokens."""
+PART = 1024
+"""Tokens of a part of a step, or fewer where a thread would have none."""
+UNEVEN = 1.25
+"""How many times the mean a part may have before sequences are cut."""
+
+
+class SharedKeys:
+    """Keys and values of a step whose parts cut sequences. Each thread adds those of its part, and goes on when all have."""
+
+    def __init__(self, tokens: int, threads: int) -> None:
+        self._tokens = tokens
+        self._kept: dict[int, Tensor] = {}
+        """Of a layer, and of the one before, which others may still read."""
+        self._allocating = threading.Lock()
+        self._all_added = threading.Barrier(threads)
+
+    def exchange(self, layer: int, part: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v: [tokens of the part, heads, head_dim]. -> those of the step. Raises BrokenBarrierError if another thread fails."""
+        with self._allocating:
+            if layer % 2 not in self._kept:
+                self._kept[layer % 2] = k.new_empty(2, self._tokens, *k.shape[1:])
+        kept = self._kept[layer % 2]
+        kept[0, part], kept[1, part] = k, v
+        self._all_added.wait()
+        return kept[0], kept[1]
+
+    def give_up(self) -> None:
+        """Let no other thread wait for the calling one, which has failed."""
+        self._all_added.abort()
+
+
+def divide(lengths: Sequence[int], threads: int, *, cuts: bool) -> list[slice]:
+    """The parts of a step. With ``cuts``, there is one for each thread, and sequences are cut, where whole ones do not make parts
+    of about the same size."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    count = min(len(lengths), max(threads, -(-total // PART)))
+    wanted = np.arange(1, count) * (total / count)
+    places = np.searchsorted(ends, wanted)
+    before = np.where(places > 0, ends[places - 1], 0)
+    inner = np.where(ends[places] - wanted < wanted - before, ends[places], before)
+    bounds = np.unique([0, *inner, total]).tolist()
+    if cuts and max(np.diff(bounds)) > UNEVEN * total / max(count, threads):
+        bounds = [total * place // threads for place in range(threads + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
 class WholeAttention:
@@ -37,9 +94,14 @@ class WholeAttention:
         typed: bool = False,
         biased: Encoder | None = None,
         slopes: Tensor | None = None,
+        cuts: bool = False,
+        narrow: bool = False,
     ) -> None:
         """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
-        to the scores by the distance of two tokens. ``slopes``: see :func:`~kernels.whole_attention.whole_attention`."""
+        to the scores by the distance of two tokens. ``slopes``, ``narrow``: see :func:`~kernels.whole_attention.whole_attention`.
+        ``cuts``: whether compiled loops attend, so that threads may share a sequence."""
+        self._cuts = cuts and biased is None and slopes is None
+        self._narrow = narrow
         self._slopes = slopes
         self._biased = biased
         self.specs = list(specs)
@@ -50,19 +112,48 @@ class WholeAttention:
 
     def plan(self, segments: Sequence[ExtendSegment]) -> Packed:
         """Prepare a step once for all layers. Each segment is a whole sequence."""
-        lengths, unseen = _lengths(segments)
+        types, (lengths, unseen) = self.types(segments), _lengths(segments)
+        if types is not None and self.device.type != "cpu":
+            types = types.pin_memory().to(self.device, non_blocking=True)
+        return Packed(self._attend(lengths, unseen), types, self._parts(lengths, unseen, types))
+
+    def _parts(self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None) -> list[Part]:
+        """The parts of a step that the threads of a CPU compute; none where one thread computes it, or all share its operations."""
+        threads = torch.get_num_threads()
+        spans = divide(lengths, threads, cuts=self._cuts) if self.device.type == "cpu" and threads > 1 else []
+        if len(spans) < 2:
+            return []
+        ends, stops = np.cumsum(lengths), [span.stop for span in spans]
+        lasts = np.searchsorted(ends, stops)
+        parts, first = [], 0
+        if np.array_equal(ends[lasts], stops):
+            for span, stop in zip(spans, (lasts + 1).tolist(), strict=True):
+                attend = self._attend(lengths[first:stop], unseen[first:stop])
+                parts.append(Part(span, Packed(attend, None if types is None else types[span])))
+                first = stop
+            return parts
+        shared, layout = SharedKeys(int(ends[-1]), len(spans)), lay_out(lengths, self.device, unseen)
+        for span in spans:
+            attend = partial(self._attend_shared, shared, layout, span)
+            parts.append(Part(span, Packed(attend, None if types is None else types[span]), shared.give_up))
+        return parts
+
+    def _attend_shared(
+        self, shared: SharedKeys, layout: Layout, part: slice, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        keys, values = shared.exchange(layer, part, k, v)
+        return whole_attention_native(q, keys, values, layout, self.specs[layer], part, narrow=self._narrow)
+
+    def _attend(self, lengths: Sequence[int], unseen: Sequence[int]) -> PlainAttend:
         layout, specs = lay_out(lengths, self.device, unseen), self.specs
         model = self._biased
         distances = {} if model is None else {run.length: model.distances_of(run.length) for run in layout.runs}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = None if model is None else partial(model.score_bias, layer, distances)
-            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes)
+            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
 
-        types = self.types(segments)
-        if types is not None and self.device.type != "cpu":
-            types = types.pin_memory().to(self.device, non_blocking=True)
-        return Packed(attend, types)
+        return attend
 
     def types(self, segments: Sequence[ExtendSegment]) -> Tensor | None:
         """[tokens] int32 on the host: 1 for the second text of a pair; None if there is none."""

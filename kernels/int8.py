@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from yardstick_llm.kernels.row_chunks import in_threads, share
-from yardstick_llm.kernels.runtime import flat, loops
+from yardstick_llm.kernels.runtime import compiles, flat, loops
 
 MIN_PEAK = 1e-10
 """A row of zeros counts as one with a peak of this: a scale is never zero."""
@@ -37,6 +37,8 @@ INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni")
 """Any of these multiplies unsigned by signed bytes and sums in 32 bits; the fastest first."""
 PANEL_INSTRUCTIONS = INSTRUCTIONS[1:]
 """Loops multiply where one of these is :func:`instructions`; otherwise oneDNN does."""
+FEW_ROWS = 128
+"""Most rows that are quantised and multiplied in one call on one thread."""
 PART = 1 << 18
 """Codes of activations, times pairs of panels, for which a second thread is worth its start."""
 
@@ -51,7 +53,21 @@ class Projection(Protocol):
     """A linear layer."""
 
     weight: Weight
-    bias: Tensor | None
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Norm(Protocol):
+    """A layer normalisation."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,11 @@ class Panels:
     def groups(self) -> int:
         """Groups of a row."""
         return self.scales.shape[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row has one scale, codes have 8 bits, and no panel has room for more outputs than there are."""
+        return self.groups == 1 and not (self.halved or self.shifted) and self.width == self.out
 
 
 Weight = PackedWeight | Panels
@@ -194,11 +215,7 @@ def _form(weight: Weight, size: int, dtype: torch.dtype) -> tuple[int, bool, int
 
 
 def _room(rows: int, size: int, weight: Weight) -> Quantized:
-    groups = more = 0
-    if isinstance(weight, Panels):
-        groups, tile = weight.groups, loops().ROWS
-        alone = 2 if weight.halved else 1  # rows that are multiplied one by one faster than with rows of zeros beside them
-        more = -rows % tile if rows % tile > alone else 0
+    groups, more = (weight.groups, _rest(rows, weight)) if isinstance(weight, Panels) else (0, 0)
     codes, scales = torch.empty((rows + more, size), dtype=torch.uint8), torch.empty((rows + more, groups or 1))
     room = Quantized(codes, scales, torch.empty((rows + more, groups or 1), dtype=torch.int32))
     if more:
@@ -207,12 +224,21 @@ def _room(rows: int, size: int, weight: Weight) -> Quantized:
     return room
 
 
+def _rest(rows: int, weight: Panels) -> int:
+    """Rows of zeros that make whole tiles; none where the last rows are multiplied faster one by one."""
+    tile = loops().ROWS
+    return -rows % tile if rows % tile > (2 if weight.halved else 1) else 0
+
+
 def int8_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x · weightᵀ + bias`` in codes. x: [rows, in] float32 or bfloat16; bias: [out] of x's dtype. -> [rows, out], the same.
 
     In bfloat16, oneDNN's product is rounded without the scales of the rows, and again with them.
     """
-    return _scaled_product(quantize_rows(x, weight), weight, bias, x.shape[0], x.dtype)
+    rows = x.shape[0]
+    if isinstance(weight, Panels) and rows <= FEW_ROWS and x.dtype == torch.float32 and torch.get_num_threads() == 1:
+        return _multiplied_few(x, weight, bias)
+    return _scaled_product(quantize_rows(x, weight), weight, bias, rows, x.dtype)
 
 
 def int8_activated(x: Tensor, into: Projection, down: Projection, function: str, gated: int, size: int) -> Tensor:
@@ -236,6 +262,31 @@ def int8_activated(x: Tensor, into: Projection, down: Projection, function: str,
     return _scaled_product(inner, down.weight, down.bias, rows, x.dtype)
 
 
+def int8_finish_layer(
+    attended: Tensor, x: Tensor, o: Projection, norm: Norm, up: Projection, down: Projection, last: Norm, function: str, gated: int
+) -> Tensor | None:
+    """``last(y + down(function(up(y))))`` with ``y = norm(x + o(attended))``, by one loop that computes some rows at a time.
+
+    attended, x: [rows, size] float32 -> [rows, size], or None where the weights' codes have another form. The rest as in
+    :func:`int8_activated`.
+    """
+    weights = [
+        (*each.weight.arrays, each.weight.nothing if each.bias is None else flat(each.bias))
+        for each in (o, up, down)
+        if isinstance(each.weight, Panels) and each.weight.is_plain
+    ]
+    if len(weights) < 3 or not compiles(attended, x, norm.weight):
+        return None
+    native, out, (rows, size) = loops(), torch.empty(x.shape), x.shape
+    inner = len(weights[1][-1]) // (1 if gated == UNGATED else 2)
+    given = (
+        flat(attended), flat(x), weights[0], flat(norm.weight), flat(norm.bias), weights[1], getattr(native, function.upper()),
+        gated, inner, weights[2], flat(last.weight), flat(last.bias), norm.eps, flat(out),
+    )  # fmt: skip
+    in_threads(lambda span: native.finish_layer(*given, span.start, min(span.stop, rows)), rows, 16 * size)
+    return out
+
+
 def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The product of rows of codes, in units of their scales. -> [rows, out] of ``dtype``."""
     return torch.ops.onednn.qlinear_pointwise(  # type: ignore[no-any-return]
@@ -247,10 +298,7 @@ def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) ->
     """-> [rows, out] float32, with the bias"""
     width, multiply = weight.width, loops().multiply_codes
     out = torch.empty(x.codes.shape[0], width)
-    more = weight.nothing if bias is None else flat(bias.float())
-    if len(more) < width:
-        more = flat(pad(torch.from_numpy(more), (0, width - len(more))))
-    given = flat(x.codes).view("int32"), flat(x.scales), flat(x.sums), *weight.arrays, more, flat(out)
+    given = flat(x.codes).view("int32"), flat(x.scales), flat(x.sums), *weight.arrays, _bias(bias, weight), flat(out)
     shape = x.codes.shape[0], width, weight.groups, weight.group, weight.halved, weight.shifted
     pairs = width // (2 * loops().LANES)
     parts = min(pairs, 4 * torch.get_num_threads(), max(1, pairs * x.codes.numel() // PART))
@@ -260,6 +308,22 @@ def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) ->
         spans = [slice(pairs * part // parts, pairs * (part + 1) // parts) for part in range(parts)]
         share(lambda span: multiply(*given, *shape, span.start, span.stop), spans)
     return out if out.shape == (rows, weight.out) else out[:rows, : weight.out].contiguous()
+
+
+def _multiplied_few(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+    """:func:`int8_linear` by one call on the calling thread; of a few rows, calls take longer than products."""
+    rows = x.shape[0]
+    padded = rows + _rest(rows, weight)
+    out = torch.empty(padded, weight.width)
+    form = weight.groups, weight.group, weight.halved, weight.shifted
+    loops().multiply_few(flat(x), *weight.arrays, _bias(bias, weight), flat(out), rows, padded, *form)
+    return out if out.shape == (rows, weight.out) else out[:rows, : weight.out].contiguous()
+
+
+def _bias(bias: Tensor | None, weight: Panels) -> npt.NDArray[Any]:
+    """[width] float32"""
+    found = weight.nothing if bias is None else flat(bias.float())
+    return found if len(found) == weight.width else np.pad(found, (0, weight.width - len(found)))
 
 
 def _scaled_product(x: Quantized, weight: Weight, bias: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:

@@ -47,6 +47,12 @@ ROW_BYTES = 384 << 10
 """Codes of rows that are multiplied with a part of a weight after another; they stay in a core's second cache."""
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
+BLOCK = 16 * ROWS
+"""Rows that :func:`finish_layer` computes at a time: what is between its products stays in a core's second cache."""
+WEIGHT = "Tuple((u1[::1], i2[::1], i4, f4[::1], f4[::1]))"
+"""Type of a weight: panels, their scales, the code of zero, factors and bias."""
+NORM = "f4[::1], f4[::1]"
+"""Types of a norm's weight and bias."""
 NO_PEAK = F32(-3e38)
 POLYNOMIAL = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 """``exp(r) = 1 + r + r² · p(r)``, highest power first. Source: Moshier's Cephes, ``expf``."""
@@ -726,6 +732,60 @@ def add_norm(
         if len(bias) > 0:
             for c in range(size):
                 normed[at + c] += bias[c]
+
+
+@compiled("void(f4[::1], u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1], i8, i8, i8, i8, b1, b1)")
+def multiply_few(
+    x: Any, w: Any, w_scales: Any, zero: Any, factors: Any, bias: Any, out: Any, rows: int, padded: int, groups: int, group: int,
+    halved: bool, shifted: bool,
+) -> None:  # fmt: skip
+    """:func:`quantize` and :func:`multiply_codes` in one call. x: [rows, size] -> out: [padded, columns]"""
+    size, columns = groups * group, len(factors)
+    codes = np.empty(padded * size, np.uint8)
+    scales, sums = np.empty(padded * groups, np.float32), np.empty(padded * groups, np.int32)
+    quantize(x, size, group, False, 0, codes, scales, sums, 0, rows)
+    multiply_codes(
+        codes.view(np.int32), scales, sums, w, w_scales, zero, factors, bias, out, padded, columns, groups, group, halved, shifted,
+        0, columns // (2 * LANES),
+    )  # fmt: skip
+
+
+@compiled()
+def _product(rows: Any, size: Any, codes: Any, scales: Any, sums: Any, weight: Any, out: Any) -> None:
+    """Products of codes with a weight of one group; all arrays have room for whole tiles of rows."""
+    panels, of_outputs, zero, factors, bias = weight
+    padded, columns = rows if rows % ROWS < 2 else (rows + ROWS - 1) // ROWS * ROWS, len(factors)
+    multiply_codes(
+        codes.view(np.int32), scales, sums, panels, of_outputs, zero, factors, bias, out, padded, columns, 1, size, False, False,
+        0, columns // (2 * LANES),
+    )  # fmt: skip
+
+
+@compiled(
+    f"void(f4[::1], f4[::1], {WEIGHT}, f4[::1], f4[::1], {WEIGHT}, i8, i8, i8, {WEIGHT}, f4[::1], f4[::1], f8, f4[::1], i8, i8)"
+)
+def finish_layer(
+    attended: Any, x: Any, o: Any, norm: Any, norm_bias: Any, up: Any, function: int, gated: int, inner: int, down: Any,
+    last_norm: Any, last_bias: Any, eps: float, out: Any, begin: int, end: int,
+) -> None:  # fmt: skip
+    """What follows attention in a layer whose norms follow the sums, rows ``begin`` to ``end``; see
+    :func:`kernels.int8.int8_finish_layer`. Arrays: [rows, size]."""
+    size, wide = len(norm), len(up[3])
+    codes = np.empty(BLOCK * max(size, inner), np.uint8)
+    scales, sums, none = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.empty(0, np.float32)
+    first, normed = np.empty(BLOCK * size, np.float32), np.empty(BLOCK * size, np.float32)
+    product = np.empty(BLOCK * wide, np.float32)
+    for start in range(begin, end, BLOCK):
+        rows = min(BLOCK, end - start)
+        here = slice(start * size, (start + rows) * size)
+        quantize(attended[here], size, size, False, 0, codes, scales, sums, 0, rows)
+        _product(rows, size, codes, scales, sums, o, first)
+        add_norm(first, x[here], norm, norm_bias, True, eps, size, normed, first, 0, rows)
+        quantize(normed, size, size, False, 0, codes, scales, sums, 0, rows)
+        _product(rows, size, codes, scales, sums, up, product)
+        activate(product, none, none, function, gated, inner, inner, False, 0, codes, scales, sums, 0, rows)
+        _product(rows, inner, codes, scales, sums, down, first)
+        add_norm(first, normed, last_norm, last_bias, True, eps, size, out[here], first, 0, rows)
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, f4[::1], f4[::1], i8, i8, i8, i8, i8[::1], f4[::1], f4[::1], f4[::1], i8, i8)")

@@ -113,6 +113,9 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: EncoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.before = config.family.norms == "before"
+        self.finish: Callable[[EncoderLayer, Tensor, Tensor], Tensor | None] | None = None
+        """Takes the place of :meth:`after_attention` where a number format has a faster order of operations, unless it returns
+        None."""
         self.attention = Attention(config, layer, dtype)
         self.mlp = FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
@@ -133,6 +136,8 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+        if self.finish is not None and (finished := self.finish(self, attended, x)) is not None:
+            return finished
         if self.before:
             x = self.attention.o_proj(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]

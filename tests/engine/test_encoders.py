@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models.encoder import Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
+from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
@@ -31,6 +33,9 @@ from yardstick_llm.engine.runner.attention.whole import WholeAttention
 from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import int8 as codes
+from yardstick_llm.kernels.int8 import FEW_ROWS, PANEL_INSTRUCTIONS, instructions
+from yardstick_llm.kernels.native import BLOCK
 
 FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta")
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
@@ -152,6 +157,26 @@ def test_a_thread_that_fails_ends_the_step(
     (scored,) = run(loop, wire.Score("b", [], [text], wire.Embedding()))
     assert len(scored.rows) == 1
     assert divided == [(2, True)] * 2
+
+
+@pytest.mark.parametrize("family", ["bert", "nomic", "gte", "deberta"])
+def test_a_layer_in_one_call_is_its_operations(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, for all remainders of a tile of rows, and for more rows than are computed at a time."""
+    assert CONTEXT > BLOCK
+    directory, rng, finish, used, found = make_encoder(tmp_path, family), random.Random(6), int8._finish, set[bool](), []
+    sent = [some_tokens(rng, length, length) for length in (1, 2, 3, 4, 5, 6, 7, CONTEXT)]
+
+    def in_one_call(*given: Any) -> Tensor | None:
+        used.add((finished := finish(*given)) is not None)
+        return finished
+
+    for way, rows in ((in_one_call, FEW_ROWS), (lambda *_: None, 0)):
+        monkeypatch.setattr(int8, "_finish", way)
+        monkeypatch.setattr(codes, "FEW_ROWS", rows)
+        loop = build(directory, quantize="int8", threads=1)
+        found.append([run(loop, wire.Score("s", [], [tokens], wire.Embedding()))[0].rows for tokens in sent])
+    assert found[0] == found[1]
+    assert used == {instructions() in PANEL_INSTRUCTIONS}
 
 
 def make_jina(directory: Path, kind: str, heads: int) -> Path:

@@ -277,13 +277,16 @@ def int8_finish_layer(
     ]
     if len(weights) < 3 or not compiles(attended, x, norm.weight):
         return None
-    native, out, (rows, size) = loops(), torch.empty(x.shape), x.shape
+    native, out, rows = loops(), torch.empty(x.shape), len(x)
     inner = len(weights[1][-1]) // (1 if gated == UNGATED else 2)
     given = (
         flat(attended), flat(x), weights[0], flat(norm.weight), flat(norm.bias), weights[1], getattr(native, function.upper()),
         gated, inner, weights[2], flat(last.weight), flat(last.bias), norm.eps, flat(out),
     )  # fmt: skip
-    in_threads(lambda span: native.finish_layer(*given, span.start, min(span.stop, rows)), rows, 16 * size)
+    threads = torch.get_num_threads()
+    step = max(1, rows if threads == 1 else min(native.BLOCK, -(-rows // threads)))
+    spans = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    share(lambda span: native.finish_layer(*given, span.start, span.stop), spans)
     return out
 
 

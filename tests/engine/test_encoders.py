@@ -100,7 +100,7 @@ def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: s
 def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
     """All steps are large, for two threads. -> parts of each step, and whether they cut a sequence."""
     monkeypatch.setattr(machine, "MOST_PRODUCTS", 0)
-    monkeypatch.setattr(machine, "MOST_INT8_PRODUCTS", 0)
+    monkeypatch.setattr(machine, "MOST_ENCODER_INT8_PRODUCTS", 0)
     steps, plan, before = list[tuple[int, bool]](), WholeAttention.plan, torch.get_num_threads()
 
     def watched(self: WholeAttention, segments: Sequence[ExtendSegment]) -> Packed:

@@ -29,7 +29,7 @@ from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
-from yardstick_llm.engine.runner.attention.whole import WholeAttention
+from yardstick_llm.engine.runner.attention.whole import WholeAttention, divide
 from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
@@ -139,6 +139,25 @@ def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, 
         assert_equal_rows(found[2, name], found[1, name], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "threads", "expected"),
+    [
+        ([50] * 40, 2, [1000, 1000]),
+        ([1000] * 4, 2, [1000] * 4),
+        ([1000] * 3, 2, [1500, 1500]),
+        ([90, 30], 2, [120]),
+        ([90, 40], 2, [65, 65]),
+        ([8000, 10, 10], 4, [2005] * 4),
+        ([30] * 10, 16, [60, 90, 60, 90]),
+    ],
+)
+def test_parts_of_a_step(lengths: list[int], threads: int, expected: list[int]) -> None:
+    """Whole sequences where they keep the threads busy. A part has at least 64 tokens, because it reads all weights."""
+    parts = divide(lengths, threads, cuts=True)
+    assert [len(range(sum(lengths))[part]) for part in parts] == expected
+    assert sum(len(range(sum(lengths))[part]) for part in divide(lengths, threads, cuts=False)) == sum(lengths)
+
+
 def test_a_thread_that_fails_ends_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]]
 ) -> None:
@@ -151,7 +170,7 @@ def test_a_thread_that_fails_ends_the_step(
         return begin(self, tokens, positions, attend)
 
     monkeypatch.setattr(Encoder, "to_last_attention", fail)
-    text = some_tokens(random.Random(5), 90, 90)
+    text = some_tokens(random.Random(5), CONTEXT, CONTEXT)
     (refused,) = run(loop, wire.Score("a", [], [text], wire.Embedding()))
     assert isinstance(refused, wire.Failed)
     (scored,) = run(loop, wire.Score("b", [], [text], wire.Embedding()))

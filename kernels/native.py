@@ -51,8 +51,6 @@ BLOCK = 16 * ROWS
 """Rows that :func:`finish_layer` computes at a time: what is between its products stays in a core's second cache."""
 WEIGHT = "Tuple((u1[::1], i2[::1], i4, f4[::1], f4[::1]))"
 """Type of a weight: panels, their scales, the code of zero, factors and bias."""
-NORM = "f4[::1], f4[::1]"
-"""Types of a norm's weight and bias."""
 NO_PEAK = F32(-3e38)
 POLYNOMIAL = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 """``exp(r) = 1 + r + r² · p(r)``, highest power first. Source: Moshier's Cephes, ``expf``."""
@@ -96,7 +94,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
             vector, pairs = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
             kind = pairs if paired else vector
             undefined, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-            # In words, because its name in LLVM has other types in each version.
+            # As assembly, because what LLVM calls it takes other types in each of its versions.
             dot = ir.InlineAsm(ir.FunctionType(vector, [pairs, pairs, vector]), "vdpbf16ps $2, $1, $0", "=v,v,v,0")
             everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
             _, a_at, a_step, _, b_at, b_step, b_next, _, c_at, c_step, depth = given

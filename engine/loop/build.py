@@ -24,7 +24,6 @@ from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.encoder import Encoder, Model
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf
-from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
@@ -38,7 +37,7 @@ from yardstick_llm.engine.models.lenvm import (
     load_lenvm,
     unit_tokens_of,
 )
-from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, load_model
+from yardstick_llm.engine.models.loader import dense_bytes, fingerprint, layers_format, load_model
 from yardstick_llm.engine.models.lora.config import AdapterError
 from yardstick_llm.engine.models.lora.linear import CapturedRows, StepRows, adapt
 from yardstick_llm.engine.models.lora.reader import AdapterReader, blank_adapter, capacity_of
@@ -156,9 +155,10 @@ def check_settings(settings: EngineSettings, config: ModelConfig) -> None:
         raise ModelError("LoRA adapters cannot be used with --tensor-parallel; leave one of the two out.")
     if settings.takes_adapters and settings.kv_dtype != "auto":
         raise ModelError("LoRA adapters cannot be used with --kv-dtype fp8, whose scales hold for the base model; leave one out.")
-    if settings.dequantize == "off" and (shared or settings.quantize == "fp8"):
-        other = "--tensor-parallel" if shared else "--quantize fp8"
-        raise ModelError(f"--dequantize off cannot be used with {other}, which converts dense weights; leave one of the two out.")
+    if settings.dequantize == "off" and settings.quantize == "fp8":
+        raise ModelError(
+            "--dequantize off cannot be used with --quantize fp8, which converts dense weights; leave one of the two out."
+        )
     if settings.expert_parallel not in (1, settings.tensor_parallel):
         raise ModelError(
             f"--expert-parallel is {settings.expert_parallel}, but must be 1 or --tensor-parallel, which is "
@@ -238,13 +238,13 @@ def build_loop(settings: EngineSettings) -> Loop:
     if is_whole:
         return build_whole_loop(settings, model, device, dtype, make_graphs)
     shared = settings.tensor_parallel > 1
-    quantize = settings.quantize
-    if keeps_codes(directory, settings, dtype, device):
-        quantize = stored.NAME if quantize is None else stored.IN_INT8
+    keeps = keeps_codes(directory, settings, dtype, device)
+    form = layers_format(settings, device, dtype, keeps_codes=keeps)
+    quantize = form if keeps else settings.quantize
     if shared:
+        settings = msgspec.structs.replace(settings, dequantize="off" if keeps else "on")
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
-        form = format_of(quantize, device, dtype)
         decoder = load_model(directory, dtype, form, settings.max_context, device).to(device)
     digest = fingerprint(directory, dtype, quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
@@ -262,7 +262,7 @@ def build_loop(settings: EngineSettings) -> Loop:
 def keeps_codes(directory: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether layers multiply with the codes of a quantised checkpoint; see :attr:`EngineSettings.dequantize`."""
     method = method_of(directory)
-    if method is None or settings.quantize == "fp8" or settings.tensor_parallel > 1 or settings.dequantize == "on":
+    if method is None or settings.quantize == "fp8" or settings.dequantize == "on":
         return False
     needed, asked = dense_bytes(directory, dtype), settings.dequantize == "off" or settings.quantize == "int8"
     keeps = asked or device.type == "cuda" or needed > available_memory() * DENSE_SHARE

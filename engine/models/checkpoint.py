@@ -213,7 +213,7 @@ def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 
     """
     for name, read in _in_files(stored, views):
         view, source = views[name], stored[name]
-        at = ... if view.shape == source.shape else _stretches(view.shape, source.shape, part)
+        at = ... if view.shape == source.shape else stretches(view.shape, source.shape, part)
         found = read_codes(source, read) if isinstance(source, StoredCodes) else read(source, at)
         if isinstance(found, CodedWeight) and at is ...:
             found.fill(view)
@@ -282,8 +282,8 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def _stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
-    """Along each axis."""
+def stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
+    """The ``part``-th stretch of a view's length along each axis where its tensor is longer."""
     axes = zip(lengths, whole, strict=True)
     return tuple(slice(None) if length == full else slice(part * length, (part + 1) * length) for length, full in axes)
 

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.formats import stored as as_stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
-from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, kv_bounds, pack_head
+from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
 from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import RMSNorm, fill_parts
@@ -34,6 +34,7 @@ from yardstick_llm.engine.models.pooling import Pooling, load_pooling
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
+from yardstick_llm.engine.settings import EngineSettings
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
 
@@ -64,12 +65,25 @@ def load_model(
     fill(decoder, read_checked(directory, decoder), quantize, device=device)
     if decoder.config.pooling is not None:
         _fill_projections(directory, decoder.projected, decoder.config.pooling)
+    finish(decoder, directory, quantize)
+    return decoder
+
+
+def finish(decoder: Decoder, directory: Path, quantize: str | None) -> None:
+    """What follows the weights."""
     decoder.weight_format = format_in_words(directory, quantize)
     if quantize != as_stored.IN_INT8:
         pack_head(decoder, quantize)
     elif decoder.packed_head is None:
         pack_head(decoder, "int8")
-    return decoder.eval()
+    decoder.eval()
+
+
+def layers_format(settings: EngineSettings, device: torch.device, dtype: torch.dtype, *, keeps_codes: bool) -> str | None:
+    """The format of layers, as :func:`load_model` takes it."""
+    if keeps_codes:
+        return as_stored.NAME if settings.quantize is None else as_stored.IN_INT8
+    return format_of(settings.quantize, device, dtype)
 
 
 def load_encoder(
@@ -193,6 +207,8 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
     if form is None:  # most of the passage is not written, so it takes no memory
         dtype = decoder.embed.weight.dtype
         passages = {kind: DecoderLayer(decoder.config, kinds.index(kind), dtype) for kind in set(kinds)}
+        for kind, passage in passages.items():
+            _leave_out(passage, set(dict(layers[kinds.index(kind)].named_parameters())))
     else:
         passages = {kind: copy.deepcopy(layers[kinds.index(kind)]) for kind in set(kinds)}
         for layer in layers:
@@ -203,7 +219,11 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
         views = decoder.layer_views(index, passage)
         codes: dict[str, CodedWeight] = {}
         if form is None:
-            whole = as_stored.codes_of(passage, views, checkpoint.read_all_codes(stored, views))
+            found = {
+                name: weight.cut(*checkpoint.stretches(views[name].shape, weight.shape, part))
+                for name, weight in checkpoint.read_all_codes(stored, views).items()
+            }
+            whole = as_stored.codes_of(passage, views, {name: weight for name, weight in found.items() if weight is not None})
             codes = as_stored.convert(layer, whole, device, in_int8=in_int8)
             views = as_stored.dense_views(passage, views, codes)
         checkpoint.copy(stored, views, part)
@@ -219,6 +239,13 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
         of_head = checkpoint.read_all_codes(stored, [name]).get(name)
         if of_head is not None and int8.takes_codes(of_head):
             decoder.packed_head = int8.panels_of(of_head)
+
+
+def _leave_out(passage: DecoderLayer, kept: Container[str]) -> None:
+    """Take the biases from ``passage`` that its layer lacks, as it does where another process adds them."""
+    for name in [name for name, _ in passage.named_parameters() if name not in kept]:
+        owner, _, attribute = name.rpartition(".")
+        passage.get_submodule(owner).register_parameter(attribute, None)
 
 
 def _trim_heap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
+from tests.engine.models.published_files import write_quantised
 from tests.processes import Pod, alive, wait_until
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
@@ -161,6 +163,20 @@ def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, codes: d
     info = pod.read("/info", wire.Info)
     assert info.fingerprint == fingerprint(qwen3, torch.float32, codes.get("quantize"), 2, codes.get("kv_dtype", "auto"))
     assert codes.get("quantize", "") in info.arithmetic
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_codes_of_a_checkpoint(start, tmp_path: Path):
+    """In the memory of the codes, and with the numbers of one process that multiplies with them."""
+    source = make_checkpoint(tmp_path / "source", "qwen2", hidden_size=128, intermediate_size=256, head_dim=64)
+    quantised, _ = write_quantised(source, tmp_path, "w4a16 asymmetric")
+    shutil.copy(source / "tokenizer.json", quantised)
+    alone, pod = answers(quantised, dequantize="off"), start(quantised, "--dequantize", "off")
+    torch.testing.assert_close(pod.ask("/score", SCORE)[1].rows, alone["s"][0].rows, rtol=0, atol=1e-4)
+    assert drawn(pod.stream(GENERATE), 0) == drawn(alone["g"], 0)
+    info = pod.read("/info", wire.Info)
+    assert "codes of compressed-tensors" in info.arithmetic
+    assert info.fingerprint == fingerprint(quantised, torch.float32, "stored", 2)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,26 @@ class CodedWeight:
         spread: dict[str, Any] = {name: None if part is None else part[owners] for name, part in self._parts().items()}
         return dataclasses.replace(self, block=(1, self.block[1]), **spread)
 
+    def cut(self, rows: slice, columns: slice) -> CodedWeight | None:
+        """A part of the matrix; None where its columns begin or end within a block."""
+        (top, bottom, _), (start, stop, _) = (each.indices(size) for each, size in zip((rows, columns), self.shape, strict=True))
+        weight = self if top % self.block[0] == 0 and (bottom % self.block[0] == 0 or bottom == self.shape[0]) else self.by_row()
+        (height, width), (_, in_all) = weight.block, self.shape
+        of_rows, of_columns, groups = slice(top // height, -(-bottom // height)), slice(None), weight.groups
+        if groups is not None:
+            groups = groups[start:stop]
+        elif weight.scales.shape[1] == 1:
+            width = width if stop - start == in_all else stop - start
+        elif start % width or (stop % width and stop != in_all):
+            return None
+        else:
+            of_columns = slice(start // width, -(-stop // width))
+        parts: dict[str, Any] = {
+            name: None if part is None else part[of_rows, of_columns].contiguous() for name, part in weight._parts().items()
+        }
+        codes = weight.codes[top:bottom, start:stop].contiguous()
+        return dataclasses.replace(weight, codes=codes, block=(height, width), groups=groups, **parts)
+
     def _dense(self, rows: slice) -> Tensor:
         """[rows, in] float32"""
         weight = self.codes[rows].float()

@@ -37,8 +37,7 @@ from yardstick_llm.engine.ints import EMPTY, Ints
 from yardstick_llm.engine.models.config import ExpertConfig, ModelConfig, load_config
 from yardstick_llm.engine.models.decoder import MLP, Attend, Decoder, DecoderLayer, FusedAttend, PlainAttend
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.formats.quantization import format_of, pack_head
-from yardstick_llm.engine.models.loader import fill, fingerprint, format_in_words, read_checked
+from yardstick_llm.engine.models.loader import CPU, fill, fingerprint, finish, layers_format, read_checked
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import Request
@@ -166,18 +165,22 @@ def _whole_experts(experts: ExpertConfig, rank: int, size: int) -> ExpertConfig:
     return dataclasses.replace(experts, held=range(rank * held, (rank + 1) * held), shared_size=experts.shared_size // size)
 
 
-def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:
-    """Fill ``decoder`` with its part of the weights, reading no more than that. Raises :class:`ModelError`.
+def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None, device: torch.device = CPU) -> None:
+    """Fill ``decoder`` with its part of the weights, reading no more than that, but for codes, which are read whole and cut. Raises
+    :class:`ModelError`.
 
-    ``quantize``: as :func:`~engine.models.loader.load_model`; each part is quantised for itself (see
+    ``quantize``, ``device``: as for :func:`~engine.models.loader.load_model`; each part is quantised for itself (see
     :mod:`engine.models.formats.fp8`).
     """
     with torch.device("meta"):
         whole = Decoder(decoder.whole)
-    fill(decoder, read_checked(directory, whole), quantize, decoder.rank)
-    decoder.weight_format = format_in_words(directory, quantize)
-    pack_head(decoder, quantize)
-    decoder.eval()
+    fill(decoder, read_checked(directory, whole), quantize, decoder.rank, device)
+    finish(decoder, directory, quantize)
+
+
+def part_format(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The format of layers in all processes alike: rank 0 has decided on ``dequantize``."""
+    return layers_format(settings, device, dtype, keeps_codes=settings.dequantize == "off")
 
 
 def group_fingerprint(directory: Path, dtype: torch.dtype, settings: EngineSettings, config: ModelConfig) -> str:
@@ -273,7 +276,7 @@ class LeadingDecoder(ShardedDecoder):
         settings = msgspec.structs.replace(settings, device=device.type)
         # the workers load their parts while this process loads its own
         self._workers = Workers(settings, group_fingerprint(directory, dtype, settings, self.config))
-        load_part(self, directory, format_of(settings.quantize, device, dtype))
+        load_part(self, directory, part_format(settings, device, dtype), device)
         self.to(device)
         self._workers.join(device)
 

@@ -21,7 +21,6 @@ import torch
 
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.formats.quantization import format_of
 from yardstick_llm.engine.models.source import located
 from yardstick_llm.engine.runner.attention.select import make_attention
 from yardstick_llm.engine.runner.distributed.group import READY, Assignment
@@ -34,6 +33,7 @@ from yardstick_llm.engine.runner.distributed.shard import (
     group_fingerprint,
     join,
     load_part,
+    part_format,
     read_orders,
 )
 from yardstick_llm.engine.runner.machine import device_of, dtype_of, set_threads
@@ -74,7 +74,7 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     decoder = ShardedDecoder(config, dtype, assignment.rank, settings.tensor_parallel, settings.expert_parallel)
     if assignment.fingerprint and group_fingerprint(directory, dtype, settings, decoder.config) != assignment.fingerprint:
         raise ModelError("The files of the model are not those of node 0; give all nodes the same --model and --revision.")
-    load_part(decoder, directory, format_of(settings.quantize, device, dtype))
+    load_part(decoder, directory, part_format(settings, device, dtype), device)
     decoder = decoder.to(device)
     prepare_loops(decoder.embed.weight)
     return decoder

@@ -359,6 +359,52 @@ def test_loading_takes_no_more_than_the_file_and_a_layer(wide: Path, tmp_path: P
     assert taken < dense / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "dtype", "device", "tolerance", "cut"),
+    [
+        ("w4a16", stored.NAME, torch.float32, CPU, 1e-4, True),
+        ("awq", stored.NAME, torch.float32, GPU, 1e-4, True),
+        ("gptq asymmetric ordered", stored.NAME, torch.float32, GPU, 1e-4, False),
+        ("w8a8", stored.NAME, torch.float32, CPU, 3e-2, True),
+        ("fp8 channel", stored.NAME, torch.bfloat16, GPU, 3e-2, True),
+        ("fp8 block", stored.NAME, torch.bfloat16, GPU, 3e-2, True),
+        ("awq", stored.IN_INT8, torch.float32, CPU, 3e-2, True),
+    ],
+)
+def test_processes_that_share_a_model_have_parts_of_its_codes(
+    wide: Path,
+    tmp_path: Path,
+    name: str,
+    form: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tolerance: float,
+    cut: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A projection is dense where its columns cannot be ``cut``, because groups of them are not side by side."""
+    monkeypatch.setattr(stored, "supported", lambda device: device.type == "cuda")
+    quantised, dense = write_quantised(wide, tmp_path, name, kept=())
+    whole, config = load_model(quantised, dtype, form, device=device), load_config(quantised)
+    for rank in range(2):
+        coded, plain = ShardedDecoder(config, dtype, rank, 2), ShardedDecoder(config, torch.float32, rank, 2)
+        load_part(coded, quantised, form, device)
+        load_part(plain, dense)
+        for part, layer, exact in zip(coded.layers, whole.layers, plain.layers, strict=True):
+            for each in PROJECTIONS:
+                product, expected = part.get_submodule(each), exact.get_submodule(each)
+                if cut or each in ("attention.qkv_proj", "mlp.gate_up_proj"):
+                    assert type(product) is type(layer.get_submodule(each))
+                else:
+                    assert isinstance(product, Linear | PackedLinear)
+                x = torch.randn(60, expected.weight.shape[1]).to(dtype)
+                quantised_by_the_norm = isinstance(product, QuantizedLinear) and not isinstance(product, QuantizingLinear)
+                with torch.inference_mode():
+                    found = product(quantize_rows(x) if quantised_by_the_norm else x).float()
+                    wanted = expected(x.float())
+                assert (found - wanted).norm() < tolerance * wanted.norm()
+
+
 def test_processes_that_share_a_model_dequantise_their_parts(wide: Path, tmp_path: Path) -> None:
     quantised, dense = write_quantised(wide, tmp_path, "gptq asymmetric ordered")
     for rank in range(2):

@@ -181,6 +181,7 @@ def test_without_keys_all_room_is_used(start_gateway: StartGateway, engine: Fake
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("chunked", [False, True])
 def test_many_large_uploads_cost_no_more_than_their_bound(start_gateway: StartGateway, chunked: bool) -> None:
     """Forty clients send up to 20 MiB each: memory stays near ``max_bytes_in_flight``."""

@@ -37,6 +37,8 @@ from yardstick_llm.engine.runner.distributed.shard import ShardedDecoder, load_p
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import Panels, instructions
 from yardstick_llm.kernels.quantize import quantize_rows
+from yardstick_llm.kernels.weight_only import dense as dense_of
+from yardstick_llm.kernels.weight_only import unpack_halves
 
 
 @pytest.fixture(scope="module")
@@ -403,6 +405,31 @@ def test_processes_that_share_a_model_have_parts_of_its_codes(
                     found = product(quantize_rows(x) if quantised_by_the_norm else x).float()
                     wanted = expected(x.float())
                 assert (found - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "sizes", "expert_parallel"),
+    [
+        ("mixtral", "awq", {"intermediate_size": 128}, 1),
+        ("qwen2_moe", "w4a16", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}, 2),
+    ],
+)
+def test_processes_that_share_experts_have_parts_of_their_codes(
+    tmp_path: Path, family: str, name: str, sizes: dict[str, int], expert_parallel: int
+) -> None:
+    quantised, dense = write_quantised(make_checkpoint(tmp_path / "source", family, hidden_size=128, **sizes), tmp_path, name)
+    config, compared = load_config(quantised), 0
+    for rank in range(2):
+        coded, plain = (ShardedDecoder(config, torch.float32, rank, 2, expert_parallel) for _ in range(2))
+        load_part(coded, quantised, stored.NAME)
+        load_part(plain, dense)
+        for key, part in coded.named_modules():
+            if isinstance(part, WeightOnlyGroupedLinear):
+                expected, codes = plain.get_submodule(key).get_parameter("weight"), part.weight
+                found = dense_of(unpack_halves(codes.codes, codes.half), codes.scales, codes.zeros, codes.offsets)
+                assert torch.equal(found, expected.flatten(0, 1))
+                compared += 1
+    assert compared >= 4
 
 
 def test_processes_that_share_a_model_dequantise_their_parts(wide: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
 from yardstick_llm.kernels.attention_layout import Room, lay_out
+from yardstick_llm.kernels.block_scaled import block_scaled_linear, quantize_groups
 from yardstick_llm.kernels.branch_attention import branch_attention
 from yardstick_llm.kernels.candidates import candidates
 from yardstick_llm.kernels.counted_linear import counted_linear
@@ -23,11 +24,12 @@ from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.paged_attention import block_rows, paged_attention
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
-from yardstick_llm.kernels.quantize import quantize_rows, scaled_linear, supported
+from yardstick_llm.kernels.quantize import FP8, quantize_rows, scaled_linear, supported
 from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from yardstick_llm.kernels.seeded_sampling import seeded_choice, seeded_draw
 from yardstick_llm.kernels.silu_mul import silu_mul, silu_mul_quantized
 from yardstick_llm.kernels.token_bits import exclude_
+from yardstick_llm.kernels.weight_only import Codes, half_of, weight_only_linear
 
 Rows = Callable[[Gpu], Iterator[Row]]
 BENCHMARKS: dict[str, Rows] = {}
@@ -105,6 +107,25 @@ def _quantize(gpu: Gpu) -> Iterator[Row]:
         if supported(x.device):
             given = *quantize_rows(x), *quantize_rows(weight)
             yield gpu.computed("scaled_linear", shape, operations, partial(scaled_linear, *given))
+
+
+@benchmark("weight_only")
+def _weight_only(gpu: Gpu) -> Iterator[Row]:
+    """4 bits in groups of 128 and FP8 in blocks, at a layer of 4096 and the gate and up of Qwen2.5-7B, beside bfloat16."""
+    for size, out in ((4096, 4096), (3584, 37888)):
+        packed = torch.randint(0, 256, (out, size // 2), dtype=torch.uint8, device="cuda")
+        halves = Codes(packed, random(out, size // 128), half=half_of(size, 128) or 0)
+        dense, scales = random(out, size), torch.rand(out // 128, size // 128, device="cuda")
+        blocks = dense.to(FP8), scales, (128, 128), None, dense.dtype
+        for rows in (1, 8, 16, 128, 8192):
+            x, shape, operations = random(rows, size), f"[{rows}, {size}] · [{out}, {size}]ᵀ", 2 * rows * size * out
+            moved = 2 * rows * (size + out)
+            yield nearer(gpu, "linear, bfloat16", shape, moved + 2 * size * out, operations, partial(linear, x, dense))
+            read = moved + size * out / 2 + 2 * size * out / 128
+            yield nearer(gpu, "weight_only_linear", shape, read, operations, partial(weight_only_linear, x, halves))
+            if supported(x.device):
+                run = partial(block_scaled_linear, quantize_groups(x, 128), *blocks)
+                yield nearer(gpu, "block_scaled_linear", shape, moved + size * out, operations, run)
 
 
 @benchmark("counted_linear")

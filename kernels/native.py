@@ -1,9 +1,10 @@
 """Loops on a CPU, which LLVM compiles for its processor: attention, norms and rotations in float32, and products of codes.
 
-PyTorch computes a chain of operations one by one, and each reads and writes memory; a loop here reads a row once. Numba compiles
-the loops when this module is imported, in seven seconds, and keeps the result for the next process. All loops are in one file,
-because Numba compiles again only what stands in a file that has changed. Arrays are flat. Offsets are unsigned: a signed one could
-count from the end of an array, and LLVM does not vectorise a loop that has to check for it.
+Attention can also multiply in bfloat16. PyTorch computes a chain of operations one by one, and each reads and writes memory; a
+loop here reads a row once. Numba compiles the loops when this module is imported, in seven seconds, and keeps the result for the
+next process. All loops are in one file, because Numba compiles again only what stands in a file that has changed. Arrays are
+flat. Offsets are unsigned: a signed one could count from the end of an array, and LLVM does not vectorise a loop that has to
+check for it.
 """
 
 from __future__ import annotations
@@ -766,8 +767,8 @@ def finish_layer(
     attended: Any, x: Any, o: Any, norm: Any, norm_bias: Any, up: Any, function: int, gated: int, inner: int, down: Any,
     last_norm: Any, last_bias: Any, eps: float, out: Any, begin: int, end: int,
 ) -> None:  # fmt: skip
-    """What follows attention in a layer whose norms follow the sums, rows ``begin`` to ``end``; see
-    :func:`kernels.int8.int8_finish_layer`. Arrays: [rows, size]."""
+    """Output projection, feed-forward layer and both norms of a post-norm encoder layer, rows ``begin`` to ``end``; see
+    :func:`kernels.int8.int8_finish_layer`. attended, x, out: [rows, size]."""
     size, wide = len(norm), len(up[3])
     codes = np.empty(BLOCK * max(size, inner), np.uint8)
     scales, sums, none = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.empty(0, np.float32)

@@ -180,7 +180,7 @@ class Packed:
     types: Tensor | None
     """[tokens] int32, the type of each token; None: all are 0."""
     parts: Sequence[Part] = ()
-    """What threads compute, each on its own; empty: the step is computed as a whole."""
+    """Parts of the step, each of which one thread computes. Empty: the step is computed as a whole."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See :data:`~engine.models.decoder.PlainAttend`."""
@@ -194,7 +194,7 @@ class Part:
     tokens: slice
     step: Packed
     give_up: Callable[[], None] | None = None
-    """Lets no other thread wait for this one, which has failed; None: none would."""
+    """To call if this part fails, so that the threads of other parts do not wait for it; None: they never wait."""
 
 
 class Encoder(nn.Module):

@@ -70,7 +70,7 @@ def load_model(
 
 
 def finish(decoder: Decoder, directory: Path, quantize: str | None) -> None:
-    """What follows the weights."""
+    """After the weights are loaded: name their format, and pack the head for products on a CPU."""
     decoder.weight_format = format_in_words(directory, quantize)
     if quantize != as_stored.IN_INT8:
         pack_head(decoder, quantize)

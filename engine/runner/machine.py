@@ -146,10 +146,10 @@ MOST_PRODUCTS = 64_000_000
 """Multiplications of a layer, or of the head, up to which one thread computes a step: 137 tokens of the demo model. One thread took
 0.84 times as long as two with 127 of its tokens, and 0.59 times with 224. The margin is for cores that wake sooner."""
 MOST_INT8_PRODUCTS = 512_000_000
-"""The same limit in int8, whose products take a quarter of the time: 18 rows of SmolLM2-135M. On two cores of an AMD EPYC (Zen 5),
-16 rows took 0.77 times as long on one thread as on two."""
+"""Limit for a decoder in int8, whose products take a quarter of the time: 18 rows of SmolLM2-135M. On two cores of an AMD EPYC
+(Zen 5), 16 rows took 0.77 times as long on one thread as on two."""
 MOST_ENCODER_INT8_PRODUCTS = 440_000_000
-"""The same limit in int8 of an encoder, whose threads seldom wait for each other: 248 tokens of all-MiniLM. On the same cores, one
+"""Limit for an encoder in int8, whose threads seldom wait for each other: 248 tokens of all-MiniLM. On the same cores, one
 text of 64 tokens took 0.91 times as long on one thread as on two, one of 128 tokens 1.20 times, and of 256 tokens 1.39 times. Two
 threads take 1.25 times the CPU time, though, which gateways and servers beside an engine want: with 8 texts of 32 tokens in flight,
 a limit of 101 tokens answered 0.9 times as many."""

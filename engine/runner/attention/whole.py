@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -49,7 +49,7 @@ class SharedKeys:
     def __init__(self, tokens: int, threads: int) -> None:
         self._tokens = tokens
         self._kept: dict[int, Tensor] = {}
-        """Of a layer, and of the one before, which others may still read."""
+        """Keys and values by ``layer % 2``, because other threads may still read those of the layer before."""
         self._allocating = threading.Lock()
         self._all_added = threading.Barrier(threads)
 
@@ -120,9 +120,13 @@ class WholeAttention:
         types, (lengths, unseen) = self.types(segments), _lengths(segments)
         if types is not None and self.device.type != "cpu":
             types = types.pin_memory().to(self.device, non_blocking=True)
-        return Packed(self._attend(lengths, unseen), types, self._parts(lengths, unseen, types))
+        model = self._biased
+        distances = {} if model is None else {length: model.distances_of(length) for length in dict.fromkeys(lengths)}
+        return Packed(self._attend(lengths, unseen, distances), types, self._parts(lengths, unseen, types, distances))
 
-    def _parts(self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None) -> list[Part]:
+    def _parts(
+        self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None, distances: Mapping[int, Tensor]
+    ) -> list[Part]:
         """The parts of a step that the threads of a CPU compute; none where one thread computes it, or all share its operations."""
         threads = torch.get_num_threads()
         spans = divide(lengths, threads, cuts=self._cuts) if self.device.type == "cpu" and threads > 1 else []
@@ -133,7 +137,7 @@ class WholeAttention:
         parts, first = [], 0
         if np.array_equal(ends[lasts], stops):
             for span, stop in zip(spans, (lasts + 1).tolist(), strict=True):
-                attend = self._attend(lengths[first:stop], unseen[first:stop])
+                attend = self._attend(lengths[first:stop], unseen[first:stop], distances)
                 parts.append(Part(span, Packed(attend, None if types is None else types[span])))
                 first = stop
             return parts
@@ -149,10 +153,8 @@ class WholeAttention:
         keys, values = shared.exchange(layer, part, k, v)
         return whole_attention_native(q, keys, values, layout, self.specs[layer], part, narrow=self._narrow)
 
-    def _attend(self, lengths: Sequence[int], unseen: Sequence[int]) -> PlainAttend:
-        layout, specs = lay_out(lengths, self.device, unseen), self.specs
-        model = self._biased
-        distances = {} if model is None else {run.length: model.distances_of(run.length) for run in layout.runs}
+    def _attend(self, lengths: Sequence[int], unseen: Sequence[int], distances: Mapping[int, Tensor]) -> PlainAttend:
+        layout, specs, model = lay_out(lengths, self.device, unseen), self.specs, self._biased
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = None if model is None else partial(model.score_bias, layer, distances)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from yardstick_llm.kernels.row_chunks import in_threads, share
-from yardstick_llm.kernels.runtime import compiles, flat, loops
+from yardstick_llm.kernels.runtime import flat, loops
 
 MIN_PEAK = 1e-10
 """A row of zeros counts as one with a peak of this: a scale is never zero."""
@@ -53,18 +53,6 @@ class Projection(Protocol):
     """A linear layer."""
 
     weight: Weight
-
-    @property
-    def bias(self) -> Tensor | None: ...
-
-
-class Norm(Protocol):
-    """A layer normalisation."""
-
-    eps: float
-
-    @property
-    def weight(self) -> Tensor: ...
 
     @property
     def bias(self) -> Tensor | None: ...
@@ -260,34 +248,6 @@ def int8_activated(x: Tensor, into: Projection, down: Projection, function: str,
     to = [flat(part) for part in inner]
     in_threads(lambda span: native.activate(*before, *to, span.start, min(span.stop, rows)), rows, 3 * product.shape[1])
     return _scaled_product(inner, down.weight, down.bias, rows, x.dtype)
-
-
-def int8_finish_layer(
-    attended: Tensor, x: Tensor, o: Projection, norm: Norm, up: Projection, down: Projection, last: Norm, function: str, gated: int
-) -> Tensor | None:
-    """``last(y + down(function(up(y))))`` with ``y = norm(x + o(attended))``, by one loop that computes some rows at a time.
-
-    attended, x: [rows, size] float32 -> [rows, size], or None where the weights' codes have another form. The rest as in
-    :func:`int8_activated`.
-    """
-    weights = [
-        (*each.weight.arrays, each.weight.nothing if each.bias is None else flat(each.bias))
-        for each in (o, up, down)
-        if isinstance(each.weight, Panels) and each.weight.is_plain
-    ]
-    if len(weights) < 3 or not compiles(attended, x, norm.weight):
-        return None
-    native, out, rows = loops(), torch.empty(x.shape), len(x)
-    inner = len(weights[1][-1]) // (1 if gated == UNGATED else 2)
-    given = (
-        flat(attended), flat(x), weights[0], flat(norm.weight), flat(norm.bias), weights[1], getattr(native, function.upper()),
-        gated, inner, weights[2], flat(last.weight), flat(last.bias), norm.eps, flat(out),
-    )  # fmt: skip
-    threads = torch.get_num_threads()
-    step = max(1, rows if threads == 1 else min(native.BLOCK, -(-rows // threads)))
-    spans = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    share(lambda span: native.finish_layer(*given, span.start, span.stop), spans)
-    return out
 
 
 def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -37,9 +37,10 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
     share(work, [slice(start, start + size) for start in range(0, rows, size)])
 
 
-def share(work: Callable[[slice], None], parts: Sequence[slice]) -> None:
-    """Call ``work`` with each of the ``parts`` on all of torch's threads, each of which takes the next one."""
-    left, threads = iter(parts), torch.get_num_threads()
+def share(work: Callable[[slice], None], parts: Sequence[slice], threads: int | None = None) -> None:
+    """Call ``work`` with each of the ``parts`` on so many threads, each of which takes the next one. None: on all of torch's."""
+    left, of_torch = iter(parts), torch.get_num_threads()
+    threads = of_torch if threads is None else threads
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def compute() -> None:
@@ -62,7 +63,7 @@ def share(work: Callable[[slice], None], parts: Sequence[slice]) -> None:
             for other in others:
                 other.result()
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(of_torch)
 
 
 @cache

@@ -57,6 +57,12 @@ class Layout(NamedTuple):
     blocks: Tensor
     """[blocks, 4] int32, for the kernel: first token of a sequence, its length, its keys, and the block's first query in it."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        last = self.runs[-1]
+        return last.start + last.sequences * last.length
+
 
 def runs_of(lengths: Sequence[int], unseen: Sequence[int] | None = None) -> list[Run]:
     """Runs of sequences with these lengths, one after another. ``unseen``: tokens at the end of each to which no token attends."""
@@ -231,13 +237,13 @@ def whole_attention_native(
 ) -> Tensor:
     """:func:`whole_attention` on a CPU in float32, without gradients. ``part``: the tokens that q has; k and v have all."""
     part = slice(0, len(k)) if part is None else part
-    work = _work_of(tuple(layout.runs), part.start, part.stop, *q.shape[1:], k.shape[1])
+    work = work_of(tuple(layout.runs), part.start, part.stop, *q.shape[1:], k.shape[1])
     reach = UNBOUNDED if spec.window is None else spec.window // 2
     return native_attention(q, k, v, work, reach, reach, spec, narrow=narrow)
 
 
 @lru_cache(16)
-def _work_of(runs: tuple[Run, ...], begin: int, end: int, heads: int, size: int, kv_heads: int) -> Work:
+def work_of(runs: tuple[Run, ...], begin: int, end: int, heads: int, size: int, kv_heads: int) -> Work:
     """All layers of a step share it. It is that of the tokens from ``begin`` to ``end``, whose first query is in row 0."""
     pieces = []
     for run in runs:

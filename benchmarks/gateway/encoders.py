@@ -4,7 +4,8 @@ Engines and a gateway run as processes, as in production. Each library runs in a
 small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client sends
 all programs the same requests, one text in each, 1, 8 and 64 at a time. The texts of a figure have equal numbers of tokens, so the
 libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights.
-Every round measures all programs in turn; ratios are medians of the rounds' ratios. The last line is JSON.
+Every round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is what two threads could answer if
+they did nothing but multiply, as fast as they multiply large matrices in the same run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from benchmarks.engine.peers import Lines, PeerError
 from benchmarks.engine.records import Records, add_output, describe, opened
+from benchmarks.engine.roofline import measure_peaks
 from benchmarks.engine.servers import ServerError
 from benchmarks.gateway.programs import WORDS, drained, tree_seconds
 from tests import weights
@@ -82,6 +84,13 @@ class Model(NamedTuple):
     pairs: bool
     words: list[str]
     """Words of one token each."""
+
+    @property
+    def flops(self) -> int:
+        """Operations of the layers' matrix products for one token."""
+        config = json.loads((self.folder / "config.json").read_text())
+        size, inner = config["hidden_size"], config["intermediate_size"]
+        return 2 * int(config["num_hidden_layers"]) * int(4 * size * size + 2 * size * inner)
 
     def texts(self, count: int, tokens: int, seed: str) -> list[Text]:
         """Return different texts of as many tokens, with those that the tokeniser adds."""
@@ -208,9 +217,15 @@ def main(arguments: Sequence[str]) -> int:
         lengths = [(EMBED, 16), (EMBED, 64), (CROSS, 128)]
     cases = [Case(*length, in_flight) for length in lengths for in_flight in options.in_flight]
     records = opened(options)
+    peaks = measure_peaks(torch.device("cpu"), torch.float32, None if instructions() is None else "int8")
+    flops = {"float32": peaks.flops, "int8": peaks.quantized_flops}
     with ExitStack() as stack:
         folder: Path = options.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="yardstick-encoders-")))
         measured = {EMBED: minilm(folder, options.quick), CROSS: cross_encoder(folder, options.layers, options.quick)}
+        limits = {
+            str(case): {form: peak / (case.tokens * measured[case.model].flops) for form, peak in flops.items() if peak}
+            for case in cases
+        }
         left_out: dict[str, str] = {}
         subjects = start(measured, folder, options, left_out, stack)
         differences = compare(subjects, measured, dict(lengths))
@@ -218,6 +233,7 @@ def main(arguments: Sequence[str]) -> int:
     summary: dict[str, Any] = {"bench": "encoders", "machine": describe(), "layers": options.layers, "left_out": left_out}
     summary["versions"] = {name: each.version for name, each in subjects.items() if each.version}
     summary |= summarise(found) | {"largest_difference": differences, "not_measured": records.store.left_out}
+    summary["limits"] = limits
     show(summary, records)
     records.finish(summary)
     wrong = [name for name, difference in differences.items() if "float32" in name and difference > TOLERANCE]
@@ -403,6 +419,8 @@ def show(summary: Mapping[str, Any], records: Records) -> None:
                 middle, least, most = summary[kind][case][name].values()
                 row.append(f"{middle:.{digits}f} ({least:.{digits}f}–{most:.{digits}f})")
             table.add_row(name, *row)
+        for form, limit in summary["limits"][case].items():
+            table.add_row(f"the limit, {form}", f"{limit:.1f}")
         records.console.print(table)
     for name, reason in summary["left_out"].items():
         records.console.print(f"left out: {name}: {reason}")

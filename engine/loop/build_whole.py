@@ -21,7 +21,7 @@ from yardstick_llm.engine.models.formats.quantization import arithmetic_of, form
 from yardstick_llm.engine.models.loader import fingerprint, load_encoder, load_model
 from yardstick_llm.engine.runner.attention.whole import WholeAttention
 from yardstick_llm.engine.runner.graphs import Compilations, StepGraphs
-from yardstick_llm.engine.runner.machine import StepThreads, step_threads
+from yardstick_llm.engine.runner.machine import StepThreads, step_threads, usable_cores
 from yardstick_llm.engine.runner.runner import Runner
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.scheduling.whole import WholeScheduler
@@ -67,13 +67,23 @@ def build_whole_loop(
     load = load_encoder if isinstance(config, EncoderConfig) else load_model
     model: Model = load(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
     digest = fingerprint(directory, dtype, settings.quantize)
+    if isinstance(model, Encoder) and model.native_layers is not None and model.masked_head is None:
+        of_layers = min(torch.get_num_threads(), usable_cores())  # they wait for each other without sleeping
+        torch.set_num_threads(1)  # what is beside the layers is small
+        return assemble_whole(model, settings, digest, make_graphs, of_layers=of_layers)
     return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device, quantize=settings.quantize))
 
 
 def assemble_whole(
-    model: Model, settings: EngineSettings, digest: str, make_graphs: MakeGraphs, threads: StepThreads | None = None
+    model: Model,
+    settings: EngineSettings,
+    digest: str,
+    make_graphs: MakeGraphs,
+    threads: StepThreads | None = None,
+    of_layers: int | None = None,
 ) -> Loop:
-    """Build the loop around a loaded model. ``threads``: see :class:`Runner`."""
+    """Build the loop around a loaded model. ``threads``: see :class:`Runner`; ``of_layers``: ``threads`` of
+    :class:`WholeAttention`."""
     weight, config = model.embed.weight, model.config
     tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if weight.is_cuda else CPU_BATCHED_TOKENS)
     budget = Budget(tokens, settings.max_running_requests or RUNNING_REQUESTS)
@@ -83,7 +93,14 @@ def assemble_whole(
     slopes = model.slopes if isinstance(model, Encoder) else None
     cuts, narrow = prepare_loops(weight), settings.quantize == "int8"
     attention = WholeAttention(
-        config.attention_specs, weight.device, typed=typed, biased=biased, slopes=slopes, cuts=cuts, narrow=narrow
+        config.attention_specs,
+        weight.device,
+        typed=typed,
+        biased=biased,
+        slopes=slopes,
+        cuts=cuts,
+        narrow=narrow,
+        threads=of_layers,
     )
     runner = Runner(model, attention, (), make_graphs(model, attention, settings.cuda_graphs, budget), threads=threads)
     info = describe(config, settings, config.max_context, digest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +18,26 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
 from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
+from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, Meeting, finish_layer, takes
+from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.rms_norm import layer_norm
 from yardstick_llm.kernels.rope import rope
 from yardstick_llm.kernels.row_chunks import share
+from yardstick_llm.kernels.runtime import compiles
+from yardstick_llm.kernels.whole_attention import Layout
 
 MOST_DISTANCE = 128
 """Distance from which on all have one bias, in MPNet."""
 LOGIT_ROWS = 128
 """Rows whose logits over the vocabulary exist at a time: 16 MiB for 30,522 entries."""
-Activation = Callable[[Tensor], Tensor]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
 
 
-FUNCTIONS: dict[str, Activation] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": torch.relu,
@@ -86,6 +90,7 @@ class FeedForward(nn.Module):
         self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
         """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
         self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
+        self.kind = Activation(self.function, UNGATED if not self.gated else GATE_FIRST if self.gate_first else GATE_SECOND)
         size, inner = config.hidden_size, config.intermediate_size
         self.inner = inner
         self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
@@ -113,14 +118,20 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: EncoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.before = config.family.norms == "before"
-        self.finish: Callable[[EncoderLayer, Tensor, Tensor], Tensor | None] | None = None
-        """Takes the place of :meth:`after_attention` where a number format has a faster order of operations, unless it returns
-        None."""
         self.attention = Attention(config, layer, dtype)
         self.mlp = FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
+
+    @property
+    def parts(self) -> LayerParts:
+        """Its modules, of a layer with norms behind."""
+        attention, mlp = self.attention, self.mlp
+        assert self.attention_norm is not None
+        return LayerParts(
+            attention.qkv_proj, attention.o_proj, self.attention_norm, mlp.gate_up_proj, mlp.down_proj, self.mlp_norm, mlp.kind
+        )
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -136,11 +147,11 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        if self.finish is not None and (finished := self.finish(self, attended, x)) is not None:
-            return finished
         if self.before:
             x = self.attention.o_proj(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
+        if (finished := finish_layer(attended, x, self.parts)) is not None:
+            return finished
         assert self.attention_norm is not None
         x = self.attention_norm(self.attention.o_proj(attended), x)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
@@ -179,8 +190,16 @@ class Packed:
     attend: PlainAttend
     types: Tensor | None
     """[tokens] int32, the type of each token; None: all are 0."""
+    layout: Layout
+    """Sequences of the step, or of the part of it that one thread computes alone."""
     parts: Sequence[Part] = ()
     """Parts of the step, each of which one thread computes. Empty: the step is computed as a whole."""
+    threads: int | None = None
+    """That compute the parts; None: all of torch's."""
+    meeting: Meeting | None = None
+    """The threads of a layout whose sequences are cut."""
+    narrow: bool = False
+    """See :func:`~kernels.whole_attention.whole_attention`."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See :data:`~engine.models.decoder.PlainAttend`."""
@@ -193,8 +212,6 @@ class Part:
 
     tokens: slice
     step: Packed
-    give_up: Callable[[], None] | None = None
-    """To call if this part fails, so that the threads of other parts do not wait for it; None: they never wait."""
 
 
 class Encoder(nn.Module):
@@ -242,45 +259,74 @@ class Encoder(nn.Module):
 
         Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
         """
-        if not attend.parts:
-            return self.from_last_attention(*self.to_last_attention(tokens, positions, attend), rows)
+        parts = attend.parts
+        if not parts or (self.native_layers is not None and parts[0].step.meeting is not None):
+            return self._compute(tokens, positions, attend, rows)
         wanted = torch.arange(len(tokens)) if rows is None else rows
         hidden = torch.empty(len(wanted), self.config.hidden_size, dtype=self.embed.weight.dtype)
 
         def compute(which: slice) -> None:
-            for part in attend.parts[which]:
-                span = part.tokens
+            for part in parts[which]:
+                span, step = part.tokens, part.step
                 places = torch.nonzero((wanted >= span.start) & (wanted < span.stop)).squeeze(1)
                 try:
-                    before = self.to_last_attention(tokens[span], positions[span], part.step)
-                    if len(places):
-                        hidden[places] = self.from_last_attention(*before, wanted[places] - span.start)
+                    hidden[places] = self._compute(tokens[span], positions[span], step, wanted[places] - span.start)
                 except BaseException:
-                    if part.give_up is not None:
-                        part.give_up()
+                    if step.meeting is not None:
+                        step.meeting.give_up()
                     raise
 
-        share(compute, [slice(place, place + 1) for place in range(len(attend.parts))])
+        share(compute, [slice(place, place + 1) for place in range(len(parts))], attend.threads)
         return hidden
+
+    def _compute(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None) -> Tensor:
+        """:meth:`forward` of a step or a part of one, in one call for each thread where that can be."""
+        if self.native_layers is None:
+            attended, x = self.to_last_attention(tokens, positions, attend)
+        else:
+            spans = [part.tokens for part in attend.parts] or [slice(0, len(tokens))]
+            whole = rows is None or 2 * len(rows) > len(tokens)
+            x, runs = self._embedded(tokens, positions, attend.types), tuple(attend.layout.runs)
+            rotation = self._rotations(positions)[0] if self._ropes else None
+            attended, x = self.native_layers(x, rotation, runs, spans, whole=whole, narrow=attend.narrow)
+            if whole:
+                return x if rows is None else x.index_select(0, rows)
+        return self.from_last_attention(attended, x, rows) if rows is None or len(rows) else x[:0]
 
     def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
         """Compute :meth:`forward` up to the last layer's attention. -> its output, and the layer's input, [tokens, hidden] each."""
-        x = self.embed(tokens)
-        if self.positions is not None:
-            x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
-        if self.types is not None:
-            x.add_(self.types.weight[0] if attend.types is None else self.types(attend.types))
-        x = self.embedding_norm(x)
+        x = self._embedded(tokens, positions, attend.types)
         rotations = self._rotations(positions)
         rotation_of = [None if at is None else rotations[at] for at in self._rope_of]
         for layer, rotation in zip(self.layers, rotation_of[:-1], strict=False):
             x = layer(x, rotation, attend)
         return self._last_layer.attended(x, rotation_of[-1], attend), x
 
+    def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        """-> the input of the first layer, [tokens, hidden]"""
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
+        if self.types is not None:
+            x.add_(self.types.weight[0] if types is None else self.types(types))
+        return self.embedding_norm(x)  # type: ignore[no-any-return]
+
     def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
         x = self._last_layer.after_attention(attended, x, rows)
         return x if self.final_norm is None else self.final_norm(x)
+
+    @cached_property
+    def native_layers(self) -> EncoderLayers | None:
+        """What computes all layers in one call for each thread; None where their weights or their form are others. It is made
+        when the weights are loaded."""
+        layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
+        config = self.config
+        alike = len(set(self._rope_of)) == 1 and all(spec.window is None for spec in config.attention_specs)
+        plain = alike and not (self.is_biased or config.family.alibi or config.family.norms == "before")
+        if not (plain and compiles(self.embed.weight.detach()) and all(takes(layer.parts) for layer in layers)):
+            return None
+        return EncoderLayers([layer.parts for layer in layers], config.attention_specs[0], config.num_heads)
 
     @property
     def _last_layer(self) -> EncoderLayer:

@@ -45,6 +45,12 @@ def cores(root: Path = ROOT, of_self: Path = SELF) -> float:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
 
 
+def usable_cores() -> int:
+    """Cores that threads of this process may run on at once, at least one."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(found, cores())))
+
+
 def available_memory() -> float:
     """Bytes that this process may take without swapping, files that the kernel may drop included."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(MEMINFO), re.MULTILINE)
@@ -149,10 +155,9 @@ MOST_INT8_PRODUCTS = 512_000_000
 """Limit for a decoder in int8, whose products take a quarter of the time: 18 rows of SmolLM2-135M. On two cores of an AMD EPYC
 (Zen 5), 16 rows took 0.77 times as long on one thread as on two."""
 MOST_ENCODER_INT8_PRODUCTS = 440_000_000
-"""Limit for an encoder in int8, whose threads seldom wait for each other: 248 tokens of all-MiniLM. On the same cores, one
-text of 64 tokens took 0.91 times as long on one thread as on two, one of 128 tokens 1.20 times, and of 256 tokens 1.39 times. Two
-threads take 1.25 times the CPU time, though, which gateways and servers beside an engine want: with 8 texts of 32 tokens in flight,
-a limit of 101 tokens answered 0.9 times as many."""
+"""Limit for an encoder in int8 whose layers are not computed in one call (:mod:`kernels.encoder_layers`): 62 tokens of layers of
+size 768. Measured with all-MiniLM, 248 tokens of it, when it was computed layer by layer: one text of 64 tokens took 0.91 times
+as long on one thread as on two, one of 128 tokens 1.20 times, and of 256 tokens 1.39 times."""
 
 
 class StepThreads:

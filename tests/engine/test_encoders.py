@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, 
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.loop import build_whole
 from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
+from yardstick_llm.engine.models import encoder
 from yardstick_llm.engine.models.encoder import Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
-from yardstick_llm.engine.models.formats import int8
+from yardstick_llm.engine.models.formats import packed
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
@@ -33,8 +35,11 @@ from yardstick_llm.engine.runner.attention.whole import WholeAttention, divide
 from yardstick_llm.engine.runner.graphs import Compilations
 from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import encoder_layers, native
 from yardstick_llm.kernels import int8 as codes
+from yardstick_llm.kernels.encoder_layers import Meeting
 from yardstick_llm.kernels.int8 import FEW_ROWS, PANEL_INSTRUCTIONS, instructions
+from yardstick_llm.kernels.linear import ONEDNN
 from yardstick_llm.kernels.native import BLOCK
 
 FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta")
@@ -43,6 +48,13 @@ LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 def build(directory: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(directory), name="test", **settings))
+
+
+def one_call(loop: Loop) -> bool:
+    """Whether the layers of its encoder are computed in one call."""
+    model = loop._runner._decoder
+    assert isinstance(model, Encoder)
+    return model.native_layers is not None
 
 
 def edit(directory: Path, **changes: object) -> None:
@@ -101,11 +113,12 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
     """All steps are large, for two threads. -> parts of each step, and whether they cut a sequence."""
     monkeypatch.setattr(machine, "MOST_PRODUCTS", 0)
     monkeypatch.setattr(machine, "MOST_ENCODER_INT8_PRODUCTS", 0)
+    monkeypatch.setattr(build_whole, "usable_cores", lambda: 2)
     steps, plan, before = list[tuple[int, bool]](), WholeAttention.plan, torch.get_num_threads()
 
     def watched(self: WholeAttention, segments: Sequence[ExtendSegment]) -> Packed:
         found = plan(self, segments)
-        steps.append((len(found.parts), any(part.give_up is not None for part in found.parts)))
+        steps.append((len(found.parts), any(part.step.meeting is not None for part in found.parts)))
         return found
 
     monkeypatch.setattr(WholeAttention, "plan", watched)
@@ -115,15 +128,19 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta"])
+@pytest.mark.parametrize("family", ["bert", "nomic", "modernbert", "deberta"])
 def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, object], divided: list[tuple[int, bool]]) -> None:
-    """By sequences, or within them where there are too few; a biased model's are never cut."""
+    """By sequences, or within them where there are too few; a biased model's are never cut. Where the layers are computed in one
+    call, small steps are cut too, and the numbers are those of one thread."""
     directory, cuts = make_encoder(tmp_path, family, "classes"), family != "deberta"
+    in_one_call = one_call(build(directory, threads=1, **settings))
+    assert in_one_call == (family in ("bert", "nomic"))
     rng = random.Random(4)
     steps = {
         "texts of one length": ([16] * 6, (2, False)),
         "one text": ([CONTEXT - 20], (2, True) if cuts else (0, False)),
         "a long one": ([7, 2, 90], (2, cuts)),
+        "a short one": ([3], (2, True) if in_one_call else (0, False)),
     }
     sent = {name: [some_tokens(rng, length, length) for length in lengths] for name, (lengths, _) in steps.items()}
     query, found = some_tokens(rng, 20, 20), {}
@@ -136,7 +153,34 @@ def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, 
         if threads == 2:
             assert divided == [expected for _, expected in steps.values()]
     for name in steps:
+        if in_one_call:
+            assert found[2, name] == found[1, name]
         assert_equal_rows(found[2, name], found[1, name], 1e-5)
+
+
+def test_small_steps_on_crowded_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]]) -> None:
+    """Where a thread had to wait for long, one thread computes some of the next small steps; large ones are shared as before."""
+    loop, share, used = build(make_encoder(tmp_path, "bert"), threads=2), encoder_layers.share, list[int]()
+
+    def watched(work: Callable[[slice], None], parts: Sequence[slice], threads: int) -> None:
+        used.append(threads)
+        share(work, parts, threads)
+
+    def threads_of(*lengths: int) -> list[int]:
+        used.clear()
+        for length in lengths:
+            run(loop, wire.Score("a", [], [[7] * length], wire.Embedding()))
+        return list(used)
+
+    monkeypatch.setattr(encoder_layers, "share", watched)
+    monkeypatch.setattr(encoder_layers, "FEW_TOKENS", 40)
+    monkeypatch.setattr(encoder_layers, "STEPS_ALONE", 3)
+    monkeypatch.setattr(Meeting, "waited", False)
+    assert threads_of(30, 30) == [2, 2]
+    with monkeypatch.context() as crowded:
+        crowded.setattr(Meeting, "waited", True)
+        assert threads_of(CONTEXT, 30) == [2, 2]
+    assert threads_of(30, CONTEXT, 30, 30) == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -146,9 +190,9 @@ def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, 
         ([1000] * 4, 2, [1000] * 4),
         ([1000] * 3, 2, [1500, 1500]),
         ([90, 30], 2, [120]),
-        ([90, 40], 2, [65, 65]),
-        ([8000, 10, 10], 4, [2005] * 4),
-        ([30] * 10, 16, [60, 90, 60, 90]),
+        ([90, 40], 2, [66, 64]),
+        ([8000, 10, 10], 4, [2004, 2004, 2010, 2002]),
+        ([30] * 10, 16, [78, 72, 78, 72]),
     ],
 )
 def test_parts_of_a_step(lengths: list[int], threads: int, expected: list[int]) -> None:
@@ -158,44 +202,71 @@ def test_parts_of_a_step(lengths: list[int], threads: int, expected: list[int]) 
     assert sum(len(range(sum(lengths))[part]) for part in divide(lengths, threads, cuts=False)) == sum(lengths)
 
 
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_a_thread_that_fails_ends_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]], family: str
 ) -> None:
     """The other one does not wait for its keys, and the next step is computed."""
-    loop, begin, failing = build(make_encoder(tmp_path, "bert"), threads=2), Encoder.to_last_attention, [1]
+    loop, begin, failing = build(make_encoder(tmp_path, family), threads=2), Encoder.to_last_attention, [1]
+    encode = native.encode
 
     def fail(self: Encoder, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
         if failing and positions[0]:  # the second part of a sequence
             raise RuntimeError(f"no memory for step {failing.pop()}")
         return begin(self, tokens, positions, attend)
 
+    def fail_in_one_call(*given: Any) -> None:
+        if failing and given[-5]:  # the second thread
+            raise RuntimeError(f"no memory for step {failing.pop()}")
+        encode(*given)
+
     monkeypatch.setattr(Encoder, "to_last_attention", fail)
+    monkeypatch.setattr(native, "encode", fail_in_one_call)
     text = some_tokens(random.Random(5), CONTEXT, CONTEXT)
     (refused,) = run(loop, wire.Score("a", [], [text], wire.Embedding()))
     assert isinstance(refused, wire.Failed)
+    assert not failing
     (scored,) = run(loop, wire.Score("b", [], [text], wire.Embedding()))
     assert len(scored.rows) == 1
     assert divided == [(2, True)] * 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize("family", ["bert", "nomic", "gte", "deberta"])
-def test_a_layer_in_one_call_is_its_operations(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, for all remainders of a tile of rows, and for more rows than are computed at a time."""
+def test_layers_in_one_call_are_their_operations(
+    tmp_path: Path, family: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers, and the end of one; for all remainders of a tile of rows, and for more rows than are computed at a time.
+
+    Bit for bit, but for rotations, and in float32 for the activation, which round otherwise.
+    """
     assert CONTEXT > BLOCK
-    directory, rng, finish, used, found = make_encoder(tmp_path, family), random.Random(6), int8._finish, set[bool](), []
+    directory, rng, finish = make_encoder(tmp_path, family), random.Random(6), encoder.finish_layer
+    used, found = set[bool](), []
     sent = [some_tokens(rng, length, length) for length in (1, 2, 3, 4, 5, 6, 7, CONTEXT)]
+    monkeypatch.setattr(packed, "library", lambda: ONEDNN)
 
     def in_one_call(*given: Any) -> Tensor | None:
         used.add((finished := finish(*given)) is not None)
         return finished
 
-    for way, rows in ((in_one_call, FEW_ROWS), (lambda *_: None, 0)):
-        monkeypatch.setattr(int8, "_finish", way)
+    for way, rows in ((None, FEW_ROWS), (in_one_call, FEW_ROWS), (lambda *_: None, 0)):
+        if way is not None:
+            monkeypatch.setattr(Encoder, "native_layers", None)
+            monkeypatch.setattr(encoder, "finish_layer", way)
         monkeypatch.setattr(codes, "FEW_ROWS", rows)
-        loop = build(directory, quantize="int8", threads=1)
+        loop = build(directory, threads=1, **settings)
+        if way is None:
+            assert one_call(loop) == (family != "deberta")
         found.append([run(loop, wire.Score("s", [], [tokens], wire.Embedding()))[0].rows for tokens in sent])
-    assert found[0] == found[1]
-    assert used == {instructions() in PANEL_INSTRUCTIONS}
+    assert used == {True} if not settings or instructions() in PANEL_INSTRUCTIONS else {False}
+    if family in ("bert", "deberta"):
+        assert found[0] == found[1]
+    if settings:
+        assert found[1] == found[2]
+    for rows in zip(*found, strict=True):
+        assert_equal_rows(rows[1], rows[2], 1e-6)
+        assert_equal_rows(rows[0], rows[1], 1e-2 if settings else 1e-6)
 
 
 def make_jina(directory: Path, kind: str, heads: int) -> Path:

@@ -446,3 +446,10 @@ def test_products_of_other_shapes_take_no_more_memory() -> None:
     command = [sys.executable, "-c", IN_USE]
     found = subprocess.run(command, env=with_defaults(os.environ), capture_output=True, text=True, timeout=100, check=True)
     assert float(found.stdout) < 32, found.stdout
+
+
+@pytest.mark.parametrize(("quota", "affinity", "expected"), [(math.inf, {0, 3, 5}, 3), (1.5, {0, 3, 5}, 2), (0.2, {0}, 1)])
+def test_usable_cores(quota: float, affinity: set[int], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cores", lambda: quota)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: affinity, raising=False)
+    assert module.usable_cores() == expected

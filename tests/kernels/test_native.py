@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -15,6 +17,7 @@ import torch
 
 from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.encoder_layers import Meeting
 from yardstick_llm.kernels.native_attention import MOST_QUERIES, UNBOUNDED, Piece, native_attention, plan
 from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, layer_norm, rms_norm, rms_norm_reference
 
@@ -151,3 +154,29 @@ def test_an_image_brings_its_loops_along(tmp_path: Path) -> None:
     for _ in range(2):
         assert hits(NUMBA_CACHE_DIR=kept, YARDSTICK_LOOPS=given) == ["dict_values([1])"]
     assert {file.name for file in kept.rglob("*.nbc")} >= {file.name for file in given.rglob("*.nbc")} != set()
+
+
+def test_threads_meet() -> None:
+    """None goes on before all have come; who waits for long says so; and nobody waits for one that has given up."""
+    threads, order = 3, list[tuple[int, int]]()
+    meeting = Meeting(threads)
+
+    def work(thread: int) -> None:
+        for phase in range(1, 40):
+            order.append((phase, thread))
+            meeting.wait(thread, phase)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+    assert [phase for phase, _ in order] == sorted(phase for phase, _ in order)
+    meeting = Meeting(2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meeting.wait, 1, 1)
+        time.sleep(0.1)
+        assert not other.done()
+        meeting.wait(0, 1)
+        other.result(10)
+        assert meeting.waited
+        late = pool.submit(meeting.wait, 1, 2)
+        meeting.give_up()
+        late.result(10)

@@ -13,21 +13,18 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine.models.decoder import MLP, Rows
-from yardstick_llm.engine.models.encoder import EncoderLayer, FeedForward, Layer, Model
+from yardstick_llm.engine.models.encoder import FeedForward, Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
 from yardstick_llm.kernels.int8 import (
     GATE_FIRST,
-    GATE_SECOND,
     INSTRUCTIONS,
     MOST_COLUMNS,
-    UNGATED,
     Panels,
     Weight,
     instructions,
     int8_activated,
-    int8_finish_layer,
     int8_linear,
     pack,
     pack_codes,
@@ -79,23 +76,12 @@ def convert(layer: Layer) -> None:
         layer.mlp.compute = compute_mlp
     elif isinstance(layer.mlp, FeedForward):
         layer.mlp.compute = _compute_feed_forward
-    if isinstance(layer, EncoderLayer) and not layer.before:
-        layer.finish = _finish
 
 
 def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
     """[tokens, hidden] -> [tokens, hidden]"""
     up, down = _projections(mlp)
-    return int8_activated(x, up, down, mlp.function, _gate(mlp), mlp.inner)
-
-
-def _finish(layer: EncoderLayer, attended: Tensor, x: Tensor) -> Tensor | None:
-    """[tokens, hidden] -> [tokens, hidden]"""
-    o, norm, mlp = layer.attention.o_proj, layer.attention_norm, layer.mlp
-    assert isinstance(o, Int8Linear)
-    assert norm is not None
-    up, down = _projections(mlp)
-    return int8_finish_layer(attended, x, o, norm, up, down, layer.mlp_norm, mlp.function, _gate(mlp))
+    return int8_activated(x, up, down, *mlp.kind, mlp.inner)
 
 
 def _projections(mlp: FeedForward) -> tuple[Int8Linear, Int8Linear]:
@@ -103,10 +89,6 @@ def _projections(mlp: FeedForward) -> tuple[Int8Linear, Int8Linear]:
     assert isinstance(gate_up, Int8Linear)
     assert isinstance(down, Int8Linear)
     return gate_up, down
-
-
-def _gate(mlp: FeedForward) -> int:
-    return UNGATED if not mlp.gated else GATE_FIRST if mlp.gate_first else GATE_SECOND
 
 
 def compute_mlp(mlp: MLP, x: Rows) -> Tensor:

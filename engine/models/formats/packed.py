@@ -10,9 +10,12 @@ import platform
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.encoder import FUNCTIONS, FeedForward, Layer, Model
+from yardstick_llm.engine.models.encoder import FUNCTIONS, EncoderLayer, FeedForward, Layer, Model
 from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, Experts, convert_parts, fill_parts
-from yardstick_llm.kernels.linear import PackedWeight, pack, packed_gelu, packed_linear
+from yardstick_llm.kernels import panels
+from yardstick_llm.kernels.linear import ONEDNN, PackedWeight, library, pack, packed_gelu, packed_linear
+from yardstick_llm.kernels.panels import FloatPanels, panel_linear
+from yardstick_llm.kernels.runtime import compiles
 
 GELUS = FUNCTIONS["gelu"], FUNCTIONS["gelu_tanh"]
 
@@ -28,6 +31,19 @@ class PackedLinear(ConvertedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
         return packed_linear(x, self.weight, self.bias)
+
+
+class PanelLinear(ConvertedLinear):
+    """A linear layer of a weight that compiled loops multiply."""
+
+    weight: FloatPanels
+
+    def fill(self, weight: Tensor) -> None:
+        self.weight = panels.pack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return panel_linear(x, self.weight, self.bias)
 
 
 def suits(device: torch.device, dtype: torch.dtype) -> bool:
@@ -49,10 +65,19 @@ def check_shapes(decoder: Model) -> None:
 
 def convert(layer: Layer) -> None:
     """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
+    if isinstance(layer, EncoderLayer) and not layer.before and _takes_panels(layer):
+        convert_parts(layer, dict.fromkeys(PROJECTIONS, PanelLinear))
+        return
     names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
     convert_parts(layer, dict.fromkeys(names, PackedLinear))
     if isinstance(layer.mlp, FeedForward) and not layer.mlp.gated and layer.mlp.activation in GELUS:
         layer.mlp.compute = _compute_feed_forward
+
+
+def _takes_panels(layer: EncoderLayer) -> bool:
+    """Whether compiled loops compute a layer in one call as fast as a library computes its products."""
+    weights = [layer.get_submodule(name).get_parameter("weight") for name in PROJECTIONS]
+    return all(compiles(each.detach()) and panels.takes(len(each)) for each in weights) and library() == ONEDNN
 
 
 def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:

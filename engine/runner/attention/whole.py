@@ -7,7 +7,6 @@ What plain PyTorch computes, biases by distance and ALiBi, is cut into calls by 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.engine import wire
-from yardstick_llm.engine.models.decoder import PlainAttend
 from yardstick_llm.engine.models.encoder import Encoder, Packed, Part
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.encoder_layers import Meeting
 from yardstick_llm.kernels.whole_attention import (
     ROWS,
     Layout,
@@ -38,42 +37,20 @@ FEW_BLOCKS = 64
 """Least number of blocks that a captured step has room for, unless it has fewer tokens."""
 PART, LEAST_PART = 1024, 64
 """Tokens of a part of a step, and fewest where a thread would have none otherwise. Each part reads all weights, which takes as long
-as some 40 tokens take to compute, in float32 and in int8 (12 GB/s; 130 and 500 multiplications a nanosecond)."""
-UNEVEN = 1.25
+as some 40 tokens take to compute, in float32 and in int8 (12 GB/s; 130 and 500 multiplications a nanosecond). Where threads share
+the weights, :data:`TILE` tokens are enough."""
+TILE = 6
+"""Tokens at whose multiples sequences are cut: the rows of a tile of products (:data:`kernels.native.ROWS`)."""
+UNEVEN = 1.1
 """How many times the mean of all threads one may compute before sequences are cut."""
 
 
-class SharedKeys:
-    """Keys and values of a step whose parts cut sequences. Each thread adds those of its part, and goes on when all have."""
-
-    def __init__(self, tokens: int, threads: int) -> None:
-        self._tokens = tokens
-        self._kept: dict[int, Tensor] = {}
-        """Keys and values by ``layer % 2``, because other threads may still read those of the layer before."""
-        self._allocating = threading.Lock()
-        self._all_added = threading.Barrier(threads)
-
-    def exchange(self, layer: int, part: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v: [tokens of the part, heads, head_dim]. -> those of the step. Raises BrokenBarrierError if another thread fails."""
-        with self._allocating:
-            if layer % 2 not in self._kept:
-                self._kept[layer % 2] = k.new_empty(2, self._tokens, *k.shape[1:])
-        kept = self._kept[layer % 2]
-        kept[0, part], kept[1, part] = k, v
-        self._all_added.wait()
-        return kept[0], kept[1]
-
-    def give_up(self) -> None:
-        """Let no other thread wait for the calling one, which has failed."""
-        self._all_added.abort()
-
-
-def divide(lengths: Sequence[int], threads: int, *, cuts: bool) -> list[slice]:
-    """The parts of a step. With ``cuts``, there is one for each thread, and sequences are cut, where whole ones would not keep all
-    threads busy."""
+def divide(lengths: Sequence[int], threads: int, *, cuts: bool, least: int = LEAST_PART) -> list[slice]:
+    """The parts of a step, of at least as many tokens where a thread would have none otherwise. With ``cuts``, there is one for
+    each thread, and sequences are cut, where whole ones would not keep all threads busy."""
     ends = np.cumsum(lengths)
     total = int(ends[-1])
-    threads = max(1, min(threads, total // LEAST_PART))
+    threads = max(1, min(threads, total // least))
     count = min(len(lengths), max(threads, -(-total // PART)))
     wanted = np.arange(1, count) * (total / count)
     places = np.searchsorted(ends, wanted)
@@ -84,7 +61,7 @@ def divide(lengths: Sequence[int], threads: int, *, cuts: bool) -> list[slice]:
     for tokens in np.diff(bounds).tolist():
         busy[busy.index(min(busy))] += tokens
     if cuts and max(busy) > UNEVEN * total / threads:
-        bounds = [total * place // threads for place in range(threads + 1)]
+        bounds = [(total * place // threads + TILE // 2) // TILE * TILE for place in range(threads)] + [total]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
@@ -101,10 +78,13 @@ class WholeAttention:
         slopes: Tensor | None = None,
         cuts: bool = False,
         narrow: bool = False,
+        threads: int | None = None,
     ) -> None:
         """``specs``: of each layer. ``typed``: whether the model has token types. ``biased``: the model, if it adds something
         to the scores by the distance of two tokens. ``slopes``, ``narrow``: see :func:`~kernels.whole_attention.whole_attention`.
-        ``cuts``: whether compiled loops attend, so that threads may share a sequence."""
+        ``cuts``: whether compiled loops attend, so that threads may share a sequence. ``threads``: of
+        a CPU, for models whose layers are computed in one call; None: those that torch has when a step is planned."""
+        self._threads = threads
         self._cuts = cuts and biased is None and slopes is None
         self._narrow = narrow
         self._slopes = slopes
@@ -122,14 +102,28 @@ class WholeAttention:
             types = types.pin_memory().to(self.device, non_blocking=True)
         model = self._biased
         distances = {} if model is None else {length: model.distances_of(length) for length in dict.fromkeys(lengths)}
-        return Packed(self._attend(lengths, unseen, distances), types, self._parts(lengths, unseen, types, distances))
+        return self._packed(lengths, unseen, types, distances, self._parts(lengths, unseen, types, distances))
+
+    def _packed(
+        self,
+        lengths: Sequence[int],
+        unseen: Sequence[int],
+        types: Tensor | None,
+        distances: Mapping[int, Tensor],
+        parts: Sequence[Part] = (),
+    ) -> Packed:
+        layout = lay_out(lengths, self.device, unseen)
+        attend = partial(self._attend, layout, distances)
+        return Packed(attend, types, layout, parts, self._threads, narrow=self._narrow)
 
     def _parts(
         self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None, distances: Mapping[int, Tensor]
     ) -> list[Part]:
         """The parts of a step that the threads of a CPU compute; none where one thread computes it, or all share its operations."""
-        threads = torch.get_num_threads()
-        spans = divide(lengths, threads, cuts=self._cuts) if self.device.type == "cpu" and threads > 1 else []
+        threads = torch.get_num_threads() if self._threads is None else self._threads
+        if self.device.type != "cpu" or threads == 1:
+            return []
+        spans = divide(lengths, threads, cuts=self._cuts, least=LEAST_PART if self._threads is None else TILE)
         if len(spans) < 2:
             return []
         ends, stops = np.cumsum(lengths), [span.stop for span in spans]
@@ -137,30 +131,30 @@ class WholeAttention:
         parts, first = [], 0
         if np.array_equal(ends[lasts], stops):
             for span, stop in zip(spans, (lasts + 1).tolist(), strict=True):
-                attend = self._attend(lengths[first:stop], unseen[first:stop], distances)
-                parts.append(Part(span, Packed(attend, None if types is None else types[span])))
+                own = None if types is None else types[span]
+                parts.append(Part(span, self._packed(lengths[first:stop], unseen[first:stop], own, distances)))
                 first = stop
             return parts
-        shared, layout = SharedKeys(int(ends[-1]), len(spans)), lay_out(lengths, self.device, unseen)
-        for span in spans:
-            attend = partial(self._attend_shared, shared, layout, span)
-            parts.append(Part(span, Packed(attend, None if types is None else types[span]), shared.give_up))
+        meeting, layout = Meeting(len(spans)), lay_out(lengths, self.device, unseen)
+        for thread, span in enumerate(spans):
+            attend = partial(self._attend_cut, meeting, thread, layout, span)
+            own = None if types is None else types[span]
+            parts.append(Part(span, Packed(attend, own, layout, meeting=meeting, narrow=self._narrow)))
         return parts
 
-    def _attend_shared(
-        self, shared: SharedKeys, layout: Layout, part: slice, layer: int, q: Tensor, k: Tensor, v: Tensor
+    def _attend_cut(
+        self, meeting: Meeting, thread: int, layout: Layout, part: slice, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        keys, values = shared.exchange(layer, part, k, v)
+        """Keys and values of layers take turns in two places, because other threads may still read those of the layer before."""
+        keys, values = meeting.shared(layer % 2, lambda: k.new_empty(2, layout.tokens, *k.shape[1:]))
+        keys[part], values[part] = k, v
+        meeting.wait(thread, layer + 1)
         return whole_attention_native(q, keys, values, layout, self.specs[layer], part, narrow=self._narrow)
 
-    def _attend(self, lengths: Sequence[int], unseen: Sequence[int], distances: Mapping[int, Tensor]) -> PlainAttend:
-        layout, specs, model = lay_out(lengths, self.device, unseen), self.specs, self._biased
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bias = None if model is None else partial(model.score_bias, layer, distances)
-            return whole_attention(q, k, v, layout, specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
-
-        return attend
+    def _attend(self, layout: Layout, distances: Mapping[int, Tensor], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        model = self._biased
+        bias = None if model is None else partial(model.score_bias, layer, distances)
+        return whole_attention(q, k, v, layout, self.specs[layer], bias, slopes=self._slopes, narrow=self._narrow)
 
     def types(self, segments: Sequence[ExtendSegment]) -> Tensor | None:
         """[tokens] int32 on the host: 1 for the second text of a pair; None if there is none."""
@@ -200,7 +194,7 @@ class FixedWholeAttention:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return whole_attention_triton(q, k, v, laid_out, specs[layer])
 
-        return Packed(attend, types if self._whole.typed else None)
+        return Packed(attend, types if self._whole.typed else None, laid_out)
 
     def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> int | None:
         """Queue the copy of the tables of ``segments``, padded to ``tokens``. None, and no copy, where they do not fit."""

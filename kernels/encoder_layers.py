@@ -1,0 +1,233 @@
+"""Post-norm layers of encoders on a CPU, by the compiled loops of :mod:`kernels.native`: the end of one layer, or all of them, in
+one call for each thread.
+
+A step of one short text takes little more than its products then. Threads that share it wait for each other in loops, without
+sleeping, because waking takes longer than what there is to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yardstick_llm.kernels.attention_spec import AttentionSpec
+from yardstick_llm.kernels.int8 import UNGATED, Panels
+from yardstick_llm.kernels.panels import FloatPanels
+from yardstick_llm.kernels.row_chunks import share
+from yardstick_llm.kernels.runtime import NOTHING, compiles, flat, loops
+from yardstick_llm.kernels.whole_attention import Run, work_of
+
+FEW_TOKENS = 128
+"""Most tokens of a step whose threads share the outputs of each product, so that each reads a part of the weights; in larger ones
+they share the tokens."""
+STEPS_ALONE = 64
+"""Small steps that one thread computes after one in which a thread had to wait for long. Beside processes that keep all cores
+busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
+NEVER = 1 << 62
+"""A phase that no thread comes to."""
+NO_CODES = np.empty(0, np.uint8), np.empty(0, np.int16), 0, NOTHING
+
+
+class Projection(Protocol):
+    """A linear layer."""
+
+    weight: Any
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Norm(Protocol):
+    """A layer normalisation."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Activation(NamedTuple):
+    """What is between the projections of a feed-forward layer."""
+
+    function: str
+    """gelu, gelu_tanh, relu, silu or tanh"""
+    gated: int
+    """:data:`~kernels.int8.UNGATED`, or the half of the first product that the function is applied to."""
+
+    def inner(self, width: int) -> int:
+        """Columns of the second product, where the first one has ``width`` outputs."""
+        return width if self.gated == UNGATED else width // 2
+
+
+class LayerParts(NamedTuple):
+    """The modules of a layer."""
+
+    qkv: Projection
+    o: Projection
+    norm: Norm
+    up: Projection
+    down: Projection
+    last: Norm
+    activation: Activation
+
+
+def takes(layer: LayerParts) -> bool:
+    """Whether the loops take the weights of a layer."""
+    return all(arrays_of(each) is not None for each in (layer.qkv, layer.o, layer.up, layer.down))
+
+
+def arrays_of(projection: Projection) -> tuple[Any, ...] | None:
+    """A weight as the loops take it; None for one in another form."""
+    weight = projection.weight
+    if isinstance(weight, FloatPanels):
+        return (*NO_CODES, flat(weight.numbers), flat(weight.nothing if projection.bias is None else projection.bias))
+    if isinstance(weight, Panels) and weight.is_plain:
+        return (*weight.arrays, NOTHING, weight.nothing if projection.bias is None else flat(projection.bias))
+    return None
+
+
+def finish_layer(attended: Tensor, x: Tensor, layer: LayerParts) -> Tensor | None:
+    """``last(y + down(function(up(y))))`` with ``y = norm(x + o(attended))``, by one loop that computes some rows at a time.
+
+    attended, x: [rows, size] float32 -> [rows, size], or None where the weights have another form.
+    """
+    weights = [arrays for each in (layer.o, layer.up, layer.down) if (arrays := arrays_of(each)) is not None]
+    norm, last, activation = layer.norm, layer.last, layer.activation
+    if len(weights) < 3 or not compiles(attended, x, norm.weight):
+        return None
+    native, out, rows = loops(), torch.empty(x.shape), len(x)
+    given = (
+        flat(attended), flat(x), weights[0], flat(norm.weight), flat(norm.bias), weights[1],
+        getattr(native, activation.function.upper()), activation.gated, activation.inner(len(weights[1][-1])), weights[2],
+        flat(last.weight), flat(last.bias), norm.eps, flat(out),
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    step = max(1, rows if threads == 1 else min(native.BLOCK, -(-rows // threads)))
+    spans = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    share(lambda span: native.finish_layer(*given, span.start, span.stop), spans)
+    return out
+
+
+class Meeting:
+    """Threads that compute parts of one step, and wait for each other in loops."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.signals = np.zeros(threads * loops().SIGNAL, np.int64)
+        self._lock = threading.Lock()
+        self._shared: dict[object, Any] = {}
+
+    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+        """What the first thread that asks for ``key`` makes."""
+        with self._lock:
+            if key not in self._shared:
+                self._shared[key] = make()
+            return self._shared[key]
+
+    def wait(self, thread: int, phase: int) -> None:
+        """Wait until all threads have come to ``phase``."""
+        loops().meet(self.signals, thread, phase)
+
+    @property
+    def waited(self) -> bool:
+        """Whether a thread had to wait for long, as on cores that other processes use."""
+        return bool(self.signals[1 :: loops().SIGNAL].any())
+
+    def give_up(self) -> None:
+        """Let no other thread wait for one that has failed."""
+        self.signals[:] = NEVER
+
+
+class EncoderLayers:
+    """Post-norm layers whose tokens all attend to each other, and whose weights the loops take. It keeps them alive."""
+
+    def __init__(self, layers: Sequence[LayerParts], spec: AttentionSpec, heads: int) -> None:
+        """``layers``: all of which :func:`takes`. ``spec``: of each, without a window."""
+        native, table = loops(), []
+        self._kept: list[Any] = []
+        for layer in layers:
+            row: list[int] = []
+            for projection in (layer.qkv, layer.o, layer.up, layer.down):
+                arrays = arrays_of(projection)
+                assert arrays is not None
+                self._kept += arrays
+                row += [number for each in arrays for number in (_place(each) if isinstance(each, np.ndarray) else (each,))]
+            for norm in (layer.norm, layer.last):
+                self._kept += (vectors := [flat(norm.weight), flat(norm.bias)])
+                row += [number for each in vectors for number in _place(each)]
+            table.append(row)
+        first, (function, gated) = layers[0], layers[0].activation
+        self._size, self._width = len(first.norm.weight), len(first.up.weight)
+        self._inner, self._heads = first.activation.inner(self._width), heads
+        of_function, scale = getattr(native, function.upper()), np.float32(spec.scale_of(self._size // heads))
+        self._given = np.array(table, np.int64), heads, of_function, gated, self._inner, first.norm.eps, scale
+        self._can_be_narrow = native.HAS_PAIRS and self._size // heads % 2 == 0
+        self._alone = 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        runs: tuple[Run, ...],
+        spans: Sequence[slice],
+        *,
+        whole: bool,
+        narrow: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a step, or the part of one that a thread computes alone.
+
+        x: [tokens, size], contiguous, the embeddings, which are overwritten. ``rotation``: cos and sin, see
+        :func:`kernels.rope.rope`, or None. ``runs``: its sequences. ``spans``: the tokens of each thread, which end at a multiple
+        of :data:`kernels.native.ROWS`, or with the step. -> the output of the last layer's attention, and the layer's input; if
+        ``whole``, the output of the last layer in its place. ``narrow``: see
+        :func:`kernels.native_attention.native_attention`.
+        """
+        tokens, few = len(x), len(spans) > 1 and len(x) <= FEW_TOKENS
+        if few and self._is_crowded():
+            spans = [slice(0, tokens)]
+        by_outputs, all_tokens = few and len(spans) > 1, slice(0, tokens)
+        rows, size, meeting = tokens + loops().ROWS, self._size, Meeting(len(spans))
+        attended, qkv = torch.empty(x.shape), np.empty(min(len(spans), 2) * rows * 3 * size, np.float32)
+        angles = (NOTHING, NOTHING) if rotation is None else map(flat, rotation)
+        between = np.empty(rows * (2 * size + self._width + self._inner) if by_outputs else 0, np.float32)
+        codes, scales, sums = (
+            np.empty(rows * max(size, self._inner), np.uint8),
+            np.empty(rows, np.float32),
+            np.empty(rows, np.int32),
+        )
+        given = (*self._given, narrow and self._can_be_narrow, *angles, flat(x), flat(attended), qkv, between, codes, scales, sums)
+
+        def compute(which: slice) -> None:
+            thread, span = which.start, spans[which.start]
+            queries = all_tokens if by_outputs else span
+            work = work_of(runs, queries.start, queries.stop, self._heads, size // self._heads, self._heads)
+            tasks = np.ascontiguousarray(work.tasks[thread :: len(spans)]) if by_outputs else work.tasks
+            shared = meeting.signals, thread, span.start, span.stop, by_outputs, whole
+            try:
+                loops().encode(*given, work.rows, tasks, queries.start, *shared)
+            except BaseException:
+                meeting.give_up()
+                raise
+
+        share(compute, [slice(place, place + 1) for place in range(len(spans))], len(spans))
+        if by_outputs and meeting.waited:
+            self._alone = STEPS_ALONE
+        return attended, x
+
+    def _is_crowded(self) -> bool:
+        """Whether one thread should compute the next small step, because others have had to wait lately."""
+        self._alone = max(0, self._alone - 1)
+        return self._alone > 0
+
+
+def _place(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Address and elements."""
+    return array.ctypes.data, len(array)

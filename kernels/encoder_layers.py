@@ -25,9 +25,9 @@ from yardstick_llm.kernels.whole_attention import Run, work_of
 FEW_TOKENS = 128
 """Most tokens of a step whose threads share the outputs of each product, so that each reads a part of the weights; in larger ones
 they share the tokens."""
-STEPS_ALONE = 64
-"""Small steps that one thread computes after one in which a thread had to wait for long. Beside processes that keep all cores
-busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
+LEAST_ALONE, MOST_ALONE = 8, 512
+"""Small steps that one thread computes after one in which a thread had to wait for long; each time in a row twice as many. Beside
+processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
 NEVER = 1 << 62
 """A phase that no thread comes to."""
 NO_CODES = np.empty(0, np.uint8), np.empty(0, np.int16), 0, NOTHING
@@ -170,7 +170,7 @@ class EncoderLayers:
         of_function, scale = getattr(native, function.upper()), np.float32(spec.scale_of(self._size // heads))
         self._given = np.array(table, np.int64), heads, of_function, gated, self._inner, first.norm.eps, scale
         self._can_be_narrow = native.HAS_PAIRS and self._size // heads % 2 == 0
-        self._alone = 0
+        self._alone, self._pause = 0, LEAST_ALONE
 
     def __call__(
         self,
@@ -218,14 +218,14 @@ class EncoderLayers:
                 raise
 
         share(compute, [slice(place, place + 1) for place in range(len(spans))], len(spans))
-        if by_outputs and meeting.waited:
-            self._alone = STEPS_ALONE
+        if by_outputs:
+            self._alone, self._pause = (self._pause, min(2 * self._pause, MOST_ALONE)) if meeting.waited else (0, LEAST_ALONE)
         return attended, x
 
     def _is_crowded(self) -> bool:
         """Whether one thread should compute the next small step, because others have had to wait lately."""
-        self._alone = max(0, self._alone - 1)
-        return self._alone > 0
+        self._alone -= (crowded := self._alone > 0)
+        return crowded
 
 
 def _place(array: np.ndarray[Any, Any]) -> tuple[int, int]:

@@ -174,13 +174,15 @@ def test_small_steps_on_crowded_cores(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(encoder_layers, "share", watched)
     monkeypatch.setattr(encoder_layers, "FEW_TOKENS", 40)
-    monkeypatch.setattr(encoder_layers, "STEPS_ALONE", 3)
+    monkeypatch.setattr(encoder_layers, "MOST_ALONE", 16)
     monkeypatch.setattr(Meeting, "waited", False)
     assert threads_of(30, 30) == [2, 2]
     with monkeypatch.context() as crowded:
         crowded.setattr(Meeting, "waited", True)
-        assert threads_of(CONTEXT, 30) == [2, 2]
-    assert threads_of(30, CONTEXT, 30, 30) == [1, 2, 1, 2]
+        assert threads_of(CONTEXT, *[30] * 45) == [2, 2, *[1] * 8, 2, *[1] * 16, 2, *[1] * 16, 2, 1]
+    assert threads_of(30, CONTEXT, *[30] * 16) == [1, 2, *[1] * 14, 2, 2]
+    monkeypatch.setattr(Meeting, "waited", True)
+    assert threads_of(*[30] * 10) == [2, *[1] * 8, 2]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def lines_of(client: httpx.Client, **body: Any) -> list[str]:
     return [line for line in answer.text.splitlines() if line]
 
 
+@pytest.mark.alone  # where other tests hold the gateway up for 0.3 s, a comment stands elsewhere too
 @pytest.mark.parametrize("after", [0, 3])
 def test_comments_while_nothing_comes(start: Start, after: int) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table"))

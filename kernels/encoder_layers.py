@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.int8 import UNGATED, Panels
+from yardstick_llm.kernels.int8 import UNGATED, Panels, Projection
 from yardstick_llm.kernels.panels import FloatPanels
 from yardstick_llm.kernels.row_chunks import share
 from yardstick_llm.kernels.runtime import NOTHING, compiles, flat, loops
@@ -29,17 +29,8 @@ LEAST_ALONE, MOST_ALONE = 8, 512
 """Small steps that one thread computes after one in which a thread had to wait for long; each time in a row twice as many. Beside
 processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
 NEVER = 1 << 62
-"""A phase that no thread comes to."""
+"""A phase that no thread reaches."""
 NO_CODES = np.empty(0, np.uint8), np.empty(0, np.int16), 0, NOTHING
-
-
-class Projection(Protocol):
-    """A linear layer."""
-
-    weight: Any
-
-    @property
-    def bias(self) -> Tensor | None: ...
 
 
 class Norm(Protocol):
@@ -55,7 +46,7 @@ class Norm(Protocol):
 
 
 class Activation(NamedTuple):
-    """What is between the projections of a feed-forward layer."""
+    """The activation function of a feed-forward layer, and its gate."""
 
     function: str
     """gelu, gelu_tanh, relu, silu or tanh"""
@@ -116,34 +107,33 @@ def finish_layer(attended: Tensor, x: Tensor, layer: LayerParts) -> Tensor | Non
     return out
 
 
-class Meeting:
-    """Threads that compute parts of one step, and wait for each other in loops."""
+class SpinBarrier:
+    """A barrier for threads that compute parts of one step; they wait in loops and do not sleep."""
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.signals = np.zeros(threads * loops().SIGNAL, np.int64)
+        self.slots = np.zeros(threads * loops().SLOT, np.int64)
         self._lock = threading.Lock()
         self._shared: dict[object, Any] = {}
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
-        """What the first thread that asks for ``key`` makes."""
+        """Return the value that belongs to ``key``. The first thread that asks for it makes it."""
         with self._lock:
             if key not in self._shared:
                 self._shared[key] = make()
             return self._shared[key]
 
     def wait(self, thread: int, phase: int) -> None:
-        """Wait until all threads have come to ``phase``."""
-        loops().meet(self.signals, thread, phase)
+        """Wait until all threads have reached ``phase``."""
+        loops().spin(self.slots, thread, phase)
 
     @property
     def waited(self) -> bool:
         """Whether a thread had to wait for long, as on cores that other processes use."""
-        return bool(self.signals[1 :: loops().SIGNAL].any())
+        return bool(self.slots[1 :: loops().SLOT].any())
 
-    def give_up(self) -> None:
-        """Let no other thread wait for one that has failed."""
-        self.signals[:] = NEVER
+    def abort(self) -> None:
+        """Let no thread wait for the calling one, which has failed."""
+        self.slots[:] = NEVER
 
 
 class EncoderLayers:
@@ -194,7 +184,7 @@ class EncoderLayers:
         if few and self._is_crowded():
             spans = [slice(0, tokens)]
         by_outputs, all_tokens = few and len(spans) > 1, slice(0, tokens)
-        rows, size, meeting = tokens + loops().ROWS, self._size, Meeting(len(spans))
+        rows, size, barrier = tokens + loops().ROWS, self._size, SpinBarrier(len(spans))
         attended, qkv = torch.empty(x.shape), np.empty(min(len(spans), 2) * rows * 3 * size, np.float32)
         angles = (NOTHING, NOTHING) if rotation is None else map(flat, rotation)
         between = np.empty(rows * (2 * size + self._width + self._inner) if by_outputs else 0, np.float32)
@@ -210,16 +200,16 @@ class EncoderLayers:
             queries = all_tokens if by_outputs else span
             work = work_of(runs, queries.start, queries.stop, self._heads, size // self._heads, self._heads)
             tasks = np.ascontiguousarray(work.tasks[thread :: len(spans)]) if by_outputs else work.tasks
-            shared = meeting.signals, thread, span.start, span.stop, by_outputs, whole
+            shared = barrier.slots, thread, span.start, span.stop, by_outputs, whole
             try:
                 loops().encode(*given, work.rows, tasks, queries.start, *shared)
             except BaseException:
-                meeting.give_up()
+                barrier.abort()
                 raise
 
         share(compute, [slice(place, place + 1) for place in range(len(spans))], len(spans))
         if by_outputs:
-            self._alone, self._pause = (self._pause, min(2 * self._pause, MOST_ALONE)) if meeting.waited else (0, LEAST_ALONE)
+            self._alone, self._pause = (self._pause, min(2 * self._pause, MOST_ALONE)) if barrier.waited else (0, LEAST_ALONE)
         return attended, x
 
     def _is_crowded(self) -> bool:

@@ -50,9 +50,9 @@ def instructions() -> str | None:
 
 
 class Projection(Protocol):
-    """A linear layer."""
+    """A linear layer, whose weight has the form that the function takes."""
 
-    weight: Weight
+    weight: Any
 
     @property
     def bias(self) -> Tensor | None: ...

@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from yardstick_llm.kernels.int8 import GATE_SECOND, MIN_PEAK, UNGATED
+from yardstick_llm.kernels.native_attention import UNBOUNDED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 F32: Any = np.float32
@@ -57,12 +58,10 @@ NO_PEAK = F32(-3e38)
 POLYNOMIAL = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 """``exp(r) = 1 + r + r² · p(r)``, highest power first. Source: Moshier's Cephes, ``expf``."""
 GELU, GELU_TANH, RELU, SILU, TANH = range(5)
-UNBOUNDED = 1 << 40
-"""More tokens than a sequence has."""
-SIGNAL = 8
-"""Integers of a thread's signal, so that each is in a line of the caches of its own."""
-TURNS = 50_000
-"""Turns, of some 20 ns, that a thread waits before it lets others have its core."""
+SLOT = 8
+"""Integers of a thread in a barrier, so that each thread writes its own cache line."""
+SPINS = 50_000
+"""Iterations, of some 20 ns, for which a thread waits before it yields its core in each further one."""
 PAUSE = {"x86_64": "pause", "aarch64": "yield"}.get(platform.machine(), "")
 
 
@@ -433,17 +432,17 @@ def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, low: Any, hi
 
 
 @compiled()
-def _weigh(weights: Any, at: Any, step: Any, values: Any, of_v: Any, wide: Any, found: Any, to: Any, depth: Any) -> None:
-    """Add values with the weights of a tile of queries."""
+def _add_tile(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> None:
+    """Add the products of a tile of rows of a with all ``wide`` columns of b."""
     column = U64(0)
     while column + U64(WIDE) <= wide:
-        _add_most(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+        _add_most(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
         column += U64(WIDE)
     while column + U64(2 * LANES) <= wide:
-        _add_two(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+        _add_two(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
         column += U64(2 * LANES)
     if column < wide:
-        _add_one(weights, at, step, values, of_v + column, wide, U64(LANES), found, to + column, wide, depth)
+        _add_one(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
 
 
 @compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, i8, i8, i8, b1, f4[::1])")
@@ -576,9 +575,9 @@ def attend(
                     continue
                 if narrow:
                     half_step, depth = U64(KEYS // 2), (high - low + U64(1)) // U64(2)
-                    _weigh(weights, U64(0), half_step, beside_pairs, low // U64(2) * wide, wide, found, r0 * wide, depth)
+                    _add_tile(weights, U64(0), half_step, beside_pairs, low // U64(2) * wide, wide, found, r0 * wide, wide, depth)
                 else:
-                    _weigh(scores, low, U64(KEYS), beside, low * wide, wide, found, r0 * wide, high - low)
+                    _add_tile(scores, low, U64(KEYS), beside, low * wide, wide, found, r0 * wide, wide, high - low)
         for token in range(U64(count)):
             for one in range(fold):
                 r = token * fold + one
@@ -621,7 +620,7 @@ def quantize(
 
 @compiled()
 def _activate_row(row: Any, function: Any, gated: Any, size: Any, inner: Any) -> None:
-    """row: [size], or twice that if ``gated`` -> inner: [size], which may be the row itself if it is not."""
+    """row: [size], or twice that if ``gated`` -> inner: [size]"""
     gate, other = (size, U64(0)) if gated == GATE_SECOND else (U64(0), size)
     if function == SILU:
         for c in range(size):
@@ -770,20 +769,6 @@ def _bias_tile(bias: Any, column: Any, width: Any, out: Any, to: Any, step: Any)
             out[to + row * step + c] = bias[column + c]
 
 
-@compiled()
-def _add_tile(x: Any, x_at: Any, size: Any, numbers: Any, at: Any, width: Any, out: Any, to: Any, step: Any) -> None:
-    """Add the products of a tile of rows with one panel, ``width`` columns."""
-    column = U64(0)
-    if width == U64(WIDE):
-        _add_most(x, x_at, size, numbers, at, width, U64(LANES), out, to, step, size)
-        column = width
-    while column + U64(2 * LANES) <= width:
-        _add_two(x, x_at, size, numbers, at + column, width, U64(LANES), out, to + column, step, size)
-        column += U64(2 * LANES)
-    if column < width:
-        _add_one(x, x_at, size, numbers, at + column, width, U64(LANES), out, to + column, step, size)
-
-
 @compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], i8, i8, i8, i8)")
 def multiply(x: Any, numbers: Any, bias: Any, out: Any, rows: Any, size: Any, begin: int, end: int) -> None:
     """Products of rows with the panels from ``begin`` to ``end`` of a weight in float32, see :class:`kernels.panels.FloatPanels`.
@@ -806,10 +791,10 @@ def multiply(x: Any, numbers: Any, bias: Any, out: Any, rows: Any, size: Any, be
             for r in range(start, stop, U64(ROWS)):
                 if r < whole:
                     _bias_tile(bias, column, width, out, r * columns + column, columns)
-                    _add_tile(x, r * size, size, numbers, at, width, out, r * columns + column, columns)
+                    _add_tile(x, r * size, size, numbers, at, width, out, r * columns + column, columns, size)
                     continue
                 _bias_tile(bias, column, width, of_rest, U64(0), U64(WIDE))
-                _add_tile(rest, U64(0), size, numbers, at, width, of_rest, U64(0), U64(WIDE))
+                _add_tile(rest, U64(0), size, numbers, at, width, of_rest, U64(0), U64(WIDE), size)
                 for row in range(rows - whole):
                     for c in range(width):
                         out[(whole + row) * columns + column + c] = of_rest[row * U64(WIDE) + c]
@@ -859,10 +844,9 @@ def _activated(
         _activate_row(row, function, gated, U64(inner), hidden[r * inner : (r + 1) * inner])
 
 
-LAYER = f"{WEIGHT}, f4[::1], f4[::1], {WEIGHT}, i8, i8, i8, {WEIGHT}, f4[::1], f4[::1], f8"
-
-
-@compiled(f"void(f4[::1], f4[::1], {LAYER}, f4[::1], i8, i8)")
+@compiled(
+    f"void(f4[::1], f4[::1], {WEIGHT}, f4[::1], f4[::1], {WEIGHT}, i8, i8, i8, {WEIGHT}, f4[::1], f4[::1], f8, f4[::1], i8, i8)"
+)
 def finish_layer(
     attended: Any, x: Any, o: Any, norm: Any, norm_bias: Any, up: Any, function: int, gated: int, inner: int, down: Any,
     last_norm: Any, last_bias: Any, eps: float, out: Any, begin: int, end: int,
@@ -896,8 +880,8 @@ def _pointer(_: Any, address: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _publish(_: Any, cells: Any, at: Any, value: Any) -> Any:  # noqa: ARG001
-    """Store a number behind everything that this thread has written."""
+def _store(_: Any, cells: Any, at: Any, value: Any) -> Any:  # noqa: ARG001
+    """Store a number so that whoever reads it also sees what this thread wrote before."""
 
     def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         data = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=given[0]).data
@@ -908,8 +892,8 @@ def _publish(_: Any, cells: Any, at: Any, value: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _published(_: Any, cells: Any, at: Any) -> Any:  # noqa: ARG001
-    """What another thread has last published."""
+def _load(_: Any, cells: Any, at: Any) -> Any:  # noqa: ARG001
+    """Read the number that another thread stored last, and with it all that this thread wrote before."""
 
     def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         data = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=given[0]).data
@@ -930,25 +914,24 @@ def _pause(_: Any) -> Any:
     return types.void(), build
 
 
-_give_way = types.ExternalFunction("sched_yield", types.int32())
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @compiled("void(i8[::1], i8, i8)")
-def meet(signals: Any, thread: int, phase: int) -> None:
-    """Wait until all threads have come to ``phase``, a number that grows. signals: [threads · :data:`SIGNAL`], zeros at first: the
-    phase of each thread, and how often it waited for more than :data:`TURNS`. A thread publishes a phase that is never reached to
-    let no other wait for it."""
-    _publish(signals, thread * SIGNAL, phase)
-    for other in range(0, len(signals), SIGNAL):
-        turns = 0
-        while _published(signals, other) < phase:
-            turns += 1
-            if turns < TURNS:
+def spin(slots: Any, thread: int, phase: int) -> None:
+    """Wait until all threads have reached ``phase``, a number that grows. slots: [threads · :data:`SLOT`], zeros at first: the
+    phase of each thread, and how often it waited for more than :data:`SPINS`."""
+    _store(slots, thread * SLOT, phase)
+    for other in range(0, len(slots), SLOT):
+        spins = 0
+        while _load(slots, other) < phase:
+            spins += 1
+            if spins < SPINS:
                 _pause()
                 continue
-            if turns == TURNS:
-                signals[thread * SIGNAL + 1] += 1
-            _give_way()
+            if spins == SPINS:
+                slots[thread * SLOT + 1] += 1
+            _yield_core()
 
 
 @compiled()
@@ -985,10 +968,10 @@ def _rotate(qkv: Any, step: Any, heads: Any, size: Any, cos: Any, sin: Any, half
 
 
 @compiled()
-def _share(signals: Any, thread: Any, phase: Any, weight: Any, x: Any, rows: Any, size: Any, room: Any, out: Any) -> Any:
-    """When all threads have come to ``phase``, the products of all rows with this thread's part of a weight. -> the next phase"""
-    threads, parts, (codes, scales, sums) = len(signals) // SIGNAL, _panels(weight), room
-    meet(signals, thread, phase)
+def _multiply_part(slots: Any, thread: Any, phase: Any, weight: Any, x: Any, rows: Any, size: Any, room: Any, out: Any) -> Any:
+    """Wait until all threads have reached ``phase``; multiply all rows with this thread's part of a weight. -> the next phase"""
+    threads, parts, (codes, scales, sums) = len(slots) // SLOT, _panels(weight), room
+    spin(slots, thread, phase)
     _product(x, rows, size, codes, scales, sums, weight, out, parts * thread // threads, parts * (thread + 1) // threads)
     return phase + 1
 
@@ -1000,9 +983,9 @@ def _share(signals: Any, thread: Any, phase: Any, weight: Any, x: Any, rows: Any
 def encode(
     table: Any, heads: Any, function: int, gated: int, inner: int, eps: float, scale: Any, narrow: bool, cos: Any, sin: Any,
     x: Any, attended: Any, qkv: Any, between: Any, codes: Any, scales: Any, sums: Any, index: Any, tasks: Any, first_query: int,
-    signals: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
+    slots: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
 ) -> None:  # fmt: skip
-    """What one thread computes of the layers of an encoder; see :class:`kernels.encoder_layers.EncoderLayers`.
+    """Compute one thread's part of the layers of an encoder; see :class:`kernels.encoder_layers.EncoderLayers`.
 
     x: embeddings, [rows, size] -> ``attended``, the output of the last layer's attention, and in x its input; if ``whole``, the
     output of the last layer. ``begin``, ``end``: rows of this thread, for products too unless ``by_outputs``; then there are
@@ -1020,9 +1003,9 @@ def encode(
         base = layer % 2 * (len(qkv) - (rows + ROWS) * step)  # another thread may still attend to keys of the layer before
         _quantize_for(of_qkv, x, size, codes, scales, sums, begin, end)
         if by_outputs:
-            phase = _share(signals, thread, phase, of_qkv, x, rows, size, room, qkv[base:])
+            phase = _multiply_part(slots, thread, phase, of_qkv, x, rows, size, room, qkv[base:])
             if angles > 0:
-                meet(signals, thread, phase)
+                spin(slots, thread, phase)
                 phase += 1
         else:
             own = codes[begin * size :]
@@ -1032,14 +1015,14 @@ def encode(
             )  # fmt: skip
         if angles > 0:
             _rotate(qkv[base:], step, heads, size // heads, cos, sin, angles, begin, end)
-        meet(signals, thread, phase)
+        spin(slots, thread, phase)
         attend(
             qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index, tasks, UNBOUNDED,
             UNBOUNDED, scale, F32(0), heads, 1, size // heads, narrow, attended[first_query * size :],
         )  # fmt: skip
         phase += 1
         if by_outputs:
-            meet(signals, thread, phase)
+            spin(slots, thread, phase)
             phase += 1
         if layer == len(table) - 1 and not whole:
             return
@@ -1052,18 +1035,18 @@ def encode(
         first, normed = between[: padded * size], between[padded * size : 2 * padded * size]
         product, hidden = between[2 * padded * size :], between[padded * (2 * size + wide) :]
         _quantize_for(o, attended, size, codes, scales, sums, begin, end)
-        phase = _share(signals, thread, phase, o, attended, rows, size, room, first)
-        meet(signals, thread, phase)
+        phase = _multiply_part(slots, thread, phase, o, attended, rows, size, room, first)
+        spin(slots, thread, phase)
         add_norm(first, x, norm, norm_bias, True, eps, size, normed, first, begin, end)
         _quantize_for(up, normed, size, codes, scales, sums, begin, end)
-        phase = _share(signals, thread, phase + 1, up, normed, rows, size, room, product)
-        meet(signals, thread, phase)
+        phase = _multiply_part(slots, thread, phase + 1, up, normed, rows, size, room, product)
+        spin(slots, thread, phase)
         _activated(product, down, function, gated, inner, hidden, codes, scales, sums, begin, end)
-        phase = _share(signals, thread, phase + 1, down, hidden, rows, inner, room, first)
-        meet(signals, thread, phase)
+        phase = _multiply_part(slots, thread, phase + 1, down, hidden, rows, inner, room, first)
+        spin(slots, thread, phase)
         add_norm(first, normed, last_norm, last_bias, True, eps, size, x, first, begin, end)
         phase += 1
-    meet(signals, thread, phase)
+    spin(slots, thread, phase)
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f8, f4[::1], f4[::1], i8, i8, i8, i8, i8[::1], f4[::1], f4[::1], f4[::1], i8, i8)")

@@ -1,7 +1,7 @@
 """Products of matrices in float32 on a CPU, by the compiled loops of :mod:`kernels.native`.
 
-They take as long as oneDNN's. What stands around them, biases, activations and norms, can be computed by the same call
-(:mod:`kernels.encoder_layers`), and threads can share a product of few rows without waking for it.
+What stands around them, biases, activations and norms, can be computed by the same call (:mod:`kernels.encoder_layers`), and
+threads can share a product of few rows without waking for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FloatPanels:
 
 
 def takes(out: int) -> bool:
-    """Whether a weight with so many outputs can be packed."""
+    """Whether a weight with ``out`` outputs can be packed."""
     return out % int(loops().LANES) == 0
 
 

@@ -38,7 +38,7 @@ def in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
 
 
 def share(work: Callable[[slice], None], parts: Sequence[slice], threads: int | None = None) -> None:
-    """Call ``work`` with each of the ``parts`` on so many threads, each of which takes the next one. None: on all of torch's."""
+    """Call ``work`` with each of the ``parts``. Each of the ``threads``, by default all of torch's, takes the next part."""
     left, of_torch = iter(parts), torch.get_num_threads()
     threads = of_torch if threads is None else threads
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
 from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
-from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, Meeting, finish_layer, takes
+from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, finish_layer, takes
 from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.rms_norm import layer_norm
@@ -196,8 +196,8 @@ class Packed:
     """Parts of the step, each of which one thread computes. Empty: the step is computed as a whole."""
     threads: int | None = None
     """That compute the parts; None: all of torch's."""
-    meeting: Meeting | None = None
-    """The threads of a layout whose sequences are cut."""
+    barrier: SpinBarrier | None = None
+    """Where the threads of a step wait for each other, if its sequences are cut."""
     narrow: bool = False
     """See :func:`~kernels.whole_attention.whole_attention`."""
 
@@ -260,7 +260,7 @@ class Encoder(nn.Module):
         Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
         """
         parts = attend.parts
-        if not parts or (self.native_layers is not None and parts[0].step.meeting is not None):
+        if not parts or (self.native_layers is not None and parts[0].step.barrier is not None):
             return self._compute(tokens, positions, attend, rows)
         wanted = torch.arange(len(tokens)) if rows is None else rows
         hidden = torch.empty(len(wanted), self.config.hidden_size, dtype=self.embed.weight.dtype)
@@ -272,8 +272,8 @@ class Encoder(nn.Module):
                 try:
                     hidden[places] = self._compute(tokens[span], positions[span], step, wanted[places] - span.start)
                 except BaseException:
-                    if step.meeting is not None:
-                        step.meeting.give_up()
+                    if step.barrier is not None:
+                        step.barrier.abort()
                     raise
 
         share(compute, [slice(place, place + 1) for place in range(len(parts))], attend.threads)
@@ -318,8 +318,8 @@ class Encoder(nn.Module):
 
     @cached_property
     def native_layers(self) -> EncoderLayers | None:
-        """What computes all layers in one call for each thread; None where their weights or their form are others. It is made
-        when the weights are loaded."""
+        """All layers, for one call on each thread; None for a family or a format that this cannot compute. The weights must be
+        loaded before."""
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         alike = len(set(self._rope_of)) == 1 and all(spec.window is None for spec in config.attention_specs)

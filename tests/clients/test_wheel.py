@@ -16,8 +16,7 @@ from tests.processes import free_port, wait_until
 from tests.warm import as_in_production
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 300
-"""The first import compiles loops, in some 20 s of a core's time, and other tests use the cores too."""
+SECONDS = 120
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 import yardstick_llm
@@ -45,7 +44,11 @@ def installed(wheel: Path) -> tuple[Path, dict[str, str]]:
     site = wheel.parent / "site"
     subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
-    return python_environment("wheel") / "bin" / "python", kept | {"PYTHONPATH": str(site)}
+    python, variables = python_environment("wheel") / "bin" / "python", kept | {"PYTHONPATH": str(site)}
+    subprocess.run(
+        [str(python), "-m", "yardstick_llm.kernels.native"], env=variables, check=True
+    )  # compiles loops, as `make setup`
+    return python, variables
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from yardstick_llm.engine.scheduling.scheduler import Budget
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels import encoder_layers, native
 from yardstick_llm.kernels import int8 as codes
-from yardstick_llm.kernels.encoder_layers import Meeting
+from yardstick_llm.kernels.encoder_layers import SpinBarrier
 from yardstick_llm.kernels.int8 import FEW_ROWS, PANEL_INSTRUCTIONS, instructions
 from yardstick_llm.kernels.linear import ONEDNN
 from yardstick_llm.kernels.native import BLOCK
@@ -118,7 +118,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
 
     def watched(self: WholeAttention, segments: Sequence[ExtendSegment]) -> Packed:
         found = plan(self, segments)
-        steps.append((len(found.parts), any(part.step.meeting is not None for part in found.parts)))
+        steps.append((len(found.parts), any(part.step.barrier is not None for part in found.parts)))
         return found
 
     monkeypatch.setattr(WholeAttention, "plan", watched)
@@ -175,13 +175,13 @@ def test_small_steps_on_crowded_cores(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(encoder_layers, "share", watched)
     monkeypatch.setattr(encoder_layers, "FEW_TOKENS", 40)
     monkeypatch.setattr(encoder_layers, "MOST_ALONE", 16)
-    monkeypatch.setattr(Meeting, "waited", False)
+    monkeypatch.setattr(SpinBarrier, "waited", False)
     assert threads_of(30, 30) == [2, 2]
     with monkeypatch.context() as crowded:
-        crowded.setattr(Meeting, "waited", True)
+        crowded.setattr(SpinBarrier, "waited", True)
         assert threads_of(CONTEXT, *[30] * 45) == [2, 2, *[1] * 8, 2, *[1] * 16, 2, *[1] * 16, 2, 1]
     assert threads_of(30, CONTEXT, *[30] * 16) == [1, 2, *[1] * 14, 2, 2]
-    monkeypatch.setattr(Meeting, "waited", True)
+    monkeypatch.setattr(SpinBarrier, "waited", True)
     assert threads_of(*[30] * 10) == [2, *[1] * 8, 2]
 
 

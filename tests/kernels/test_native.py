@@ -17,7 +17,7 @@ import torch
 
 from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.encoder_layers import Meeting
+from yardstick_llm.kernels.encoder_layers import SpinBarrier
 from yardstick_llm.kernels.native_attention import MOST_QUERIES, UNBOUNDED, Piece, native_attention, plan
 from yardstick_llm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, layer_norm, rms_norm, rms_norm_reference
 
@@ -156,27 +156,27 @@ def test_an_image_brings_its_loops_along(tmp_path: Path) -> None:
     assert {file.name for file in kept.rglob("*.nbc")} >= {file.name for file in given.rglob("*.nbc")} != set()
 
 
-def test_threads_meet() -> None:
-    """None goes on before all have come; who waits for long says so; and nobody waits for one that has given up."""
+def test_a_barrier() -> None:
+    """No thread goes on before all have arrived. A long wait is recorded. After an abort no thread waits."""
     threads, order = 3, list[tuple[int, int]]()
-    meeting = Meeting(threads)
+    barrier = SpinBarrier(threads)
 
     def work(thread: int) -> None:
         for phase in range(1, 40):
             order.append((phase, thread))
-            meeting.wait(thread, phase)
+            barrier.wait(thread, phase)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, range(threads)))
     assert [phase for phase, _ in order] == sorted(phase for phase, _ in order)
-    meeting = Meeting(2)
+    barrier = SpinBarrier(2)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(meeting.wait, 1, 1)
+        other = pool.submit(barrier.wait, 1, 1)
         time.sleep(0.1)
         assert not other.done()
-        meeting.wait(0, 1)
+        barrier.wait(0, 1)
         other.result(10)
-        assert meeting.waited
-        late = pool.submit(meeting.wait, 1, 2)
-        meeting.give_up()
+        assert barrier.waited
+        late = pool.submit(barrier.wait, 1, 2)
+        barrier.abort()
         late.result(10)

@@ -75,7 +75,7 @@ def convert(layer: Layer) -> None:
 
 
 def _takes_panels(layer: EncoderLayer) -> bool:
-    """Whether compiled loops compute a layer in one call as fast as a library computes its products."""
+    """Whether compiled loops take the weights of a layer, on a processor where MKL is not the faster library."""
     weights = [layer.get_submodule(name).get_parameter("weight") for name in PROJECTIONS]
     return all(compiles(each.detach()) and panels.takes(len(each)) for each in weights) and library() == ONEDNN
 

@@ -19,7 +19,8 @@ from yardstick_llm.engine.models.encoder import Encoder, Packed, Part
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import ScoringRequest
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.encoder_layers import Meeting
+from yardstick_llm.kernels.encoder_layers import SpinBarrier
+from yardstick_llm.kernels.runtime import loops
 from yardstick_llm.kernels.whole_attention import (
     ROWS,
     Layout,
@@ -38,9 +39,7 @@ FEW_BLOCKS = 64
 PART, LEAST_PART = 1024, 64
 """Tokens of a part of a step, and fewest where a thread would have none otherwise. Each part reads all weights, which takes as long
 as some 40 tokens take to compute, in float32 and in int8 (12 GB/s; 130 and 500 multiplications a nanosecond). Where threads share
-the weights, :data:`TILE` tokens are enough."""
-TILE = 6
-"""Tokens at whose multiples sequences are cut: the rows of a tile of products (:data:`kernels.native.ROWS`)."""
+the weights, the rows of a tile of products are enough."""
 UNEVEN = 1.1
 """How many times the mean of all threads one may compute before sequences are cut."""
 
@@ -61,7 +60,8 @@ def divide(lengths: Sequence[int], threads: int, *, cuts: bool, least: int = LEA
     for tokens in np.diff(bounds).tolist():
         busy[busy.index(min(busy))] += tokens
     if cuts and max(busy) > UNEVEN * total / threads:
-        bounds = [(total * place // threads + TILE // 2) // TILE * TILE for place in range(threads)] + [total]
+        tile = loops().ROWS
+        bounds = [(total * place // threads + tile // 2) // tile * tile for place in range(threads)] + [total]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
@@ -123,7 +123,7 @@ class WholeAttention:
         threads = torch.get_num_threads() if self._threads is None else self._threads
         if self.device.type != "cpu" or threads == 1:
             return []
-        spans = divide(lengths, threads, cuts=self._cuts, least=LEAST_PART if self._threads is None else TILE)
+        spans = divide(lengths, threads, cuts=self._cuts, least=LEAST_PART if self._threads is None else loops().ROWS)
         if len(spans) < 2:
             return []
         ends, stops = np.cumsum(lengths), [span.stop for span in spans]
@@ -135,20 +135,20 @@ class WholeAttention:
                 parts.append(Part(span, self._packed(lengths[first:stop], unseen[first:stop], own, distances)))
                 first = stop
             return parts
-        meeting, layout = Meeting(len(spans)), lay_out(lengths, self.device, unseen)
+        barrier, layout = SpinBarrier(len(spans)), lay_out(lengths, self.device, unseen)
         for thread, span in enumerate(spans):
-            attend = partial(self._attend_cut, meeting, thread, layout, span)
+            attend = partial(self._attend_cut, barrier, thread, layout, span)
             own = None if types is None else types[span]
-            parts.append(Part(span, Packed(attend, own, layout, meeting=meeting, narrow=self._narrow)))
+            parts.append(Part(span, Packed(attend, own, layout, barrier=barrier, narrow=self._narrow)))
         return parts
 
     def _attend_cut(
-        self, meeting: Meeting, thread: int, layout: Layout, part: slice, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, barrier: SpinBarrier, thread: int, layout: Layout, part: slice, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Keys and values of layers take turns in two places, because other threads may still read those of the layer before."""
-        keys, values = meeting.shared(layer % 2, lambda: k.new_empty(2, layout.tokens, *k.shape[1:]))
+        keys, values = barrier.shared(layer % 2, lambda: k.new_empty(2, layout.tokens, *k.shape[1:]))
         keys[part], values[part] = k, v
-        meeting.wait(thread, layer + 1)
+        barrier.wait(thread, layer + 1)
         return whole_attention_native(q, keys, values, layout, self.specs[layer], part, narrow=self._narrow)
 
     def _attend(self, layout: Layout, distances: Mapping[int, Tensor], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Post-norm layers of encoders on a CPU, by the compiled loops of :mod:`kernels.native`: the end of one layer, or all of them, in
-one call for each thread.
+"""Layers of encoders on a CPU, by the compiled loops of :mod:`kernels.native`: the end of one layer, or all of them, in one call
+for each thread.
 
 A step of one short text takes little more than its products then. Threads that share it wait for each other in loops, without
 sleeping, because waking takes longer than what there is to wait for.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.int8 import UNGATED, Panels, Projection
+from yardstick_llm.kernels.native_attention import NO_DISTANCES, reach_of
 from yardstick_llm.kernels.panels import FloatPanels
 from yardstick_llm.kernels.row_chunks import share
 from yardstick_llm.kernels.runtime import NOTHING, compiles, flat, loops
@@ -59,15 +60,22 @@ class Activation(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """The modules of a layer."""
+    """The modules of a layer, in their order."""
 
+    first: Norm | None
     qkv: Projection
     o: Projection
     norm: Norm
     up: Projection
     down: Projection
-    last: Norm
+    last: Norm | None
+    """None in a layer whose norms are before attention and feed-forward layer."""
     activation: Activation
+
+    @property
+    def before(self) -> bool:
+        """Whether its norms are before attention and feed-forward layer; else they are behind."""
+        return self.last is None
 
 
 def takes(layer: LayerParts) -> bool:
@@ -86,7 +94,8 @@ def arrays_of(projection: Projection) -> tuple[Any, ...] | None:
 
 
 def finish_layer(attended: Tensor, x: Tensor, layer: LayerParts) -> Tensor | None:
-    """``last(y + down(function(up(y))))`` with ``y = norm(x + o(attended))``, by one loop that computes some rows at a time.
+    """``last(y + down(function(up(y))))`` with ``y = norm(x + o(attended))``, or ``z + down(function(up(norm(z))))`` with
+    ``z = x + o(attended)``, by one loop that computes some rows at a time.
 
     attended, x: [rows, size] float32 -> [rows, size], or None where the weights have another form.
     """
@@ -96,9 +105,9 @@ def finish_layer(attended: Tensor, x: Tensor, layer: LayerParts) -> Tensor | Non
         return None
     native, out, rows = loops(), torch.empty(x.shape), len(x)
     given = (
-        flat(attended), flat(x), weights[0], flat(norm.weight), flat(norm.bias), weights[1],
+        flat(attended), flat(x), weights[0], *_vectors(norm), weights[1],
         getattr(native, activation.function.upper()), activation.gated, activation.inner(len(weights[1][-1])), weights[2],
-        flat(last.weight), flat(last.bias), norm.eps, flat(out),
+        *_vectors(last), layer.before, norm.eps, flat(out),
     )  # fmt: skip
     threads = torch.get_num_threads()
     step = max(1, rows if threads == 1 else min(native.BLOCK, -(-rows // threads)))
@@ -137,35 +146,48 @@ class SpinBarrier:
 
 
 class EncoderLayers:
-    """Post-norm layers whose tokens all attend to each other, and whose weights the loops take. It keeps them alive."""
+    """Layers whose tokens attend to each other in both directions, and whose weights the loops take. It keeps them alive."""
 
-    def __init__(self, layers: Sequence[LayerParts], spec: AttentionSpec, heads: int) -> None:
-        """``layers``: all of which :func:`takes`. ``spec``: of each, without a window."""
+    def __init__(
+        self,
+        layers: Sequence[LayerParts],
+        specs: Sequence[AttentionSpec],
+        rotations: Sequence[int | None],
+        heads: int,
+        distances: Tensor | None = None,
+    ) -> None:
+        """``layers``: all of which :func:`takes`. ``specs``: of each, which differ in their windows only. ``rotations``: place of
+        each layer's angles, or None. ``distances``: [heads, 2 · most + 1], what is added to the scores of keys from ``most`` places
+        before a query to ``most`` after it."""
         native, table = loops(), []
         self._kept: list[Any] = []
-        for layer in layers:
+        for layer, spec, rotation in zip(layers, specs, rotations, strict=True):
             row: list[int] = []
             for projection in (layer.qkv, layer.o, layer.up, layer.down):
                 arrays = arrays_of(projection)
                 assert arrays is not None
                 self._kept += arrays
                 row += [number for each in arrays for number in (_place(each) if isinstance(each, np.ndarray) else (each,))]
-            for norm in (layer.norm, layer.last):
-                self._kept += (vectors := [flat(norm.weight), flat(norm.bias)])
-                row += [number for each in vectors for number in _place(each)]
+            norms, first_vectors = [*_vectors(layer.norm), *_vectors(layer.last)], [*_vectors(layer.first)]
+            self._kept += norms + first_vectors
+            row += [number for each in norms for number in _place(each)]
+            row += [reach_of(spec), -1 if rotation is None else rotation]
+            row += [number for each in first_vectors for number in _place(each)]
             table.append(row)
         first, (function, gated) = layers[0], layers[0].activation
-        self._size, self._width = len(first.norm.weight), len(first.up.weight)
+        self._size, self._width, self._before = len(first.norm.weight), len(first.up.weight), first.before
         self._inner, self._heads = first.activation.inner(self._width), heads
-        of_function, scale = getattr(native, function.upper()), np.float32(spec.scale_of(self._size // heads))
-        self._given = np.array(table, np.int64), heads, of_function, gated, self._inner, first.norm.eps, scale
+        of_function, scale = getattr(native, function.upper()), np.float32(specs[0].scale_of(self._size // heads))
+        added = NO_DISTANCES if distances is None else distances.numpy(force=True)
+        of_layers = np.array(table, np.int64), heads, of_function, gated, self._inner, self._before
+        self._given = *of_layers, first.norm.eps, scale, added
         self._can_be_narrow = native.HAS_PAIRS and self._size // heads % 2 == 0
         self._alone, self._pause = 0, LEAST_ALONE
 
     def __call__(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotations: tuple[Tensor, Tensor],
         runs: tuple[Run, ...],
         spans: Sequence[slice],
         *,
@@ -174,24 +196,24 @@ class EncoderLayers:
     ) -> tuple[Tensor, Tensor]:
         """Compute a step, or the part of one that a thread computes alone.
 
-        x: [tokens, size], contiguous, the embeddings, which are overwritten. ``rotation``: cos and sin, see
-        :func:`kernels.rope.rope`, or None. ``runs``: its sequences. ``spans``: the tokens of each thread, which end at a multiple
-        of :data:`kernels.native.ROWS`, or with the step. -> the output of the last layer's attention, and the layer's input; if
-        ``whole``, the output of the last layer in its place. ``narrow``: see
-        :func:`kernels.native_attention.native_attention`.
+        x: [tokens, size], contiguous, the embeddings, which are overwritten. ``rotations``: cos and sin,
+        [rotations, tokens, head_dim / 2], see :func:`kernels.rope.rope`. ``runs``: its sequences. ``spans``: the tokens of each
+        thread. -> the output of the last layer's attention, and the layer's input; if ``whole``, the output of the last layer in
+        its place. ``narrow``: see :func:`kernels.native_attention.native_attention`.
         """
         tokens, few = len(x), len(spans) > 1 and len(x) <= FEW_TOKENS
         if few and self._is_crowded():
             spans = [slice(0, tokens)]
         by_outputs, all_tokens = few and len(spans) > 1, slice(0, tokens)
-        rows, size, barrier = tokens + loops().ROWS, self._size, SpinBarrier(len(spans))
-        attended, qkv = torch.empty(x.shape), np.empty(min(len(spans), 2) * rows * 3 * size, np.float32)
-        angles = (NOTHING, NOTHING) if rotation is None else map(flat, rotation)
-        between = np.empty(rows * (2 * size + self._width + self._inner) if by_outputs else 0, np.float32)
+        size, barrier = self._size, SpinBarrier(len(spans))
+        attended, qkv = torch.empty(x.shape), np.empty(min(len(spans), 2) * tokens * 3 * size, np.float32)
+        angles = [each.flatten(1).numpy() for each in rotations]
+        most = 2 * size + self._width + self._inner if by_outputs else size * self._before
+        between = np.empty(tokens * most, np.float32)
         codes, scales, sums = (
-            np.empty(rows * max(size, self._inner), np.uint8),
-            np.empty(rows, np.float32),
-            np.empty(rows, np.int32),
+            np.empty(tokens * max(size, self._inner), np.uint8),
+            np.empty(tokens, np.float32),
+            np.empty(tokens, np.int32),
         )
         given = (*self._given, narrow and self._can_be_narrow, *angles, flat(x), flat(attended), qkv, between, codes, scales, sums)
 
@@ -216,6 +238,11 @@ class EncoderLayers:
         """Whether one thread should compute the next small step, because others have had to wait lately."""
         self._alone -= (crowded := self._alone > 0)
         return crowded
+
+
+def _vectors(norm: Norm | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Weight and bias; empty where there are none."""
+    return (NOTHING, NOTHING) if norm is None else (flat(norm.weight), flat(norm.bias))
 
 
 def _place(array: np.ndarray[Any, Any]) -> tuple[int, int]:

@@ -203,19 +203,9 @@ def _form(weight: Weight, size: int, dtype: torch.dtype) -> tuple[int, bool, int
 
 
 def _room(rows: int, size: int, weight: Weight) -> Quantized:
-    groups, more = (weight.groups, _rest(rows, weight)) if isinstance(weight, Panels) else (0, 0)
-    codes, scales = torch.empty((rows + more, size), dtype=torch.uint8), torch.empty((rows + more, groups or 1))
-    room = Quantized(codes, scales, torch.empty((rows + more, groups or 1), dtype=torch.int32))
-    if more:
-        for part in room:
-            part[rows:] = 0
-    return room
-
-
-def _rest(rows: int, weight: Panels) -> int:
-    """Rows of zeros that make whole tiles; none where the last rows are multiplied faster one by one."""
-    tile = loops().ROWS
-    return -rows % tile if rows % tile > (2 if weight.halved else 1) else 0
+    groups = weight.groups if isinstance(weight, Panels) else 1
+    codes, scales = torch.empty((rows, size), dtype=torch.uint8), torch.empty((rows, groups))
+    return Quantized(codes, scales, torch.empty((rows, groups), dtype=torch.int32))
 
 
 def int8_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -226,7 +216,7 @@ def int8_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor
     rows = x.shape[0]
     if isinstance(weight, Panels) and rows <= FEW_ROWS and x.dtype == torch.float32 and torch.get_num_threads() == 1:
         return _multiplied_few(x, weight, bias)
-    return _scaled_product(quantize_rows(x, weight), weight, bias, rows, x.dtype)
+    return _scaled_product(quantize_rows(x, weight), weight, bias, x.dtype)
 
 
 def int8_activated(x: Tensor, into: Projection, down: Projection, function: str, gated: int, size: int) -> Tensor:
@@ -238,7 +228,7 @@ def int8_activated(x: Tensor, into: Projection, down: Projection, function: str,
     rows, native, bias = x.shape[0], loops(), None if into.bias is None else into.bias.float()
     given = quantize_rows(x, into.weight)
     if isinstance(into.weight, Panels):
-        product, scales, bias = _multiplied(given, into.weight, bias, rows), None, None
+        product, scales, bias = _multiplied(given, into.weight, bias), None, None
     else:  # in units of the scales
         scales = given.scales.to(x.dtype).float()
         product = _product(given.codes, into.weight, x.dtype).float()
@@ -247,7 +237,7 @@ def int8_activated(x: Tensor, into: Projection, down: Projection, function: str,
     before = flat(product), flat(scales), flat(bias), getattr(native, function.upper()), gated, size, group, rounded, zero
     to = [flat(part) for part in inner]
     in_threads(lambda span: native.activate(*before, *to, span.start, min(span.stop, rows)), rows, 3 * product.shape[1])
-    return _scaled_product(inner, down.weight, down.bias, rows, x.dtype)
+    return _scaled_product(inner, down.weight, down.bias, x.dtype)
 
 
 def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -257,7 +247,7 @@ def _product(codes: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) -> Tensor:
+def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None) -> Tensor:
     """-> [rows, out] float32, with the bias"""
     width, multiply = weight.width, loops().multiply_codes
     out = torch.empty(x.codes.shape[0], width)
@@ -270,17 +260,16 @@ def _multiplied(x: Quantized, weight: Panels, bias: Tensor | None, rows: int) ->
     else:
         spans = [slice(pairs * part // parts, pairs * (part + 1) // parts) for part in range(parts)]
         share(lambda span: multiply(*given, *shape, span.start, span.stop), spans)
-    return out if out.shape == (rows, weight.out) else out[:rows, : weight.out].contiguous()
+    return out if weight.width == weight.out else out[:, : weight.out].contiguous()
 
 
 def _multiplied_few(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
     """:func:`int8_linear` by one call on the calling thread; of a few rows, calls take longer than products."""
     rows = x.shape[0]
-    padded = rows + _rest(rows, weight)
-    out = torch.empty(padded, weight.width)
+    out = torch.empty(rows, weight.width)
     form = weight.groups, weight.group, weight.halved, weight.shifted
-    loops().multiply_few(flat(x), *weight.arrays, _bias(bias, weight), flat(out), rows, padded, *form)
-    return out if out.shape == (rows, weight.out) else out[:rows, : weight.out].contiguous()
+    loops().multiply_few(flat(x), *weight.arrays, _bias(bias, weight), flat(out), rows, *form)
+    return out if weight.width == weight.out else out[:, : weight.out].contiguous()
 
 
 def _bias(bias: Tensor | None, weight: Panels) -> npt.NDArray[Any]:
@@ -289,8 +278,8 @@ def _bias(bias: Tensor | None, weight: Panels) -> npt.NDArray[Any]:
     return found if len(found) == weight.width else np.pad(found, (0, weight.width - len(found)))
 
 
-def _scaled_product(x: Quantized, weight: Weight, bias: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+def _scaled_product(x: Quantized, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, Panels):
-        return _multiplied(x, weight, bias, rows).to(dtype)
+        return _multiplied(x, weight, bias).to(dtype)
     product, scales = _product(x.codes, weight, dtype), x.scales.to(dtype)
     return product.mul_(scales) if bias is None else torch.addcmul(bias, product, scales, out=product)

@@ -23,7 +23,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from yardstick_llm.kernels.int8 import GATE_SECOND, MIN_PEAK, UNGATED
-from yardstick_llm.kernels.native_attention import UNBOUNDED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 F32: Any = np.float32
@@ -43,6 +42,8 @@ HAS_PAIRS = LANES == 16 and bool(_features.get("avx512bf16"))
 """Whether an instruction adds two products of bfloat16 to each lane."""
 ROWS = 6
 """Rows of a tile of products, which the registers hold."""
+REST_ROWS = 2
+"""Rows of a tile of the rows that are left behind whole ones."""
 WIDE = VECTORS * LANES
 KEYS = 512
 """Keys that a block of queries attends to at a time. Copies of their keys and values stay in a core's cache."""
@@ -82,8 +83,8 @@ def compiled(*signature: str) -> Callable[[Function], Function]:
     return compile_it
 
 
-def _tile(vectors: int, *, adds: bool) -> Any:
-    """Return ``product(a, a_at, a_step, b, b_at, b_step, b_next, c, c_at, c_step, depth)``: a tile of :data:`ROWS` by ``vectors`` ·
+def _tile(vectors: int, rows: int = ROWS, *, adds: bool) -> Any:
+    """Return ``product(a, a_at, a_step, b, b_at, b_step, b_next, c, c_at, c_step, depth)``: a tile of ``rows`` by ``vectors`` ·
     :data:`LANES` of a matrix product, ``c = a · b``, or ``c += a · b`` if it ``adds``.
 
     ``_at``: place of the first number in a flat array; ``_step``: from row to row; ``b_next``: from one vector of a row of b to the
@@ -119,7 +120,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
 
             a, b, c = start(0, a_at), start(3, b_at), start(7, c_at)
             sums = []
-            for row in range(ROWS):
+            for row in range(rows):
                 for place in range(vectors):
                     into = cell(c, builder.add(times(row, c_step), ir.Constant(ir.IntType(64), place * LANES)))
                     sums.append((into, cgutils.alloca_once(builder, vector)))
@@ -128,7 +129,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
             with cgutils.for_range(builder, depth) as loop:
                 line = builder.gep(b, [builder.mul(loop.index, b_step)])
                 columns = [builder.load(cell(line, times(place, b_next), kind), align=4) for place in range(vectors)]
-                for row in range(ROWS):
+                for row in range(rows):
                     number = builder.load(builder.gep(a, [builder.add(times(row, a_step), loop.index)]), align=4)
                     factor = builder.shuffle_vector(builder.insert_element(undefined, number, first), undefined, everywhere)
                     for (_, total), column in zip(sums[row * vectors :], columns, strict=False):
@@ -148,6 +149,7 @@ def _tile(vectors: int, *, adds: bool) -> Any:
 
 _set_most, _set_two, _set_one = (_tile(vectors, adds=False) for vectors in (VECTORS, 2, 1))
 _add_most, _add_two, _add_one = (_tile(vectors, adds=True) for vectors in (VECTORS, 2, 1))
+_add_most_few, _add_two_few, _add_one_few = (_tile(vectors, REST_ROWS, adds=True) for vectors in (VECTORS, 2, 1))
 
 
 def _dots(rows: int, *, halved: bool, shifted: bool) -> Any:
@@ -262,8 +264,11 @@ def _dots(rows: int, *, halved: bool, shifted: bool) -> Any:
     return dots
 
 
-_dots_few, _dots_few_shifted, _dots_few_halved, _dots_few_both = (
+_dots_one, _dots_one_shifted, _dots_one_halved, _dots_one_both = (
     _dots(1, halved=halved, shifted=shifted) for halved in (False, True) for shifted in (False, True)
+)
+_dots_few, _dots_few_shifted, _dots_few_halved, _dots_few_both = (
+    _dots(REST_ROWS, halved=halved, shifted=shifted) for halved in (False, True) for shifted in (False, True)
 )
 _dots_many, _dots_many_shifted, _dots_many_halved, _dots_many_both = (
     _dots(ROWS, halved=halved, shifted=shifted) for halved in (False, True) for shifted in (False, True)
@@ -432,6 +437,20 @@ def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, low: Any, hi
 
 
 @compiled()
+def _add_rest(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> None:
+    """:func:`_add_tile` of :data:`REST_ROWS` rows."""
+    column = U64(0)
+    while column + U64(WIDE) <= wide:
+        _add_most_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
+        column += U64(WIDE)
+    while column + U64(2 * LANES) <= wide:
+        _add_two_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
+        column += U64(2 * LANES)
+    if column < wide:
+        _add_one_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
+
+
+@compiled()
 def _add_tile(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> None:
     """Add the products of a tile of rows of a with all ``wide`` columns of b."""
     column = U64(0)
@@ -445,10 +464,10 @@ def _add_tile(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: A
         _add_one(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
 
 
-@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, i8, i8, i8, b1, f4[::1])")
+@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, f4[:, ::1], i8, i8, i8, b1, f4[::1])")
 def attend(
     q: Any, q_step: int, k: Any, k_step: int, v: Any, v_step: int, index: Any, tasks: Any, left: int, right: int, scale: Any,
-    cap: Any, heads: Any, fold: Any, size: Any, narrow: bool, out: Any,
+    cap: Any, distances: Any, heads: Any, fold: Any, size: Any, narrow: bool, out: Any,
 ) -> None:  # fmt: skip
     """Attention in tiles of keys, with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
@@ -456,9 +475,11 @@ def attend(
     heads · size. k, v: rows of keys and values, with ``fold`` query heads for each of their heads. index: int64, the rows of
     contexts. tasks: [tasks, 6] int64; each has ``count`` queries from token ``start`` on, of one key head, ``head``, and a context:
     ``width`` rows from place ``at`` of the index, of which ``before`` come before the first query's own. A query sees the keys from
-    ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none. ``narrow``: factors of
-    products are rounded to bfloat16, which takes :data:`HAS_PAIRS` and an even ``size``.
+    ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none. ``distances``: what is added
+    to scores, [heads, 2 · most + 1], for keys from ``most`` places before a query to ``most`` after it; no heads for nothing.
+    ``narrow``: factors of products are rounded to bfloat16, which takes :data:`HAS_PAIRS` and an even ``size``.
     """
+    most_apart = distances.shape[1] // 2
     size, fold = U64(size), U64(fold)
     wide = (size + U64(LANES - 1)) // U64(LANES) * U64(LANES)
     most = U64(1)
@@ -492,8 +513,9 @@ def attend(
         _fill(found, U64(0), padded * wide, F32(0))
         _fill(peaks, U64(0), padded, NO_PEAK)
         _fill(totals, U64(0), padded, F32(0))
-        for first in range(max(0, before - left), width, KEYS):
-            keys = min(KEYS, width - first)
+        seen = min(width, before + count + right)
+        for first in range(max(0, before - left), seen, KEYS):
+            keys = min(KEYS, seen - first)
             finite = F32(0)
             if narrow:
                 for j in range(U64(keys)):
@@ -552,6 +574,10 @@ def attend(
                     if cap > F32(0):
                         for j in range(U64(begin), U64(end)):
                             scores[line + j] = cap * _tanh(scores[line + j] / cap)
+                    if len(distances) > 0:
+                        of_head, shift = distances[U64(head) * fold + r % fold], U64(most_apart - place)
+                        for j in range(U64(begin), U64(end)):
+                            scores[line + j] += of_head[shift + j]
                     vectors = (high - low + U64(LANES - 1)) // U64(LANES)
                     _fill(scores, line + low, line + U64(begin), NO_PEAK)
                     _fill(scores, line + U64(end), line + low + vectors * U64(LANES), NO_PEAK)
@@ -677,8 +703,7 @@ def multiply_codes(
 ) -> None:  # fmt: skip
     """Products of rows of codes with the pairs of panels from ``begin`` to ``end``; see :class:`kernels.int8.Panels`.
 
-    x: [rows, groups · group / 4]; scales, sums: [rows, groups], of the codes; bias: [columns]. -> out: [rows, columns]. Rows after
-    the last multiple of :data:`ROWS` are multiplied one by one.
+    x: [rows, groups · group / 4]; scales, sums: [rows, groups], of the codes; bias: [columns]. -> out: [rows, columns].
     """
     rows, columns, groups, group, zero = U64(rows), U64(columns), U64(groups), U64(group), I32(zero)
     quads = group // U64(4)
@@ -692,28 +717,38 @@ def multiply_codes(
             w_at, v_at, column = pair * U64(2) * stored, pair * U64(2) * scaled, pair * U64(2 * LANES)
             r = start
             while r < stop:
-                few = stop - r < U64(ROWS)
+                taken = U64(ROWS) if stop - r >= U64(ROWS) else min(stop - r, U64(REST_ROWS))
                 given = (
                     x, r * line, line, w, w_at, stored, scales, sums, r * groups, groups, w_scales, v_at, scaled, zero, factors,
                     bias, column, out, r * columns + column, columns, groups, quads,
                 )  # fmt: skip
-                if few and halved and shifted:
-                    _dots_few_both(*given)
-                elif few and halved:
-                    _dots_few_halved(*given)
-                elif few and shifted:
-                    _dots_few_shifted(*given)
-                elif few:
-                    _dots_few(*given)
+                if taken == U64(ROWS):
+                    if halved and shifted:
+                        _dots_many_both(*given)
+                    elif halved:
+                        _dots_many_halved(*given)
+                    elif shifted:
+                        _dots_many_shifted(*given)
+                    else:
+                        _dots_many(*given)
+                elif taken == U64(REST_ROWS):
+                    if halved and shifted:
+                        _dots_few_both(*given)
+                    elif halved:
+                        _dots_few_halved(*given)
+                    elif shifted:
+                        _dots_few_shifted(*given)
+                    else:
+                        _dots_few(*given)
                 elif halved and shifted:
-                    _dots_many_both(*given)
+                    _dots_one_both(*given)
                 elif halved:
-                    _dots_many_halved(*given)
+                    _dots_one_halved(*given)
                 elif shifted:
-                    _dots_many_shifted(*given)
+                    _dots_one_shifted(*given)
                 else:
-                    _dots_many(*given)
-                r += U64(1) if few else U64(ROWS)
+                    _dots_one(*given)
+                r += taken
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], b1, f8, i8, f4[::1], f4[::1], i8, i8)")
@@ -746,18 +781,18 @@ def add_norm(
                 normed[at + c] += bias[c]
 
 
-@compiled("void(f4[::1], u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1], i8, i8, i8, i8, b1, b1)")
+@compiled("void(f4[::1], u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1], i8, i8, i8, b1, b1)")
 def multiply_few(
-    x: Any, w: Any, w_scales: Any, zero: Any, factors: Any, bias: Any, out: Any, rows: int, padded: int, groups: int, group: int,
-    halved: bool, shifted: bool,
+    x: Any, w: Any, w_scales: Any, zero: Any, factors: Any, bias: Any, out: Any, rows: int, groups: int, group: int, halved: bool,
+    shifted: bool,
 ) -> None:  # fmt: skip
-    """:func:`quantize` and :func:`multiply_codes` in one call. x: [rows, size] -> out: [padded, columns]"""
+    """:func:`quantize` and :func:`multiply_codes` in one call. x: [rows, size] -> out: [rows, columns]"""
     size, columns = groups * group, len(factors)
-    codes = np.empty(padded * size, np.uint8)
-    scales, sums = np.empty(padded * groups, np.float32), np.empty(padded * groups, np.int32)
+    codes = np.empty(rows * size, np.uint8)
+    scales, sums = np.empty(rows * groups, np.float32), np.empty(rows * groups, np.int32)
     quantize(x, size, group, False, 0, codes, scales, sums, 0, rows)
     multiply_codes(
-        codes.view(np.int32), scales, sums, w, w_scales, zero, factors, bias, out, padded, columns, groups, group, halved, shifted,
+        codes.view(np.int32), scales, sums, w, w_scales, zero, factors, bias, out, rows, columns, groups, group, halved, shifted,
         0, columns // (2 * LANES),
     )  # fmt: skip
 
@@ -794,10 +829,17 @@ def multiply(x: Any, numbers: Any, bias: Any, out: Any, rows: Any, size: Any, be
                     _add_tile(x, r * size, size, numbers, at, width, out, r * columns + column, columns, size)
                     continue
                 _bias_tile(bias, column, width, of_rest, U64(0), U64(WIDE))
-                _add_tile(rest, U64(0), size, numbers, at, width, of_rest, U64(0), U64(WIDE), size)
+                for row in range(U64(0), rows - whole, U64(REST_ROWS)):
+                    _add_rest(rest, row * size, size, numbers, at, width, of_rest, row * U64(WIDE), U64(WIDE), size)
                 for row in range(rows - whole):
                     for c in range(width):
                         out[(whole + row) * columns + column + c] = of_rest[row * U64(WIDE) + c]
+
+
+@compiled()
+def _add(x: Any, more: Any, out: Any, begin: Any, end: Any) -> None:
+    for c in range(U64(begin), U64(end)):
+        out[c] = x[c] + more[c]
 
 
 @compiled()
@@ -816,14 +858,13 @@ def _quantize_for(weight: Any, x: Any, size: Any, codes: Any, scales: Any, sums:
 
 @compiled()
 def _product(x: Any, rows: Any, size: Any, codes: Any, scales: Any, sums: Any, weight: Any, out: Any, begin: Any, end: Any) -> None:
-    """Products of rows, or of their codes, with a part of a weight of one group. All arrays but x have room for whole tiles."""
+    """Products of rows, or of their codes, with a part of a weight of one group."""
     panels, of_outputs, zero, factors, numbers, bias = weight
     if len(numbers) > 0:
         multiply(x, numbers, bias, out, rows, size, begin, end)
         return
-    padded = rows if rows % ROWS < 2 else (rows + ROWS - 1) // ROWS * ROWS
     multiply_codes(
-        codes.view(np.int32), scales, sums, panels, of_outputs, zero, factors, bias, out, padded, len(bias), 1, size, False, False,
+        codes.view(np.int32), scales, sums, panels, of_outputs, zero, factors, bias, out, rows, len(bias), 1, size, False, False,
         begin, end,
     )  # fmt: skip
 
@@ -845,30 +886,34 @@ def _activated(
 
 
 @compiled(
-    f"void(f4[::1], f4[::1], {WEIGHT}, f4[::1], f4[::1], {WEIGHT}, i8, i8, i8, {WEIGHT}, f4[::1], f4[::1], f8, f4[::1], i8, i8)"
+    f"void(f4[::1], f4[::1], {WEIGHT}, f4[::1], f4[::1], {WEIGHT}, i8, i8, i8, {WEIGHT}, f4[::1], f4[::1], b1, f8, f4[::1], i8, i8)"
 )
 def finish_layer(
     attended: Any, x: Any, o: Any, norm: Any, norm_bias: Any, up: Any, function: int, gated: int, inner: int, down: Any,
-    last_norm: Any, last_bias: Any, eps: float, out: Any, begin: int, end: int,
+    last_norm: Any, last_bias: Any, before: bool, eps: float, out: Any, begin: int, end: int,
 ) -> None:  # fmt: skip
-    """Output projection, feed-forward layer and both norms of a post-norm encoder layer, rows ``begin`` to ``end``; see
-    :func:`kernels.encoder_layers.finish_layer`. attended, x, out: [rows, size]."""
+    """Output projection, feed-forward layer and norms of an encoder layer, rows ``begin`` to ``end``; see
+    :func:`kernels.encoder_layers.finish_layer`. attended, x, out: [rows, size]. ``before``: there is no last norm."""
     size, wide = len(norm), len(up[5])
     codes = np.empty(BLOCK * max(size, inner), np.uint8)
     scales, sums = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32)
     first, normed = np.empty(BLOCK * size, np.float32), np.empty(BLOCK * size, np.float32)
     product, hidden = np.empty(BLOCK * wide, np.float32), np.empty(BLOCK * inner, np.float32)
+    total = np.empty(BLOCK * size, np.float32) if before else first
     for start in range(begin, end, BLOCK):
         rows = min(BLOCK, end - start)
         here = slice(start * size, (start + rows) * size)
         _quantize_for(o, attended[here], size, codes, scales, sums, 0, rows)
         _product(attended[here], rows, size, codes, scales, sums, o, first, 0, _panels(o))
-        add_norm(first, x[here], norm, norm_bias, True, eps, size, normed, first, 0, rows)
+        add_norm(first, x[here], norm, norm_bias, True, eps, size, normed, total, 0, rows)
         _quantize_for(up, normed, size, codes, scales, sums, 0, rows)
         _product(normed, rows, size, codes, scales, sums, up, product, 0, _panels(up))
         _activated(product, down, function, gated, inner, hidden, codes, scales, sums, 0, rows)
         _product(hidden, rows, inner, codes, scales, sums, down, first, 0, _panels(down))
-        add_norm(first, normed, last_norm, last_bias, True, eps, size, out[here], first, 0, rows)
+        if before:
+            _add(first, total, out[here], 0, rows * size)
+        else:
+            add_norm(first, normed, last_norm, last_bias, True, eps, size, out[here], first, 0, rows)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -977,48 +1022,55 @@ def _multiply_part(slots: Any, thread: Any, phase: Any, weight: Any, x: Any, row
 
 
 @compiled(
-    "void(i8[:, ::1], i8, i8, i8, i8, f8, f4, b1, f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], u1[::1], f4[::1], i4[::1],"
-    " i8[::1], i8[:, ::1], i8, i8[::1], i8, i8, i8, b1, b1)"
+    "void(i8[:, ::1], i8, i8, i8, i8, b1, f8, f4, f4[:, ::1], b1, f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[::1],"
+    " u1[::1], f4[::1], i4[::1], i8[::1], i8[:, ::1], i8, i8[::1], i8, i8, i8, b1, b1)"
 )
 def encode(
-    table: Any, heads: Any, function: int, gated: int, inner: int, eps: float, scale: Any, narrow: bool, cos: Any, sin: Any,
-    x: Any, attended: Any, qkv: Any, between: Any, codes: Any, scales: Any, sums: Any, index: Any, tasks: Any, first_query: int,
-    slots: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
+    table: Any, heads: Any, function: int, gated: int, inner: int, before: bool, eps: float, scale: Any, distances: Any,
+    narrow: bool, cos: Any, sin: Any, x: Any, attended: Any, qkv: Any, between: Any, codes: Any, scales: Any, sums: Any, index: Any,
+    tasks: Any, first_query: int, slots: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
 ) -> None:  # fmt: skip
     """Compute one thread's part of the layers of an encoder; see :class:`kernels.encoder_layers.EncoderLayers`.
 
     x: embeddings, [rows, size] -> ``attended``, the output of the last layer's attention, and in x its input; if ``whole``, the
-    output of the last layer. ``begin``, ``end``: rows of this thread, for products too unless ``by_outputs``; then there are
-    queries and heads in ``tasks`` that no other thread has. ``between``: room for rows of what is between the projections.
-    cos, sin: see :func:`_rotate`; empty without rotations.
+    output of the last layer. ``before``: norms are before attention and the feed-forward layer, else behind them. ``begin``,
+    ``end``: rows of this thread, for products too unless ``by_outputs``; then there are queries and heads in ``tasks`` that no
+    other thread has. ``between``: room for rows of what is between the projections. cos, sin: [rotations, angles of all rows], see
+    :func:`_rotate`. ``distances``: see :func:`attend`.
     """
-    rows, phase, room = len(scales) - ROWS, 1, (codes, scales, sums)
-    angles = len(cos) // rows
+    rows, phase, room = len(scales), 1, (codes, scales, sums)
+    angles = cos.shape[1] // rows
     for layer in range(len(table)):
         line = table[layer]
         of_qkv, o, up, down = _weight(line, 0), _weight(line, 11), _weight(line, 22), _weight(line, 33)
         norm, norm_bias, last_norm, last_bias = _vector(line, 44), _vector(line, 46), _vector(line, 48), _vector(line, 50)
+        reach, rotation, first_norm, first_bias = line[52], line[53], _vector(line, 54), _vector(line, 56)
         size, wide = len(norm), len(up[5])
         step = 3 * size
-        base = layer % 2 * (len(qkv) - (rows + ROWS) * step)  # another thread may still attend to keys of the layer before
-        _quantize_for(of_qkv, x, size, codes, scales, sums, begin, end)
+        base = layer % 2 * (len(qkv) - rows * step)  # another thread may still attend to keys of the layer before
+        normed, first = between[: rows * size], between[rows * size : 2 * rows * size]
+        given = x
+        if len(first_norm) > 0:
+            add_norm(x, first[:0], first_norm, first_bias, True, eps, size, normed, x, begin, end)
+            given = normed
+        _quantize_for(of_qkv, given, size, codes, scales, sums, begin, end)
         if by_outputs:
-            phase = _multiply_part(slots, thread, phase, of_qkv, x, rows, size, room, qkv[base:])
-            if angles > 0:
+            phase = _multiply_part(slots, thread, phase, of_qkv, given, rows, size, room, qkv[base:])
+            if rotation >= 0:
                 spin(slots, thread, phase)
                 phase += 1
         else:
             own = codes[begin * size :]
             _product(
-                x[begin * size :], end - begin, size, own, scales[begin:], sums[begin:], of_qkv, qkv[base + begin * step :], 0,
+                given[begin * size :], end - begin, size, own, scales[begin:], sums[begin:], of_qkv, qkv[base + begin * step :], 0,
                 _panels(of_qkv),
             )  # fmt: skip
-        if angles > 0:
-            _rotate(qkv[base:], step, heads, size // heads, cos, sin, angles, begin, end)
+        if rotation >= 0:
+            _rotate(qkv[base:], step, heads, size // heads, cos[rotation], sin[rotation], angles, begin, end)
         spin(slots, thread, phase)
         attend(
-            qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index, tasks, UNBOUNDED,
-            UNBOUNDED, scale, F32(0), heads, 1, size // heads, narrow, attended[first_query * size :],
+            qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index, tasks, reach,
+            reach, scale, F32(0), distances, heads, 1, size // heads, narrow, attended[first_query * size :],
         )  # fmt: skip
         phase += 1
         if by_outputs:
@@ -1028,23 +1080,24 @@ def encode(
             return
         if not by_outputs:
             finish_layer(
-                attended, x, o, norm, norm_bias, up, function, gated, inner, down, last_norm, last_bias, eps, x, begin, end
+                attended, x, o, norm, norm_bias, up, function, gated, inner, down, last_norm, last_bias, before, eps, x, begin, end
             )  # fmt: skip
             continue
-        padded = rows + ROWS
-        first, normed = between[: padded * size], between[padded * size : 2 * padded * size]
-        product, hidden = between[2 * padded * size :], between[padded * (2 * size + wide) :]
+        product, hidden = between[2 * rows * size :], between[rows * (2 * size + wide) :]
         _quantize_for(o, attended, size, codes, scales, sums, begin, end)
         phase = _multiply_part(slots, thread, phase, o, attended, rows, size, room, first)
         spin(slots, thread, phase)
-        add_norm(first, x, norm, norm_bias, True, eps, size, normed, first, begin, end)
+        add_norm(first, x, norm, norm_bias, True, eps, size, normed, x if before else first, begin, end)
         _quantize_for(up, normed, size, codes, scales, sums, begin, end)
         phase = _multiply_part(slots, thread, phase + 1, up, normed, rows, size, room, product)
         spin(slots, thread, phase)
         _activated(product, down, function, gated, inner, hidden, codes, scales, sums, begin, end)
         phase = _multiply_part(slots, thread, phase + 1, down, hidden, rows, inner, room, first)
         spin(slots, thread, phase)
-        add_norm(first, normed, last_norm, last_bias, True, eps, size, x, first, begin, end)
+        if before:
+            _add(first, x, x, begin * size, end * size)
+        else:
+            add_norm(first, normed, last_norm, last_bias, True, eps, size, x, first, begin, end)
         phase += 1
     spin(slots, thread, phase)
 

@@ -23,6 +23,7 @@ MOST_QUERIES = 256
 """Queries of a task. It copies the keys and values that they see."""
 UNBOUNDED = 1 << 40
 """More tokens than a context has."""
+NO_DISTANCES = np.empty((0, 0), np.float32)
 SHARES = 4
 """Parts of the work for each thread, so that the last ones end at about the same time."""
 SHARE = 1 << 20
@@ -75,6 +76,11 @@ def plan(pieces: Iterable[Piece], heads: int, kv_heads: int, size: int, *, causa
     return Work(index, tasks, shares)
 
 
+def reach_of(spec: AttentionSpec) -> int:
+    """Places before and after its own that a query sees, where it sees both."""
+    return UNBOUNDED if spec.window is None else spec.window // 2
+
+
 def native_attention(
     q: Tensor, k: Tensor, v: Tensor, work: Work, left: int, right: int, spec: AttentionSpec, *, narrow: bool = False
 ) -> Tensor:
@@ -91,7 +97,9 @@ def native_attention(
     narrow = narrow and loops().HAS_PAIRS and size % 2 == 0
 
     def compute(span: slice) -> None:
-        attend(*given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), heads, fold, size, narrow, into)
+        attend(
+            *given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), NO_DISTANCES, heads, fold, size, narrow, into
+        )
 
     share(compute, work.shares)
     return out

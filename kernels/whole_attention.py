@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
-from yardstick_llm.kernels.native_attention import UNBOUNDED, Piece, Work, native_attention, plan
+from yardstick_llm.kernels.native_attention import Piece, Work, native_attention, plan, reach_of
 from yardstick_llm.kernels.paged_attention import LOG2E, attend_block, block_keys, precision
 from yardstick_llm.kernels.row_chunks import in_threads
 from yardstick_llm.kernels.runtime import FLOATS, compiles, expect, expect_device, jit, launches, power_of_two, tl
@@ -238,7 +238,7 @@ def whole_attention_native(
     """:func:`whole_attention` on a CPU in float32, without gradients. ``part``: the tokens that q has; k and v have all."""
     part = slice(0, len(k)) if part is None else part
     work = work_of(tuple(layout.runs), part.start, part.stop, *q.shape[1:], k.shape[1])
-    reach = UNBOUNDED if spec.window is None else spec.window // 2
+    reach = reach_of(spec)
     return native_attention(q, k, v, work, reach, reach, spec, narrow=narrow)
 
 

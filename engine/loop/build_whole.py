@@ -89,8 +89,9 @@ def assemble_whole(
     budget = Budget(tokens, settings.max_running_requests or RUNNING_REQUESTS)
     overlap = weight.is_cuda if settings.overlap is None else settings.overlap
     typed = isinstance(config, EncoderConfig) and config.typed
-    biased = model if isinstance(model, Encoder) and model.is_biased else None
-    slopes = model.slopes if isinstance(model, Encoder) else None
+    by_layer = isinstance(model, Encoder) and model.native_layers is None
+    biased = model if isinstance(model, Encoder) and by_layer and model.is_biased else None
+    slopes = model.slopes if isinstance(model, Encoder) and by_layer else None
     cuts, narrow = prepare_loops(weight), settings.quantize == "int8"
     attention = WholeAttention(
         config.attention_specs,

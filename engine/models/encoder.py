@@ -126,12 +126,13 @@ class EncoderLayer(nn.Module):
 
     @property
     def parts(self) -> LayerParts:
-        """Its modules, of a layer with norms behind."""
+        """Its modules."""
         attention, mlp = self.attention, self.mlp
-        assert self.attention_norm is not None
-        return LayerParts(
-            attention.qkv_proj, attention.o_proj, self.attention_norm, mlp.gate_up_proj, mlp.down_proj, self.mlp_norm, mlp.kind
+        first, norm, last = (
+            (self.attention_norm, self.mlp_norm, None) if self.before else (None, self.attention_norm, self.mlp_norm)
         )
+        assert norm is not None
+        return LayerParts(first, attention.qkv_proj, attention.o_proj, norm, mlp.gate_up_proj, mlp.down_proj, last, mlp.kind)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -147,11 +148,11 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+        if (finished := finish_layer(attended, x, self.parts)) is not None:
+            return finished
         if self.before:
             x = self.attention.o_proj(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
-        if (finished := finish_layer(attended, x, self.parts)) is not None:
-            return finished
         assert self.attention_norm is not None
         x = self.attention_norm(self.attention.o_proj(attended), x)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
@@ -251,7 +252,9 @@ class Encoder(nn.Module):
         self._ropes = [each for each in dict.fromkeys(ropes) if each is not None]
         self._rope_of = [None if each is None else self._ropes.index(each) for each in ropes]
         frequencies = [each.inverse_frequencies(config.head_dim) for each in self._ropes]
-        self.register_buffer("inverse_frequencies", torch.stack(frequencies) if frequencies else torch.empty(0), persistent=False)
+        self.register_buffer(
+            "inverse_frequencies", torch.stack(frequencies) if frequencies else torch.empty(0, 0), persistent=False
+        )
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
@@ -287,17 +290,16 @@ class Encoder(nn.Module):
             spans = [part.tokens for part in attend.parts] or [slice(0, len(tokens))]
             whole = rows is None or 2 * len(rows) > len(tokens)
             x, runs = self._embedded(tokens, positions, attend.types), tuple(attend.layout.runs)
-            rotation = self._rotations(positions)[0] if self._ropes else None
-            attended, x = self.native_layers(x, rotation, runs, spans, whole=whole, narrow=attend.narrow)
+            attended, x = self.native_layers(x, self._rotations(positions), runs, spans, whole=whole, narrow=attend.narrow)
             if whole:
-                return x if rows is None else x.index_select(0, rows)
+                return self._normed(x if rows is None else x.index_select(0, rows))
         return self.from_last_attention(attended, x, rows) if rows is None or len(rows) else x[:0]
 
     def to_last_attention(self, tokens: Tensor, positions: Tensor, attend: Packed) -> tuple[Tensor, Tensor]:
         """Compute :meth:`forward` up to the last layer's attention. -> its output, and the layer's input, [tokens, hidden] each."""
         x = self._embedded(tokens, positions, attend.types)
-        rotations = self._rotations(positions)
-        rotation_of = [None if at is None else rotations[at] for at in self._rope_of]
+        cos, sin = self._rotations(positions)
+        rotation_of = [None if at is None else (cos[at], sin[at]) for at in self._rope_of]
         for layer, rotation in zip(self.layers, rotation_of[:-1], strict=False):
             x = layer(x, rotation, attend)
         return self._last_layer.attended(x, rotation_of[-1], attend), x
@@ -313,7 +315,10 @@ class Encoder(nn.Module):
 
     def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
-        x = self._last_layer.after_attention(attended, x, rows)
+        return self._normed(self._last_layer.after_attention(attended, x, rows))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The final norm, in a family whose norms are before each part of a layer."""
         return x if self.final_norm is None else self.final_norm(x)
 
     @cached_property
@@ -322,11 +327,11 @@ class Encoder(nn.Module):
         loaded before."""
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
-        alike = len(set(self._rope_of)) == 1 and all(spec.window is None for spec in config.attention_specs)
-        plain = alike and not (self.is_biased or config.family.alibi or config.family.norms == "before")
-        if not (plain and compiles(self.embed.weight.detach()) and all(takes(layer.parts) for layer in layers)):
+        suits = self.relative is None and compiles(self.embed.weight.detach())
+        if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
-        return EncoderLayers([layer.parts for layer in layers], config.attention_specs[0], config.num_heads)
+        parts, specs = [layer.parts for layer in layers], config.attention_specs
+        return EncoderLayers(parts, specs, self._rope_of, config.num_heads, self._added_by_distance())
 
     @property
     def _last_layer(self) -> EncoderLayer:
@@ -350,6 +355,14 @@ class Encoder(nn.Module):
         rates = [2 ** (-8 * head / most) for head in range(1, most + 1)]
         rates += [2 ** (-4 * head / most) for head in range(1, 2 * (heads - most), 2)]
         return torch.tensor(rates, device=self.embed.weight.device)
+
+    @torch.inference_mode()
+    def _added_by_distance(self) -> Tensor | None:
+        """What is added to scores, where that depends on the distance alone: see :class:`~kernels.encoder_layers.EncoderLayers`."""
+        apart = torch.arange(1 - self.config.max_context, self.config.max_context)
+        if self.slopes is not None:
+            return -self.slopes[:, None] * apart.abs()
+        return None if self.distances is None else self._bias_at(apart).contiguous()
 
     @torch.inference_mode()
     def distances_of(self, length: int) -> Tensor:
@@ -400,20 +413,23 @@ class Encoder(nn.Module):
         return (apart + span).clamp_(0, 2 * span - 1).to(self.embed.weight.device)
 
     def _distance_bias(self, length: int) -> Tensor:
-        """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]
+        """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]"""
+        places = torch.arange(length, device=self.embed.weight.device)
+        return self._bias_at(places - places[:, None]).contiguous()
+
+    def _bias_at(self, apart: Tensor) -> Tensor:
+        """MPNet: what is added for a key so many places after the query. -> [heads, *shape of ``apart``]
 
         Half of the buckets are for each direction; half of these for one distance each, the others for distances up to 128, at
         equal steps of the logarithm. Source: Raffel et al. 2020, arXiv 1910.10683.
         """
         assert self.distances is not None
         buckets = self.config.distance_buckets // 2
-        places = torch.arange(length, device=self.embed.weight.device)
-        apart = places - places[:, None]
         near, far = apart.abs(), apart.abs().clamp(min=1).float()
         exact = buckets // 2
         large = exact + (torch.log(far / exact) / math.log(MOST_DISTANCE / exact) * (buckets - exact)).to(torch.long)
         bucket = (apart > 0) * buckets + torch.where(near < exact, near, large.clamp(max=buckets - 1))
-        return self.distances(bucket).permute(2, 0, 1).contiguous()  # type: ignore[no-any-return]
+        return self.distances(bucket).movedim(-1, 0)  # type: ignore[no-any-return]
 
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] of first tokens, or means over sequences. -> [rows, classes], float32."""
@@ -443,12 +459,10 @@ class Encoder(nn.Module):
             return self.token_projection(hidden.float())  # type: ignore[no-any-return]
         return hidden.float() if pools else self.projected(hidden.float())
 
-    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin of each rotation, [tokens, head_dim / 2] float32."""
-        if not self._ropes:
-            return []
-        angles = (positions.to(torch.float32)[:, None] * frequencies for frequencies in self.inverse_frequencies)
-        return [(each.cos(), each.sin()) for each in angles]
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [rotations, tokens, head_dim / 2] float32."""
+        angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies[:, None]
+        return angles.cos(), angles.sin()
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""

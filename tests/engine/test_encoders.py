@@ -128,13 +128,24 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
-@pytest.mark.parametrize("family", ["bert", "nomic", "modernbert", "deberta"])
-def test_threads_divide_a_step(tmp_path: Path, family: str, settings: dict[str, object], divided: list[tuple[int, bool]]) -> None:
+@pytest.mark.parametrize(
+    ("family", "in_one_call"),
+    [("bert", True), ("nomic", True), ("modernbert", True), ("mpnet", True), ("modernbert", False), ("deberta", False)],
+)
+def test_threads_divide_a_step(
+    tmp_path: Path,
+    family: str,
+    in_one_call: bool,
+    settings: dict[str, object],
+    divided: list[tuple[int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By sequences, or within them where there are too few; a biased model's are never cut. Where the layers are computed in one
     call, small steps are cut too, and the numbers are those of one thread."""
     directory, cuts = make_encoder(tmp_path, family, "classes"), family != "deberta"
-    in_one_call = one_call(build(directory, threads=1, **settings))
-    assert in_one_call == (family in ("bert", "nomic"))
+    if not in_one_call:
+        monkeypatch.setattr(Encoder, "native_layers", None)
+    assert one_call(build(directory, threads=1, **settings)) == in_one_call
     rng = random.Random(4)
     steps = {
         "texts of one length": ([16] * 6, (2, False)),
@@ -204,11 +215,14 @@ def test_parts_of_a_step(lengths: list[int], threads: int, expected: list[int]) 
     assert sum(len(range(sum(lengths))[part]) for part in divide(lengths, threads, cuts=False)) == sum(lengths)
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize("in_one_call", [True, False])
 def test_a_thread_that_fails_ends_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]], family: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]], in_one_call: bool
 ) -> None:
     """The other one does not wait for its keys, and the next step is computed."""
+    family = "modernbert"
+    if not in_one_call:
+        monkeypatch.setattr(Encoder, "native_layers", None)
     loop, begin, failing = build(make_encoder(tmp_path, family), threads=2), Encoder.to_last_attention, [1]
     encode = native.encode
 
@@ -234,13 +248,13 @@ def test_a_thread_that_fails_ends_the_step(
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
-@pytest.mark.parametrize("family", ["bert", "nomic", "gte", "deberta"])
+@pytest.mark.parametrize("family", ["bert", "nomic", "gte", "modernbert", "mpnet", "deberta"])
 def test_layers_in_one_call_are_their_operations(
     tmp_path: Path, family: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers, and the end of one; for all remainders of a tile of rows, and for more rows than are computed at a time.
 
-    Bit for bit, but for rotations, and in float32 for the activation, which round otherwise.
+    Bit for bit, but for rotations, biases, and in float32 for the activation, which round otherwise.
     """
     assert CONTEXT > BLOCK
     directory, rng, finish = make_encoder(tmp_path, family), random.Random(6), encoder.finish_layer

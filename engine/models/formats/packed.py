@@ -65,7 +65,7 @@ def check_shapes(decoder: Model) -> None:
 
 def convert(layer: Layer) -> None:
     """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
-    if isinstance(layer, EncoderLayer) and not layer.before and _takes_panels(layer):
+    if isinstance(layer, EncoderLayer) and _takes_panels(layer):
         convert_parts(layer, dict.fromkeys(PROJECTIONS, PanelLinear))
         return
     names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]

@@ -155,30 +155,33 @@ class EncoderLayers:
         rotations: Sequence[int | None],
         heads: int,
         distances: Tensor | None = None,
+        relative: Sequence[Tensor] | None = None,
     ) -> None:
         """``layers``: all of which :func:`takes`. ``specs``: of each, which differ in their windows only. ``rotations``: place of
         each layer's angles, or None. ``distances``: [heads, 2 · most + 1], what is added to the scores of keys from ``most`` places
-        before a query to ``most`` after it."""
+        before a query to ``most`` after it. ``relative``: of each layer, what queries, and what keys, are multiplied with for a key
+        from ``most`` places before a query to ``most - 1`` after it, [2, heads, 2 · most, head_dim]."""
         native, table = loops(), []
         self._kept: list[Any] = []
-        for layer, spec, rotation in zip(layers, specs, rotations, strict=True):
+        related = [NOTHING] * len(layers) if relative is None else map(_in_panels, relative)
+        for layer, spec, rotation, of_distances in zip(layers, specs, rotations, related, strict=True):
             row: list[int] = []
             for projection in (layer.qkv, layer.o, layer.up, layer.down):
                 arrays = arrays_of(projection)
                 assert arrays is not None
                 self._kept += arrays
                 row += [number for each in arrays for number in (_place(each) if isinstance(each, np.ndarray) else (each,))]
-            norms, first_vectors = [*_vectors(layer.norm), *_vectors(layer.last)], [*_vectors(layer.first)]
-            self._kept += norms + first_vectors
+            norms, others = [*_vectors(layer.norm), *_vectors(layer.last)], [*_vectors(layer.first), of_distances]
+            self._kept += norms + others
             row += [number for each in norms for number in _place(each)]
             row += [reach_of(spec), -1 if rotation is None else rotation]
-            row += [number for each in first_vectors for number in _place(each)]
+            row += [number for each in others for number in _place(each)]
             table.append(row)
         first, (function, gated) = layers[0], layers[0].activation
         self._size, self._width, self._before = len(first.norm.weight), len(first.up.weight), first.before
         self._inner, self._heads = first.activation.inner(self._width), heads
         of_function, scale = getattr(native, function.upper()), np.float32(specs[0].scale_of(self._size // heads))
-        added = NO_DISTANCES if distances is None else distances.numpy(force=True)
+        added = NO_DISTANCES[0] if distances is None else distances.numpy(force=True)
         of_layers = np.array(table, np.int64), heads, of_function, gated, self._inner, self._before
         self._given = *of_layers, first.norm.eps, scale, added
         self._can_be_narrow = native.HAS_PAIRS and self._size // heads % 2 == 0
@@ -243,6 +246,12 @@ class EncoderLayers:
 def _vectors(norm: Norm | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Weight and bias; empty where there are none."""
     return (NOTHING, NOTHING) if norm is None else (flat(norm.weight), flat(norm.bias))
+
+
+def _in_panels(relative: Tensor) -> np.ndarray[Any, Any]:
+    """See :func:`kernels.native.attend`."""
+    lanes = loops().LANES
+    return flat(relative.view(2, relative.shape[1], -1, lanes, relative.shape[3]).transpose(3, 4).contiguous())
 
 
 def _place(array: np.ndarray[Any, Any]) -> tuple[int, int]:

@@ -49,6 +49,8 @@ KEYS = 512
 """Keys that a block of queries attends to at a time. Copies of their keys and values stay in a core's cache."""
 ROW_BYTES = 384 << 10
 """Codes of rows that are multiplied with a part of a weight after another; they stay in a core's second cache."""
+APART, TURNED = KEYS + 2 * LANES, KEYS + LANES
+"""Numbers of a row of scores with distances, and of one of keys, which are more than keys so that rows use all of a cache."""
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
 BLOCK = 16 * ROWS
@@ -423,17 +425,39 @@ def _pair_all(bits: Any, at: Any, pairs: Any, to: Any, count: Any) -> None:
 
 
 @compiled()
-def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, low: Any, high: Any) -> None:
-    """Scores of a tile of queries with the keys from ``low`` to ``high``; ``size``: elements of a row."""
+def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, to: Any, step: Any, low: Any, high: Any) -> None:
+    """Scores of a tile of queries with the keys from ``low`` to ``high``; ``size``: elements of a row; ``to``: place of the first
+    query's score with key 0; ``step``: from query to query."""
     j, depth = low, U64(LANES) * size
     while j + U64(WIDE - LANES) < high:
-        _set_most(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+        _set_most(asked, at, size, panel, j * size, U64(LANES), depth, scores, to + j, step, size)
         j += U64(WIDE)
     while j + U64(LANES) < high:
-        _set_two(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+        _set_two(asked, at, size, panel, j * size, U64(LANES), depth, scores, to + j, step, size)
         j += U64(2 * LANES)
     if j < high:
-        _set_one(asked, at, size, panel, j * size, U64(LANES), depth, scores, j, U64(KEYS), size)
+        _set_one(asked, at, size, panel, j * size, U64(LANES), depth, scores, to + j, step, size)
+
+
+@compiled()
+def _score_distances(
+    k: Any, k_step: Any, index: Any, keys: Any, panel: Any, size: Any, place: Any, rows: Any, tile: Any, apart: Any, turned: Any,
+) -> None:  # fmt: skip
+    """Scores of keys with the distances of queries from them. index: rows of ``keys`` keys. ``place``: of the first key, less that
+    of the first query, plus half of the distances. tile: [ROWS, size]; apart: [ROWS, APART] -> turned: [rows, TURNED]"""
+    for j0 in range(U64(0), U64(keys), U64(ROWS)):
+        count = min(U64(keys) - j0, U64(ROWS))
+        for j in range(count):
+            base = U64(index[j0 + j]) * U64(k_step)
+            for d in range(size):
+                tile[j * size + d] = k[base + d]
+        _fill(tile, count * size, U64(ROWS) * size, F32(0))
+        first = U64(place) + j0 - rows + U64(1)  # distance of the first key from the last query
+        low = first // U64(LANES) * U64(LANES)
+        _score(tile, U64(0), size, panel, apart, U64(0) - low, U64(APART), low, first + rows + U64(ROWS - 1))
+        for r in range(rows):
+            for j in range(count):
+                turned[r * U64(TURNED) + j0 + j] = apart[j * U64(APART) + first + rows - U64(1) - r + j - low]
 
 
 @compiled()
@@ -464,10 +488,13 @@ def _add_tile(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: A
         _add_one(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
 
 
-@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, f4[:, ::1], i8, i8, i8, b1, f4[::1])")
+@compiled(
+    "void(f4[::1], i8, f4[::1], i8, f4[::1], i8, i8[::1], i8[:, ::1], i8, i8, f4, f4, f4[:, ::1], f4[:, :, ::1], i8, i8, i8, b1,"
+    " f4[::1])"
+)
 def attend(
     q: Any, q_step: int, k: Any, k_step: int, v: Any, v_step: int, index: Any, tasks: Any, left: int, right: int, scale: Any,
-    cap: Any, distances: Any, heads: Any, fold: Any, size: Any, narrow: bool, out: Any,
+    cap: Any, distances: Any, relative: Any, heads: Any, fold: Any, size: Any, narrow: bool, out: Any,
 ) -> None:  # fmt: skip
     """Attention in tiles of keys, with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
@@ -477,10 +504,12 @@ def attend(
     ``width`` rows from place ``at`` of the index, of which ``before`` come before the first query's own. A query sees the keys from
     ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none. ``distances``: what is added
     to scores, [heads, 2 · most + 1], for keys from ``most`` places before a query to ``most`` after it; no heads for nothing.
+    ``relative``: what queries, and keys, are multiplied with for the distance of each other, which is added; [2, heads, size · 2 ·
+    most], in panels of :data:`LANES` distances from ``-most`` on; with a ``fold`` of 1, or nothing.
     ``narrow``: factors of products are rounded to bfloat16, which takes :data:`HAS_PAIRS` and an even ``size``.
     """
-    most_apart = distances.shape[1] // 2
-    size, fold = U64(size), U64(fold)
+    size, fold, related = U64(size), U64(fold), len(relative) > 0
+    most_apart = relative.shape[2] // (2 * I32(size)) if related else distances.shape[1] // 2
     wide = (size + U64(LANES - 1)) // U64(LANES) * U64(LANES)
     most = U64(1)
     for task in range(len(tasks)):
@@ -495,6 +524,8 @@ def attend(
     beside = np.zeros(U64(KEYS) * wide, np.float32)  # values
     half, pairs = size // U64(2), np.empty(size, np.int32)
     asked_pairs, weights = np.empty(room * half, np.int32), np.empty(ROWS * KEYS // 2, np.int32)
+    tile, apart_scores = np.empty(ROWS * size, np.float32), np.empty(ROWS * APART if related else 0, np.float32)
+    turned = np.empty(room * U64(TURNED) if related else U64(0), np.float32)
     panel_pairs, beside_pairs = panel.view(np.int32), beside.view(np.int32)
     asked_bits, k_bits, v_bits = asked.view(np.int32), k.view(np.int32), v.view(np.int32)
     for task in range(len(tasks)):
@@ -542,6 +573,11 @@ def attend(
                     for d in range(size):
                         beside[j * wide + d] = v[base + d]
                         finite += v[base + d] * F32(0)
+            if related:
+                _score_distances(
+                    k[U64(head) * size :], k_step, index[at + first :], keys, relative[1, head], size, first - before + most_apart,
+                    rows, tile, apart_scores, turned,
+                )  # fmt: skip
             apart = few or finite != F32(0)  # 0 · NaN is NaN, so a hidden value that is no number must not be multiplied
             for r0 in range(U64(0), rows, U64(ROWS)):
                 last = min(r0 + U64(ROWS), rows) - U64(1)
@@ -559,9 +595,17 @@ def attend(
                                 total += asked[r * size + d] * k[base + d]
                             scores[r * U64(KEYS) + j] = total
                 elif narrow:
-                    _score(asked_pairs, r0 * half, half, panel_pairs, scores, low, high)
+                    _score(asked_pairs, r0 * half, half, panel_pairs, scores, U64(0), U64(KEYS), low, high)
                 else:
-                    _score(asked, r0 * size, size, panel, scores, low, high)
+                    _score(asked, r0 * size, size, panel, scores, U64(0), U64(KEYS), low, high)
+                place_low = U64(0)
+                if related:
+                    from_last = U64(first - before + most_apart) + low - last
+                    place_low = from_last // U64(LANES) * U64(LANES)
+                    _score(
+                        asked, r0 * size, size, relative[0, head], apart_scores, U64(0) - place_low, U64(APART), place_low,
+                        from_last + (last - r0) + (high - low),
+                    )  # fmt: skip
                 for r in range(r0, last + U64(1)):
                     line = (r - r0) * U64(KEYS)
                     place = before + I32(r // fold) - first
@@ -578,6 +622,10 @@ def attend(
                         of_head, shift = distances[U64(head) * fold + r % fold], U64(most_apart - place)
                         for j in range(U64(begin), U64(end)):
                             scores[line + j] += of_head[shift + j]
+                    if related:
+                        shift = (r - r0) * U64(APART) + U64(most_apart - place) - place_low
+                        for j in range(U64(begin), U64(end)):
+                            scores[line + j] += apart_scores[shift + j] + scale * turned[r * U64(TURNED) + j]
                     vectors = (high - low + U64(LANES - 1)) // U64(LANES)
                     _fill(scores, line + low, line + U64(begin), NO_PEAK)
                     _fill(scores, line + U64(end), line + low + vectors * U64(LANES), NO_PEAK)
@@ -1045,6 +1093,7 @@ def encode(
         of_qkv, o, up, down = _weight(line, 0), _weight(line, 11), _weight(line, 22), _weight(line, 33)
         norm, norm_bias, last_norm, last_bias = _vector(line, 44), _vector(line, 46), _vector(line, 48), _vector(line, 50)
         reach, rotation, first_norm, first_bias = line[52], line[53], _vector(line, 54), _vector(line, 56)
+        relative = numba.carray(_pointer(line[58]), (min(2, line[59]), heads, line[59] // (2 * heads)), np.float32)
         size, wide = len(norm), len(up[5])
         step = 3 * size
         base = layer % 2 * (len(qkv) - rows * step)  # another thread may still attend to keys of the layer before
@@ -1070,7 +1119,7 @@ def encode(
         spin(slots, thread, phase)
         attend(
             qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index, tasks, reach,
-            reach, scale, F32(0), distances, heads, 1, size // heads, narrow, attended[first_query * size :],
+            reach, scale, F32(0), distances, relative, heads, 1, size // heads, narrow, attended[first_query * size :],
         )  # fmt: skip
         phase += 1
         if by_outputs:

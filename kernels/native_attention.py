@@ -23,7 +23,7 @@ MOST_QUERIES = 256
 """Queries of a task. It copies the keys and values that they see."""
 UNBOUNDED = 1 << 40
 """More tokens than a context has."""
-NO_DISTANCES = np.empty((0, 0), np.float32)
+NO_DISTANCES = np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.float32)
 SHARES = 4
 """Parts of the work for each thread, so that the last ones end at about the same time."""
 SHARE = 1 << 20
@@ -98,7 +98,7 @@ def native_attention(
 
     def compute(span: slice) -> None:
         attend(
-            *given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), NO_DISTANCES, heads, fold, size, narrow, into
+            *given, work.rows, work.tasks[span], left, right, scale, np.float32(cap), *NO_DISTANCES, heads, fold, size, narrow, into
         )
 
     share(compute, work.shares)

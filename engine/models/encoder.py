@@ -29,6 +29,9 @@ from yardstick_llm.kernels.whole_attention import Layout
 
 MOST_DISTANCE = 128
 """Distance from which on all have one bias, in MPNet."""
+MOST_RELATED, RELATED_STEP = 512, 16
+"""Longest context for which a table has what queries and keys are multiplied with for each distance, in DeBERTa: 6 MiB for a layer
+of size 768. It has a multiple of ``RELATED_STEP`` distances in both directions."""
 LOGIT_ROWS = 128
 """Rows whose logits over the vocabulary exist at a time: 16 MiB for 30,522 entries."""
 
@@ -327,11 +330,12 @@ class Encoder(nn.Module):
         loaded before."""
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
-        suits = self.relative is None and compiles(self.embed.weight.detach())
+        suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
         if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
-        return EncoderLayers(parts, specs, self._rope_of, config.num_heads, self._added_by_distance())
+        relative = None if self.relative is None else [self._related(layer) for layer in range(len(layers))]
+        return EncoderLayers(parts, specs, self._rope_of, config.num_heads, self._added_by_distance(), relative)
 
     @property
     def _last_layer(self) -> EncoderLayer:
@@ -363,6 +367,15 @@ class Encoder(nn.Module):
         if self.slopes is not None:
             return -self.slopes[:, None] * apart.abs()
         return None if self.distances is None else self._bias_at(apart).contiguous()
+
+    @torch.inference_mode()
+    def _related(self, layer: int) -> Tensor:
+        """DeBERTa: ``relative`` of a layer, see :class:`~kernels.encoder_layers.EncoderLayers`."""
+        most = -(-self.config.max_context // RELATED_STEP) * RELATED_STEP
+        queries, keys = self._heads_of_distances(layer)
+        del self._relative_heads[layer]
+        rows = self._rows_at(torch.arange(most, -most, -1))
+        return torch.stack([keys[:, rows], queries[:, rows]])
 
     @torch.inference_mode()
     def distances_of(self, length: int) -> Tensor:
@@ -399,18 +412,22 @@ class Encoder(nn.Module):
         return self._relative_heads[layer]
 
     def _distance_rows(self, length: int) -> Tensor:
-        """DeBERTa: row of the distance of query i from key j. -> [length, length] int64
+        """DeBERTa: row of the distance of query i from key j. -> [length, length] int64"""
+        places = torch.arange(length)
+        return self._rows_at(places[:, None] - places).to(self.embed.weight.device)
+
+    def _rows_at(self, apart: Tensor) -> Tensor:
+        """DeBERTa: row of the distance of a query so many places after its key. -> int64, of the same shape
 
         With buckets, distances of less than half of them have one each, and larger ones share them at equal steps of the logarithm.
         """
-        config, places = self.config, torch.arange(length)
-        apart, span = places[:, None] - places, config.distance_span
+        config, span = self.config, self.config.distance_span
         if config.distance_limit:
             middle = span // 2
             far = torch.where(apart.abs() < middle, middle - 1, apart.abs())
             steps = torch.log(far / middle) / torch.log(torch.tensor((config.distance_limit - 1) / middle)) * (middle - 1)
             apart = torch.where(far <= middle, apart, (steps.ceil() + middle).long() * apart.sign())
-        return (apart + span).clamp_(0, 2 * span - 1).to(self.embed.weight.device)
+        return (apart + span).clamp_(0, 2 * span - 1)
 
     def _distance_bias(self, length: int) -> Tensor:
         """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]"""

@@ -25,7 +25,7 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.loop.warm_up import warm_up
 from yardstick_llm.engine.models import encoder
-from yardstick_llm.engine.models.encoder import Encoder, Packed
+from yardstick_llm.engine.models.encoder import MOST_RELATED, Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import packed
 from yardstick_llm.engine.models.source import tokenizer_files
@@ -41,6 +41,7 @@ from yardstick_llm.kernels.encoder_layers import SpinBarrier
 from yardstick_llm.kernels.int8 import FEW_ROWS, PANEL_INSTRUCTIONS, instructions
 from yardstick_llm.kernels.linear import ONEDNN
 from yardstick_llm.kernels.native import BLOCK
+from yardstick_llm.kernels.native_attention import MOST_QUERIES
 
 FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta")
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
@@ -91,6 +92,20 @@ def test_embeddings_equal_transformers(tmp_path: Path, family: str) -> None:
     assert loop.stats.steps > 3
 
 
+@pytest.mark.parametrize(
+    ("family", "context", "in_one_call"),
+    [("modernbert", 700, True), ("mpnet", 700, True), ("deberta", MOST_RELATED, True), ("deberta", MOST_RELATED + 1, False)],
+)
+def test_long_texts_equal_transformers(tmp_path: Path, family: str, context: int, in_one_call: bool) -> None:
+    """Of more queries than a task has, and of more keys than are attended to at a time."""
+    directory = make_encoder(tmp_path, family, max_position_embeddings=context + 2 * (family == "mpnet"))
+    model, loop, rng = load_reference(directory, family, "embed"), build(directory), random.Random(9)
+    assert one_call(loop) == in_one_call
+    sent = [some_tokens(rng, length, length) for length in (MOST_QUERIES + 1, context)]
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [hidden_of(model, tokens).mean(0).tolist() for tokens in sent], 1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classes_of_texts_and_pairs_equal_transformers(tmp_path: Path, family: str) -> None:
     directory = make_encoder(tmp_path, family, "classes")
@@ -130,7 +145,15 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
 @pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize(
     ("family", "in_one_call"),
-    [("bert", True), ("nomic", True), ("modernbert", True), ("mpnet", True), ("modernbert", False), ("deberta", False)],
+    [
+        ("bert", True),
+        ("nomic", True),
+        ("modernbert", True),
+        ("mpnet", True),
+        ("deberta", True),
+        ("modernbert", False),
+        ("deberta", False),
+    ],
 )
 def test_threads_divide_a_step(
     tmp_path: Path,
@@ -140,9 +163,9 @@ def test_threads_divide_a_step(
     divided: list[tuple[int, bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By sequences, or within them where there are too few; a biased model's are never cut. Where the layers are computed in one
-    call, small steps are cut too, and the numbers are those of one thread."""
-    directory, cuts = make_encoder(tmp_path, family, "classes"), family != "deberta"
+    """By sequences, or within them where there are too few; a biased model's are cut where its layers are computed in one call
+    only. Then small steps are cut too, and the numbers are those of one thread."""
+    directory, cuts = make_encoder(tmp_path, family, "classes"), in_one_call or family != "deberta"
     if not in_one_call:
         monkeypatch.setattr(Encoder, "native_layers", None)
     assert one_call(build(directory, threads=1, **settings)) == in_one_call
@@ -273,10 +296,10 @@ def test_layers_in_one_call_are_their_operations(
         monkeypatch.setattr(codes, "FEW_ROWS", rows)
         loop = build(directory, threads=1, **settings)
         if way is None:
-            assert one_call(loop) == (family != "deberta")
+            assert one_call(loop)
         found.append([run(loop, wire.Score("s", [], [tokens], wire.Embedding()))[0].rows for tokens in sent])
     assert used == {True} if not settings or instructions() in PANEL_INSTRUCTIONS else {False}
-    if family in ("bert", "deberta"):
+    if family == "bert":
         assert found[0] == found[1]
     if settings:
         assert found[1] == found[2]

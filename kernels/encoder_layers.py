@@ -31,6 +31,7 @@ LEAST_ALONE, MOST_ALONE = 8, 512
 processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
 NEVER = 1 << 62
 """A phase that no thread reaches."""
+NO_TYPES = np.empty(0, np.int32)
 NO_CODES = np.empty(0, np.uint8), np.empty(0, np.int16), 0, NOTHING
 
 
@@ -114,6 +115,27 @@ def finish_layer(attended: Tensor, x: Tensor, layer: LayerParts) -> Tensor | Non
     spans = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     share(lambda span: native.finish_layer(*given, span.start, span.stop), spans)
     return out
+
+
+def embed(
+    tokens: Tensor,
+    positions: Tensor,
+    first_position: int,
+    types: Tensor | None,
+    words: Tensor,
+    places: Tensor | None,
+    kinds: Tensor | None,
+    norm: Norm,
+) -> Tensor:
+    """Normalised sums of rows of tables. tokens, positions: [tokens] int64, in range, as are ``types``, int32; None: all are 0.
+    words, places, kinds: [entries, size] float32, of tokens, positions from ``first_position`` on, and types. -> [tokens, size]"""
+    x = torch.empty(len(tokens), words.shape[1])
+    of_types = NO_TYPES if types is None else flat(types)
+    loops().embed(
+        flat(tokens), flat(positions), first_position, of_types, flat(words), flat(places), flat(kinds), *_vectors(norm), norm.eps,
+        words.shape[1], flat(x),
+    )  # fmt: skip
+    return x
 
 
 class SpinBarrier:

@@ -829,6 +829,28 @@ def add_norm(
                 normed[at + c] += bias[c]
 
 
+@compiled("void(i8[::1], i8[::1], i8, i4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f8, i8, f4[::1])")
+def embed(
+    tokens: Any, positions: Any, first_position: int, types: Any, words: Any, places: Any, kinds: Any, norm: Any, norm_bias: Any,
+    eps: float, size: Any, x: Any,
+) -> None:  # fmt: skip
+    """See :func:`kernels.encoder_layers.embed`. ``places``, ``kinds``: empty for a model without."""
+    size = U64(size)
+    for r in range(U64(len(tokens))):
+        at, word = r * size, U64(tokens[r]) * size
+        for c in range(size):
+            x[at + c] = words[word + c]
+        if len(places) > 0:
+            place = U64(positions[r] + first_position) * size
+            for c in range(size):
+                x[at + c] += places[place + c]
+        if len(kinds) > 0:
+            kind = U64(types[r]) * size if len(types) > 0 else U64(0)
+            for c in range(size):
+                x[at + c] += kinds[kind + c]
+    add_norm(x, x[:0], norm, norm_bias, True, eps, size, x, x, 0, len(tokens))
+
+
 @compiled("void(f4[::1], u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1], i8, i8, i8, b1, b1)")
 def multiply_few(
     x: Any, w: Any, w_scales: Any, zero: Any, factors: Any, bias: Any, out: Any, rows: int, groups: int, group: int, halved: bool,

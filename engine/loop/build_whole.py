@@ -67,9 +67,10 @@ def build_whole_loop(
     load = load_encoder if isinstance(config, EncoderConfig) else load_model
     model: Model = load(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
     digest = fingerprint(directory, dtype, settings.quantize)
-    if isinstance(model, Encoder) and model.native_layers is not None and model.masked_head is None:
+    if isinstance(model, Encoder) and model.native_layers is not None:
         of_layers = min(torch.get_num_threads(), usable_cores())  # they wait for each other without sleeping
-        torch.set_num_threads(1)  # what is beside the layers is small
+        if model.masked_head is None:
+            torch.set_num_threads(1)  # what is beside the layers is small
         return assemble_whole(model, settings, digest, make_graphs, of_layers=of_layers)
     return assemble_whole(model, settings, digest, make_graphs, step_threads(model.config, device, quantize=settings.quantize))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
 from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
-from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, finish_layer, takes
+from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, embed, finish_layer, takes
 from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.rms_norm import layer_norm
@@ -198,6 +198,8 @@ class Packed:
     """Sequences of the step, or of the part of it that one thread computes alone."""
     parts: Sequence[Part] = ()
     """Parts of the step, each of which one thread computes. Empty: the step is computed as a whole."""
+    spans: Sequence[slice] = ()
+    """Tokens that each thread computes where layers are one call and sequences are cut. Empty: one thread computes all."""
     threads: int | None = None
     """That compute the parts; None: all of torch's."""
     barrier: SpinBarrier | None = None
@@ -266,7 +268,7 @@ class Encoder(nn.Module):
         Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
         """
         parts = attend.parts
-        if not parts or (self.native_layers is not None and parts[0].step.barrier is not None):
+        if not parts:
             return self._compute(tokens, positions, attend, rows)
         wanted = torch.arange(len(tokens)) if rows is None else rows
         hidden = torch.empty(len(wanted), self.config.hidden_size, dtype=self.embed.weight.dtype)
@@ -290,7 +292,7 @@ class Encoder(nn.Module):
         if self.native_layers is None:
             attended, x = self.to_last_attention(tokens, positions, attend)
         else:
-            spans = [part.tokens for part in attend.parts] or [slice(0, len(tokens))]
+            spans = attend.spans or [slice(0, len(tokens))]
             whole = rows is None or 2 * len(rows) > len(tokens)
             x, runs = self._embedded(tokens, positions, attend.types), tuple(attend.layout.runs)
             attended, x = self.native_layers(x, self._rotations(positions), runs, spans, whole=whole, narrow=attend.narrow)
@@ -309,6 +311,12 @@ class Encoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
+        if compiles(self.embed.weight.detach()):
+            places, kinds, norm = (
+                *(None if each is None else each.weight for each in (self.positions, self.types)),
+                self.embedding_norm,
+            )
+            return embed(tokens, positions, self.config.first_position, types, self.embed.weight, places, kinds, norm)
         x = self.embed(tokens)
         if self.positions is not None:
             x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
@@ -478,6 +486,8 @@ class Encoder(nn.Module):
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [rotations, tokens, head_dim / 2] float32."""
+        if not self._ropes:
+            return self.inverse_frequencies, self.inverse_frequencies
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies[:, None]
         return angles.cos(), angles.sin()
 

@@ -69,7 +69,8 @@ class OutputPlan:
 
     def __init__(self, batch: Batch, context: ReadoutContext) -> None:
         """Reads ``batch`` as it is now; branches change when the next step is scheduled."""
-        main = [kind(context, batch) for kind in KINDS]
+        asked = {segment.request.kind for segment in batch.segments}
+        main = [kind(context, batch) for kind in KINDS if kind.kind in asked]
         self.guided = GuidedDrawReadout(context, batch)
         self.length_values = LengthValueReadout(context, batch)
         by_kind: dict[type[msgspec.Struct] | None, list[Readout]] = {}

@@ -133,7 +133,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
 
     def watched(self: WholeAttention, segments: Sequence[ExtendSegment]) -> Packed:
         found = plan(self, segments)
-        steps.append((len(found.parts), any(part.step.barrier is not None for part in found.parts)))
+        cut = bool(found.spans) or any(part.step.barrier is not None for part in found.parts)
+        steps.append((len(found.parts) or len(found.spans), cut))
         return found
 
     monkeypatch.setattr(WholeAttention, "plan", watched)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -47,22 +48,28 @@ UNEVEN = 1.1
 def divide(lengths: Sequence[int], threads: int, *, cuts: bool, least: int = LEAST_PART) -> list[slice]:
     """The parts of a step, of at least as many tokens where a thread would have none otherwise. With ``cuts``, there is one for
     each thread, and sequences are cut, where whole ones would not keep all threads busy."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1])
+    total = sum(lengths)
     threads = max(1, min(threads, total // least))
     count = min(len(lengths), max(threads, -(-total // PART)))
-    wanted = np.arange(1, count) * (total / count)
-    places = np.searchsorted(ends, wanted)
-    before = np.where(places > 0, ends[places - 1], 0)
-    inner = np.where(ends[places] - wanted < wanted - before, ends[places], before)
-    bounds = np.unique([0, *inner, total]).tolist()
+    bounds = [0, total] if count == 1 else _whole_parts(lengths, count)
     busy = [0] * threads
-    for tokens in np.diff(bounds).tolist():
-        busy[busy.index(min(busy))] += tokens
+    for begin, end in itertools.pairwise(bounds):
+        busy[busy.index(min(busy))] += end - begin
     if cuts and max(busy) > UNEVEN * total / threads:
         tile = loops().ROWS
         bounds = [(total * place // threads + tile // 2) // tile * tile for place in range(threads)] + [total]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
+
+
+def _whole_parts(lengths: Sequence[int], count: int) -> list[int]:
+    """Bounds of ``count`` parts of whole sequences, about alike; fewer where sequences are long."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    wanted = np.arange(1, count) * (total / count)
+    places = np.searchsorted(ends, wanted)
+    before = np.where(places > 0, ends[places - 1], 0)
+    inner = np.where(ends[places] - wanted < wanted - before, ends[places], before)
+    return np.unique([0, *inner, total]).tolist()  # type: ignore[no-any-return]
 
 
 class WholeAttention:
@@ -102,31 +109,32 @@ class WholeAttention:
             types = types.pin_memory().to(self.device, non_blocking=True)
         model = self._biased
         distances = {} if model is None else {length: model.distances_of(length) for length in dict.fromkeys(lengths)}
-        return self._packed(lengths, unseen, types, distances, self._parts(lengths, unseen, types, distances))
+        threads, spans = torch.get_num_threads() if self._threads is None else self._threads, list[slice]()
+        if self.device.type == "cpu" and threads > 1:
+            spans = divide(lengths, threads, cuts=self._cuts, least=LEAST_PART if self._threads is None else loops().ROWS)
+        whole = self._packed(lengths, unseen, types, distances)
+        if len(spans) < 2:  # one thread computes the step, or all share its operations
+            return whole
+        parts = self._parts(spans, whole, lengths, unseen, distances)
+        return replace(whole, parts=parts) if parts else replace(whole, spans=spans)
 
     def _packed(
-        self,
-        lengths: Sequence[int],
-        unseen: Sequence[int],
-        types: Tensor | None,
-        distances: Mapping[int, Tensor],
-        parts: Sequence[Part] = (),
+        self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None, distances: Mapping[int, Tensor]
     ) -> Packed:
         layout = lay_out(lengths, self.device, unseen)
-        attend = partial(self._attend, layout, distances)
-        return Packed(attend, types, layout, parts, self._threads, narrow=self._narrow)
+        return Packed(partial(self._attend, layout, distances), types, layout, threads=self._threads, narrow=self._narrow)
 
     def _parts(
-        self, lengths: Sequence[int], unseen: Sequence[int], types: Tensor | None, distances: Mapping[int, Tensor]
+        self,
+        spans: Sequence[slice],
+        whole: Packed,
+        lengths: Sequence[int],
+        unseen: Sequence[int],
+        distances: Mapping[int, Tensor],
     ) -> list[Part]:
-        """The parts of a step that the threads of a CPU compute; none where one thread computes it, or all share its operations."""
-        threads = torch.get_num_threads() if self._threads is None else self._threads
-        if self.device.type != "cpu" or threads == 1:
-            return []
-        spans = divide(lengths, threads, cuts=self._cuts, least=LEAST_PART if self._threads is None else loops().ROWS)
-        if len(spans) < 2:
-            return []
-        ends, stops = np.cumsum(lengths), [span.stop for span in spans]
+        """The parts of a step that threads compute; none where sequences are cut and layers are one call, which divides them."""
+        ends, types = np.cumsum(lengths), whole.types
+        stops = [span.stop for span in spans]
         lasts = np.searchsorted(ends, stops)
         parts, first = [], 0
         if np.array_equal(ends[lasts], stops):
@@ -135,7 +143,9 @@ class WholeAttention:
                 parts.append(Part(span, self._packed(lengths[first:stop], unseen[first:stop], own, distances)))
                 first = stop
             return parts
-        barrier, layout = SpinBarrier(len(spans)), lay_out(lengths, self.device, unseen)
+        if self._threads is not None:
+            return []
+        barrier, layout = SpinBarrier(len(spans)), whole.layout
         for thread, span in enumerate(spans):
             attend = partial(self._attend_cut, barrier, thread, layout, span)
             own = None if types is None else types[span]

@@ -4,14 +4,18 @@ Common texts are encoded piece by piece (:class:`Pieces`), others by the ``token
 encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
 model's context.
 
-Pieces are several times as fast as the library. A byte-level BPE tokeniser first divides a text into pieces (a word with the space
-before it, a digit, punctuation) and then encodes each piece by itself. Most pieces of a text are common words. So the text is
-divided here, by Python's ``re``, and the ids of each distinct piece come from the library once and are kept.
+Pieces are several times as fast as the library. A tokeniser first divides a text into pieces and then encodes each by itself.
+Most pieces of a text are common words. So the text is divided here, by Python's ``re``, and the ids of each distinct piece come
+from the library once and are kept. They are exact because the pieces are:
 
-The ids are exact because the pieces are: the expression is one of those that ``cuts.py`` knows, and the text has only characters
-whose properties are the same in all versions of Unicode (:func:`_safe_characters`). Any other text is left to the library: with
-combining marks, emoji or newer characters. A piece alone is divided into itself, because no alternative looks
-behind, and at the end of a text the lookahead of whitespace holds.
+- A byte-level BPE tokeniser divides by an expression that ``cuts.py`` knows, into words with the space before them, digits and
+  punctuation. A piece alone is divided into itself, because no alternative looks behind, and at the end of a text the lookahead
+  of whitespace holds (:func:`by_expression`).
+- BERT's, and a SentencePiece model whose ``tokenizer.json`` splits at whitespace, drop whitespace between words, and read no
+  character beyond a word (:func:`by_words`).
+
+What is read here has only characters whose properties are the same in all versions of Unicode (:func:`_safe_characters`). Any other
+text is left to the library: with combining marks, emoji or newer characters.
 
 All tenants share the kept pieces, as they share the library's own cache. Only single words are kept, never texts, so the time of a
 request can tell at most that somebody has used a word.
@@ -68,28 +72,36 @@ _BLOCKS = [range(0x0250), range(0x0370, 0x0530), range(0x2000, 0x2600), range(0x
 _CLASSES = re.compile(r"\\p\{(\w+)\}|\\([sS])")
 
 
+Divide = Callable[[str], list[str] | None]
+"""Returns the pieces of a text; None if the library must encode it."""
+
+
 class Pieces:
     """The pieces of one tokeniser whose ids are known. Not safe to use from several threads."""
 
     def __init__(
         self,
-        expression: str,
+        divide: Divide,
         added_tokens: Iterable[str],
         encode: Callable[[list[str]], list[list[int]]],
         dividing: Mapping[str, int] | None = None,
+        *,
+        literal: bool = True,
     ) -> None:
         """``encode``: returns the library's ids of each of several texts. ``dividing``: ids of the added tokens, if the library
-        divides texts at them before all else."""
+        divides texts at them before all else. ``literal``: it finds no added token in a text that does not spell one."""
+        self._literal = literal
         self._dividing = dividing or {}
-        self._findall = re.compile(_translated(expression)).findall
+        self._divide = divide
         self._added = any_of(added_tokens)
-        self._unsafe = _unsafe()
         self._encode = encode
         self._ids: dict[str, tuple[int, ...]] = {}  # the garbage collector skips tuples of integers, and this dictionary
 
     def encode(self, text: str, *, parses: bool = False) -> list[int] | None:
         """Return the ids of ``text``; None if the library must encode it. ``parses``: added tokens in it are tokens."""
         match = self._added.search(text)
+        if parses and not self._literal:
+            return None
         if match is None:
             return self._encode_text(text)
         ids: list[int] = []
@@ -107,10 +119,8 @@ class Pieces:
 
     def _encode_text(self, text: str) -> list[int] | None:
         """Return the ids of a text without added tokens; None if the library must encode it."""
-        if not text.isascii() and self._unsafe.search(text):
-            return None
-        pieces: list[str] = self._findall(text)
-        if len("".join(pieces)) != len(text):
+        pieces = self._divide(text)
+        if pieces is None:
             return None
         known = self._ids
         if new := [piece for piece in pieces if piece not in known]:
@@ -132,6 +142,56 @@ class Pieces:
             kept = {piece: encoded[piece] for piece in latest}
             self._ids.clear()
             self._ids |= kept
+
+
+def by_expression(expression: str) -> Divide:
+    """Divide as the pre-tokeniser of a byte-level BPE tokeniser."""
+    findall, unsafe = re.compile(_translated(expression)).findall, _unsafe()
+
+    def divide(text: str) -> list[str] | None:
+        if not text.isascii() and unsafe.search(text):
+            return None
+        pieces: list[str] = findall(text)
+        return pieces if len("".join(pieces)) == len(text) else None
+
+    return divide
+
+
+def by_words(document: dict[str, Any]) -> Divide | None:
+    """Divide at whitespace, and as BERT around each punctuation mark. None for another tokeniser than those that the module's
+    docstring names, and for one with added tokens that are found in normalised texts.
+
+    BERT's normaliser reads one character at a time; combining marks and removed characters stay in their word. SentencePiece's
+    reads a character with the marks behind it, which may stand behind a space.
+    """
+    normalizers, splits = _steps(document.get("normalizer")), _steps(document.get("pre_tokenizer"))
+    if any(token.get("normalized") and not token["special"] for token in document.get("added_tokens") or []):
+        return None
+    kinds, words, unsafe = [step["type"] for step in splits], re.compile(r"[^ \t\n\r]+").findall, _unsafe()
+    if kinds == ["BertPreTokenizer"] and all(step["type"] == "BertNormalizer" for step in normalizers):
+        plain, marks = re.compile(r"[ -~\t\n\r]*"), re.compile(r"[A-Za-z0-9]+|[^ \t\n\rA-Za-z0-9]").findall
+        return lambda text: marks(text) if plain.fullmatch(text) else words(text)
+    last = splits[-1] if kinds == ["WhitespaceSplit", "Metaspace"] else {}
+    prepends = last.get("prepend_scheme", "always" if last.get("add_prefix_space") else "never") == "always"
+    if prepends and all(map(_is_local, normalizers)):
+        return lambda text: words(text) if text.isascii() or not unsafe.search(text) else None
+    return None
+
+
+def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps in a step of a ``tokenizer.json``."""
+    if step is None:
+        return []
+    inner = step.get("normalizers") or step.get("pretokenizers") or []
+    return [found for each in inner for found in _steps(each)] if step["type"] == "Sequence" else [step]
+
+
+_LOCAL = {"Precompiled", "Strip", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "StripAccents"}
+
+
+def _is_local(normalizer: dict[str, Any]) -> bool:
+    """Whether a normaliser changes characters of :func:`_safe_characters` one by one, or whitespace between words."""
+    return normalizer["type"] in _LOCAL or (normalizer["type"] == "Replace" and normalizer["pattern"] == {"Regex": " {2,}"})
 
 
 def expression_of(document: dict[str, Any]) -> str | None:
@@ -254,10 +314,12 @@ class Tokenizer(Vocabulary):
         self._cuts = cuts_of(document, [*added, *map(_described, [*self._sentinels.values(), *marks])]) if affixes else None
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
         expression = expression_of(document) if self._cuts else None
+        divide = by_words(document) if expression is None else by_expression(expression)
         contents = [*(token["content"] for token in added), *(token.content for token in [*self._sentinels.values(), *marks])]
         dividing = self._added if all(map(_divides, added)) else None
-        if expression:
-            self._pieces = Pieces(expression, contents, self._by_library, dividing)
+        if divide is not None:
+            literal = expression is not None or not any(token.get("normalized") for token in added)
+            self._pieces = Pieces(divide, contents, self._by_library, dividing, literal=literal)
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:

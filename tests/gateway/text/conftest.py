@@ -92,6 +92,37 @@ CUTTABLE = {
 """Tokenisers of the structures for which safe cuts are known."""
 
 
+def wordpiece(*, lowercase: bool = True) -> tokenizers.Tokenizer:
+    """BERT's kind."""
+    library = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    library.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False))
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return library
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """XLM-RoBERTa's kind. Its normaliser is a table that does what NFKC does to most characters."""
+    library = tokenizers.Tokenizer(models.Unigram())
+    library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    library.decoder = decoders.Metaspace()
+    library.train_from_iterator(
+        CORPUS, trainers.UnigramTrainer(vocab_size=200, special_tokens=["<s>", "<unk>"], unk_token="<unk>", show_progress=False)
+    )
+    library.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=True)])
+    return library
+
+
+BY_WORDS = {"bert": wordpiece, "bert-cased": lambda: wordpiece(lowercase=False), "xlm-roberta": unigram}
+"""Tokenisers that drop whitespace between words."""
+
+
 def sentencepiece(*, metaspace: bool) -> tokenizers.Tokenizer:
     """Llama 2's kind: a space before the first word, bytes for unknown characters, ``metaspace`` in its newer spelling."""
     library = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

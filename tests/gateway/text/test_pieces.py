@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
-from tests.gateway.text.test_cuts import TEXT, cuttable, several
+from tests.gateway.text.conftest import BY_WORDS, CUTTABLE, QWEN_SPLIT, byte_level, from_library
+from tests.gateway.text.test_cuts import TEXT, several
 from yardstick_llm.gateway.text import tokenizer as module
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
@@ -21,13 +22,19 @@ PROSE = Path(__file__).parents[3].joinpath("README.md").read_text()
 IN_CONTEXTS = "a{0}b 1{0}2 .{0}.{0}{0} '{0} {0}\n{0}"
 SAID = ["<|im_start|>", "<|im_end|>", "<think>", "user\n", " red shoes", "\n\n", "  ", "'s", "<"]
 QWEN = from_library(byte_level()), byte_level()
-BY_PIECES = [name for name in CUTTABLE if name != "digits"]
-"""Tokenisers whose texts one expression divides."""
+BY_PIECES = {name: make for name, make in CUTTABLE.items() if name != "digits"} | BY_WORDS
+"""Tokenisers whose texts one expression divides, or whitespace."""
 
 
 @pytest.fixture(scope="module", params=BY_PIECES)
 def library(request: pytest.FixtureRequest) -> Library:
-    return CUTTABLE[request.param]()
+    return BY_PIECES[request.param]()
+
+
+@cache
+def both(kind: str) -> tuple[Library, Tokenizer]:
+    library = BY_PIECES[kind]()
+    return library, from_library(library)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +49,13 @@ def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 @pytest.mark.slow
 @several
-@given(kind=st.sampled_from(BY_PIECES), text=TEXT)
+@given(kind=st.sampled_from(sorted(BY_PIECES)), text=TEXT)
 @example(kind="llama3", text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
+@example(kind="bert", text="[CLS] a[sep]b \u0301c\x0bd\x1ce\u00a0f\u3000g 東京 x\u0301-y \x7f")
+@example(kind="xlm-roberta", text="<mask> \uff1cmask\uff1e \u0301c\x0bd\x1ce\u00a0f\u3000g  h\r\ni \ufb01 ▁j")
 @example(kind="gpt2", text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
 def test_ids_are_those_of_the_library(kind: str, text: str) -> None:
-    library, tokenizer = cuttable(kind)
+    library, tokenizer = both(kind)
     expected = library.encode(text, add_special_tokens=False).ids
     assert by_pieces(tokenizer, text) in (None, expected)
     assert tokenizer.encode(text, add_special_tokens=False) == expected

@@ -344,7 +344,8 @@ def _exponentials(_: Any, cells: Any, at: Any, vectors: Any, peak: Any, pairs: A
             if signature.args[4].dtype == types.int32 and HAS_PAIRS:
                 to_pairs = builder.gep(pairs, [builder.add(to, builder.mul(loop.index, ir.Constant(i64, LANES // 2)))])
                 builder.store(builder.call(narrow, [found]), builder.bitcast(to_pairs, half.as_pointer()), align=4)
-            found = builder.fadd(found, builder.fmul(score, all_of(0)))
+            # fused, because LLVM would add all scores before it multiplies them, and the sum of hidden ones is not finite
+            found = known("fma", score, all_of(0), found)
             builder.store(builder.fadd(builder.load(total), found), total)
         both = [builder.extract_element(each, ir.Constant(i32, 0)) for each in (top, folded(builder.load(total), builder.fadd))]
         return context.make_tuple(builder, signature.return_type, both)

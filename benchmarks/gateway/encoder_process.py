@@ -101,7 +101,10 @@ class Whole(torch.nn.Module):
     def __init__(self, folder: str, pairs: bool, attention: str) -> None:
         super().__init__()
         kind: Any = AutoModelForSequenceClassification if pairs else AutoModel
-        self.model: Any = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        try:
+            self.model: Any = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        except ValueError:  # the architecture has one form of attention
+            self.model = kind.from_pretrained(folder, dtype=torch.float32)
         self._pairs = pairs
         self.eval()
 

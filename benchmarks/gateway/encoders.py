@@ -3,9 +3,10 @@
 Engines and a gateway run as processes, as in production. Each library runs in a process of its own with as many threads, behind a
 small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client sends
 all programs the same requests, one text in each, 1, 8 and 64 at a time. The texts of a figure have equal numbers of tokens, so the
-libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights.
-Every round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is what two threads could answer if
-they did nothing but multiply, as fast as they multiply large matrices in the same run. The last line is JSON.
+libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights;
+with ``--family``, an embedding model of another family in their place, in the shape of its base model with random weights. Every
+round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is what two threads could answer if they
+did nothing but multiply, as fast as they multiply large matrices in the same run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -69,6 +70,17 @@ XLM_R_BASE = {
     "max_position_embeddings": 514,
 }
 """The published shape (https://huggingface.co/FacebookAI/xlm-roberta-base/blob/main/config.json), but for its 12 layers."""
+BERT_BASE = XLM_R_BASE | {"vocab_size": 30_000, "num_hidden_layers": 4, "pad_token_id": 1, "max_position_embeddings": 512}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "modernbert": {"intermediate_size": 1152, "local_attention": 128, "norm_bias": False},
+    "nomic": {"max_position_embeddings": 2048},
+    "gte": {"max_position_embeddings": 8192},
+    "mpnet": {"max_position_embeddings": 514},
+    "deberta": {"position_buckets": 256},
+}
+"""What differs from BERT base in the published shapes."""
+GATED = "modernbert", "nomic_bert", "gte"
+"""Model types whose feed-forward layers have three products."""
 TINY: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 130}
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 ANSWER_HEADER = b"\r\ncontent-length:"
@@ -90,7 +102,8 @@ class Model(NamedTuple):
         """Operations of the layers' matrix products for one token."""
         config = json.loads((self.folder / "config.json").read_text())
         size, inner = config["hidden_size"], config["intermediate_size"]
-        return 2 * int(config["num_hidden_layers"]) * int(4 * size * size + 2 * size * inner)
+        products = 3 if config["model_type"] in GATED else 2
+        return 2 * int(config["num_hidden_layers"]) * int(4 * size * size + products * size * inner)
 
     def texts(self, count: int, tokens: int, seed: str) -> list[Text]:
         """Return different texts of as many tokens, with those that the tokeniser adds."""
@@ -202,6 +215,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print tables and one line of JSON; returns the exit code: 1 where numbers in float32 differ."""
     parser = argparse.ArgumentParser("python -m benchmarks encoders", description="Encoders over HTTP beside other libraries.")
     parser.add_argument("--layers", type=int, default=12, help="of the cross-encoder (%(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, help="measure a model of this family, of four layers, only")
     parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="texts at a time (1 8 64)")
@@ -215,13 +229,18 @@ def main(arguments: Sequence[str]) -> int:
     if options.quick:
         options.rounds, options.seconds, options.in_flight = 1, 0.05, [1, 4]
         lengths = [(EMBED, 16), (EMBED, 64), (CROSS, 128)]
+    if options.family:
+        lengths = [(options.family, tokens) for model, tokens in lengths if model == EMBED]
     cases = [Case(*length, in_flight) for length in lengths for in_flight in options.in_flight]
     records = opened(options)
     peaks = measure_peaks(torch.device("cpu"), torch.float32, None if instructions() is None else "int8")
     flops = {"float32": peaks.flops, "int8": peaks.quantized_flops}
     with ExitStack() as stack:
         folder: Path = options.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="yardstick-encoders-")))
-        measured = {EMBED: minilm(folder, options.quick), CROSS: cross_encoder(folder, options.layers, options.quick)}
+        if options.family:
+            measured = {options.family: family(folder, options.family, options.quick)}
+        else:
+            measured = {EMBED: minilm(folder, options.quick), CROSS: cross_encoder(folder, options.layers, options.quick)}
         limits = {
             str(case): {form: peak / (case.tokens * measured[case.model].flops) for form, peak in flops.items() if peak}
             for case in cases
@@ -254,6 +273,17 @@ def minilm(folder: Path, quick: bool) -> Model:
         directory = weights.minilm()
     vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
     return Model(directory, False, plain_words(vocabulary))
+
+
+def family(folder: Path, name: str, quick: bool) -> Model:
+    """Return an embedding model of another family with random weights, tiny or in the shape of its base model."""
+    directory = folder / (f"tiny-{name}" if quick else name)
+    if not (directory / "tokenizer_config.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        shape: dict[str, Any] = TINY if quick else BERT_BASE | FAMILIES[name]
+        make_encoder(directory, name, **shape)
+        write_tokenizer(directory)
+    return Model(directory, False, plain_words(WORDS))
 
 
 def cross_encoder(folder: Path, layers: int, quick: bool) -> Model:

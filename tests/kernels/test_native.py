@@ -41,6 +41,28 @@ def test_functions(function: Callable[..., float], exact: Callable[[torch.Tensor
     np.testing.assert_allclose(found, expected, rtol=3e-7 if tolerance == 0 else 1e-5, atol=tolerance)
 
 
+def test_many_hidden_scores_are_no_problem() -> None:
+    """A sum of them is not finite. LLVM optimises a function again in each that calls it, and so the order of additions changes."""
+
+    @numba.njit(fastmath=native.FAST, error_model="numpy")
+    def inner(scores, vectors, pairs):  # type: ignore[no-untyped-def]
+        return native._exponentials(scores, np.uintp(0), np.uintp(vectors), native.NO_PEAK, pairs, np.uintp(0))
+
+    @numba.njit(fastmath=native.FAST, error_model="numpy")
+    def outer(scores, vectors, pairs):  # type: ignore[no-untyped-def]
+        return inner(scores, vectors, pairs)
+
+    for exponentials in (inner, outer):
+        scores = np.full(8 * native.LANES, native.NO_PEAK, np.float32)
+        scores[3] = 1.5
+        assert exponentials(scores, 8, np.empty(0, np.float32)) == (1.5, 1.0)
+        assert np.count_nonzero(scores) == 1
+        for wrong in (np.nan, np.inf, -np.inf):
+            scores[:] = 1.0
+            scores[3] = wrong
+            assert np.isnan(exponentials(scores, 8, np.empty(0, np.float32))[1])
+
+
 @pytest.mark.parametrize("depth", [1, 7, 64])
 @pytest.mark.parametrize(("vectors", "name"), [(native.VECTORS, "most"), (2, "two"), (1, "one")])
 def test_tiles_of_products(vectors: int, name: str, depth: int) -> None:

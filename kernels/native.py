@@ -1,7 +1,7 @@
 """Loops on a CPU, which LLVM compiles for its processor: attention, norms and rotations, and products of codes or in float32.
 
 Attention can also multiply in bfloat16. PyTorch computes a chain of operations one by one, and each reads and writes memory; a
-loop here reads a row once. Numba compiles the loops when this module is imported, in 19 s (EPYC, Zen 4), and keeps the result for
+loop here reads a row once. Numba compiles the loops when this module is imported, in 23 s (EPYC, Zen 4), and keeps the result for
 the next process. All loops are in one file, because Numba compiles again only what stands in a file that has changed. Arrays are
 flat. Offsets are unsigned: a signed one could count from the end of an array, and LLVM does not vectorise a loop that has to
 check for it.

@@ -80,8 +80,7 @@ class OutputPlan:
         for segments in (batch.segments, batch.lenvm_segments):
             row = 0
             for index, segment in enumerate(segments):
-                branch = segment.branch
-                if branch is not None:
+                if (branch := segment.branch) is not None:
                     for readout in by_kind.get(segment.request.kind, ()):
                         readout.add(segment, branch, row, index)
                 row += segment.tokens.size

@@ -455,7 +455,7 @@ def _score_distances(
         _fill(tile, count * size, U64(ROWS) * size, F32(0))
         first = U64(place) + j0 - rows + U64(1)  # distance of the first key from the last query
         low = first // U64(LANES) * U64(LANES)
-        _score(tile, U64(0), size, panel, apart, U64(0) - low, U64(APART), low, first + rows + U64(ROWS - 1))
+        _score(tile, U64(0), size, panel, apart, U64(0) - low, U64(APART), low, first + rows + count - U64(1))
         for r in range(rows):
             for j in range(count):
                 turned[r * U64(TURNED) + j0 + j] = apart[j * U64(APART) + first + rows - U64(1) - r + j - low]

@@ -71,6 +71,7 @@ XLM_R_BASE = {
 }
 """The published shape (https://huggingface.co/FacebookAI/xlm-roberta-base/blob/main/config.json), but for its 12 layers."""
 BERT_BASE = XLM_R_BASE | {"vocab_size": 30_000, "num_hidden_layers": 4, "pad_token_id": 1, "max_position_embeddings": 512}
+"""With four layers, so that all programs fit into memory beside each other."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "modernbert": {"intermediate_size": 1152, "local_attention": 128, "norm_bias": False},
     "nomic": {"max_position_embeddings": 2048},

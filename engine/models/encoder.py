@@ -312,11 +312,9 @@ class Encoder(nn.Module):
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
         if compiles(self.embed.weight.detach()):
-            places, kinds, norm = (
-                *(None if each is None else each.weight for each in (self.positions, self.types)),
-                self.embedding_norm,
-            )
-            return embed(tokens, positions, self.config.first_position, types, self.embed.weight, places, kinds, norm)
+            places, kinds = (None if each is None else each.weight for each in (self.positions, self.types))
+            first = self.config.first_position
+            return embed(tokens, positions, first, types, self.embed.weight, places, kinds, self.embedding_norm)
         x = self.embed(tokens)
         if self.positions is not None:
             x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))

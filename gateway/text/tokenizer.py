@@ -11,11 +11,11 @@ from the library once and are kept. They are exact because the pieces are:
 - A byte-level BPE tokeniser divides by an expression that ``cuts.py`` knows, into words with the space before them, digits and
   punctuation. A piece alone is divided into itself, because no alternative looks behind, and at the end of a text the lookahead
   of whitespace holds (:func:`by_expression`).
-- BERT's, and a SentencePiece model whose ``tokenizer.json`` splits at whitespace, drop whitespace between words, and read no
-  character beyond a word (:func:`by_words`).
+- BERT's tokeniser, and a SentencePiece model whose ``tokenizer.json`` splits at whitespace, drop the whitespace between words, and
+  read no character beyond a word (:func:`by_words`).
 
-What is read here has only characters whose properties are the same in all versions of Unicode (:func:`_safe_characters`). Any other
-text is left to the library: with combining marks, emoji or newer characters.
+But for BERT's, texts that are divided here have only characters whose properties are the same in all versions of Unicode
+(:func:`_safe_characters`). Others are left to the library: those with combining marks, emoji or newer characters.
 
 All tenants share the kept pieces, as they share the library's own cache. Only single words are kept, never texts, so the time of a
 request can tell at most that somebody has used a word.

@@ -14,7 +14,7 @@ from yardstick_llm.gateway.ops.metrics import Telemetry
 from yardstick_llm.gateway.process.event_loop import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, GarbageCollection, Watchdog
 from yardstick_llm.gateway.store.base import Space
 from yardstick_llm.gateway.store.memory import MemoryStore
-from yardstick_llm.gateway.text.tokenizer import GPT2, Pieces
+from yardstick_llm.gateway.text.tokenizer import GPT2, Pieces, by_expression
 
 
 def longest(telemetry: Telemetry) -> float:
@@ -104,7 +104,7 @@ async def results() -> object:
 
 
 async def pieces() -> object:
-    found = Pieces(GPT2, [], lambda texts: [[len(text), 7] for text in texts])
+    found = Pieces(by_expression(GPT2), [], lambda texts: [[len(text), 7] for text in texts])
     found.encode(" ".join(f"a{number}" for number in range(KEPT)))
     return found
 

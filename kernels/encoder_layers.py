@@ -181,8 +181,9 @@ class EncoderLayers:
     ) -> None:
         """``layers``: all of which :func:`takes`. ``specs``: of each, which differ in their windows only. ``rotations``: place of
         each layer's angles, or None. ``distances``: [heads, 2 · most + 1], what is added to the scores of keys from ``most`` places
-        before a query to ``most`` after it. ``relative``: of each layer, what queries, and what keys, are multiplied with for a key
-        from ``most`` places before a query to ``most - 1`` after it, [2, heads, 2 · most, head_dim]."""
+        before a query to ``most`` after it. ``relative``: of each layer, [2, heads, 2 · most, head_dim], the vectors of distances,
+        of a key from ``most`` places before a query to ``most - 1`` after it. The products of queries with the first ones, and of
+        keys with the second ones, are added to scores."""
         native, table = loops(), []
         self._kept: list[Any] = []
         related = [NOTHING] * len(layers) if relative is None else map(_in_panels, relative)

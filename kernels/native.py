@@ -50,7 +50,8 @@ KEYS = 512
 ROW_BYTES = 384 << 10
 """Codes of rows that are multiplied with a part of a weight after another; they stay in a core's second cache."""
 APART, TURNED = KEYS + 2 * LANES, KEYS + LANES
-"""Numbers of a row of scores with distances, and of one of keys, which are more than keys so that rows use all of a cache."""
+"""Numbers from row to row of scores by distance, and of the same scores by key. With a power of two, all rows would share a few
+places of a cache."""
 FEW = 4
 """Most rows of queries for which keys and values are read where they are, without copies."""
 BLOCK = 16 * ROWS
@@ -151,7 +152,7 @@ def _tile(vectors: int, rows: int = ROWS, *, adds: bool) -> Any:
 
 _set_most, _set_two, _set_one = (_tile(vectors, adds=False) for vectors in (VECTORS, 2, 1))
 _add_most, _add_two, _add_one = (_tile(vectors, adds=True) for vectors in (VECTORS, 2, 1))
-_add_most_few, _add_two_few, _add_one_few = (_tile(vectors, REST_ROWS, adds=True) for vectors in (VECTORS, 2, 1))
+_add_most_few, _add_one_few = (_tile(vectors, REST_ROWS, adds=True) for vectors in (VECTORS, 1))
 
 
 def _dots(rows: int, *, halved: bool, shifted: bool) -> Any:
@@ -444,8 +445,11 @@ def _score(asked: Any, at: Any, size: Any, panel: Any, scores: Any, to: Any, ste
 def _score_distances(
     k: Any, k_step: Any, index: Any, keys: Any, panel: Any, size: Any, place: Any, rows: Any, tile: Any, apart: Any, turned: Any,
 ) -> None:  # fmt: skip
-    """Scores of keys with the distances of queries from them. index: rows of ``keys`` keys. ``place``: of the first key, less that
-    of the first query, plus half of the distances. tile: [ROWS, size]; apart: [ROWS, APART] -> turned: [rows, TURNED]"""
+    """Multiply each key with the vector of its distance from each query (``relative`` of :func:`attend`).
+
+    index: rows of ``keys`` keys; panel: the vectors of all distances; rows: queries; ``place``: distance of the first key from the
+    first query, in the panel. Room: tile, [ROWS, size], and apart, [ROWS, APART]. -> turned: [rows, TURNED]
+    """
     for j0 in range(U64(0), U64(keys), U64(ROWS)):
         count = min(U64(keys) - j0, U64(ROWS))
         for j in range(count):
@@ -463,15 +467,11 @@ def _score_distances(
 
 @compiled()
 def _add_rest(a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, wide: Any, c: Any, c_at: Any, c_step: Any, depth: Any) -> None:
-    """:func:`_add_tile` of :data:`REST_ROWS` rows."""
-    column = U64(0)
-    while column + U64(WIDE) <= wide:
-        _add_most_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
-        column += U64(WIDE)
-    while column + U64(2 * LANES) <= wide:
-        _add_two_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
-        column += U64(2 * LANES)
-    if column < wide:
+    """:func:`_add_tile` of :data:`REST_ROWS` rows and at most :data:`WIDE` columns."""
+    if wide == U64(WIDE):
+        _add_most_few(a, a_at, a_step, b, b_at, wide, U64(LANES), c, c_at, c_step, depth)
+        return
+    for column in range(U64(0), wide, U64(LANES)):
         _add_one_few(a, a_at, a_step, b, b_at + column, wide, U64(LANES), c, c_at + column, c_step, depth)
 
 
@@ -505,8 +505,9 @@ def attend(
     ``width`` rows from place ``at`` of the index, of which ``before`` come before the first query's own. A query sees the keys from
     ``left`` before its own to ``right`` after it. ``cap``: soft cap of the scaled scores; 0 for none. ``distances``: what is added
     to scores, [heads, 2 · most + 1], for keys from ``most`` places before a query to ``most`` after it; no heads for nothing.
-    ``relative``: what queries, and keys, are multiplied with for the distance of each other, which is added; [2, heads, size · 2 ·
-    most], in panels of :data:`LANES` distances from ``-most`` on; with a ``fold`` of 1, or nothing.
+    ``relative``: [2, heads, size · 2 · most], vectors of distances from ``-most`` on, in panels of :data:`LANES`; empty for none.
+    The product of a query with the first vector of a key's distance, and of the key with the second one, are added to the score.
+    It takes a ``fold`` of 1.
     ``narrow``: factors of products are rounded to bfloat16, which takes :data:`HAS_PAIRS` and an even ``size``.
     """
     size, fold, related = U64(size), U64(fold), len(relative) > 0

@@ -79,7 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpnet": {"max_position_embeddings": 514},
     "deberta": {"position_buckets": 256},
 }
-"""What differs from BERT base in the published shapes."""
+"""Shapes of the families' base models, as published, where they differ from BERT's."""
 GATED = "modernbert", "nomic_bert", "gte"
 """Model types whose feed-forward layers have three products."""
 TINY: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 130}

@@ -30,8 +30,8 @@ from yardstick_llm.kernels.whole_attention import Layout
 MOST_DISTANCE = 128
 """Distance from which on all have one bias, in MPNet."""
 MOST_RELATED, RELATED_STEP = 512, 16
-"""Longest context for which a table has what queries and keys are multiplied with for each distance, in DeBERTa: 6 MiB for a layer
-of size 768. It has a multiple of ``RELATED_STEP`` distances in both directions."""
+"""DeBERTa: the longest context for which a table holds the vectors of all distances, 6 MiB for a layer of size 768; and the number
+of which its distances in each direction are a multiple, because loops take up to 16 at a time."""
 LOGIT_ROWS = 128
 """Rows whose logits over the vocabulary exist at a time: 16 MiB for 30,522 entries."""
 
@@ -368,7 +368,8 @@ class Encoder(nn.Module):
 
     @torch.inference_mode()
     def _added_by_distance(self) -> Tensor | None:
-        """What is added to scores, where that depends on the distance alone: see :class:`~kernels.encoder_layers.EncoderLayers`."""
+        """Biases of scores that depend on the distance of two tokens alone: ``distances`` of
+        :class:`~kernels.encoder_layers.EncoderLayers`. None: the model has none."""
         apart = torch.arange(1 - self.config.max_context, self.config.max_context)
         if self.slopes is not None:
             return -self.slopes[:, None] * apart.abs()
@@ -423,7 +424,7 @@ class Encoder(nn.Module):
         return self._rows_at(places[:, None] - places).to(self.embed.weight.device)
 
     def _rows_at(self, apart: Tensor) -> Tensor:
-        """DeBERTa: row of the distance of a query so many places after its key. -> int64, of the same shape
+        """DeBERTa: the row of each distance. apart: place of a query minus place of its key. -> int64, of the same shape
 
         With buckets, distances of less than half of them have one each, and larger ones share them at equal steps of the logarithm.
         """
@@ -441,7 +442,7 @@ class Encoder(nn.Module):
         return self._bias_at(places - places[:, None]).contiguous()
 
     def _bias_at(self, apart: Tensor) -> Tensor:
-        """MPNet: what is added for a key so many places after the query. -> [heads, *shape of ``apart``]
+        """MPNet: the bias of each distance. apart: place of a key minus place of the query. -> [heads, *shape of ``apart``]
 
         Half of the buckets are for each direction; half of these for one distance each, the others for distances up to 128, at
         equal steps of the logarithm. Source: Raffel et al. 2020, arXiv 1910.10683.
@@ -483,7 +484,7 @@ class Encoder(nn.Module):
         return hidden.float() if pools else self.projected(hidden.float())
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [rotations, tokens, head_dim / 2] float32."""
+        """cos and sin, [rotations, tokens, head_dim / 2] float32; empty in a model without rotations."""
         if not self._ropes:
             return self.inverse_frequencies, self.inverse_frequencies
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies[:, None]

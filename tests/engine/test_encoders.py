@@ -97,7 +97,7 @@ def test_embeddings_equal_transformers(tmp_path: Path, family: str) -> None:
     [("modernbert", 700, True), ("mpnet", 700, True), ("deberta", MOST_RELATED, True), ("deberta", MOST_RELATED + 1, False)],
 )
 def test_long_texts_equal_transformers(tmp_path: Path, family: str, context: int, in_one_call: bool) -> None:
-    """Of more queries than a task has, and of more keys than are attended to at a time."""
+    """The texts have more queries than one task, and more keys than one block of keys."""
     directory = make_encoder(tmp_path, family, max_position_embeddings=context + 2 * (family == "mpnet"))
     model, loop, rng = load_reference(directory, family, "embed"), build(directory), random.Random(9)
     assert one_call(loop) == in_one_call

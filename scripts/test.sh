@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that EXPRESSION (of pytest's -m) selects, with more options of pytest: test.sh EXPRESSION [OPTION ...]. First those that
-# are not marked `alone`, in three processes for each core, because tests wait most of their time; then those marked `waits`, two at a
+# are not marked `alone`, in two processes for each core, because tests wait part of their time; then those marked `waits`, two at a
 # time; then the others, which measure time, one by one. Fails where one of them fails, and says at the end why tests were left out. Reads
 # PYTHON, the interpreter, PART: `parallel`, `waiting` or `alone` runs only that part, WORKERS, the number of parallel processes,
 # OUTCOMES, a file for the outcomes of the tests, EXCEPT, such a file of another run, whose tests do not run again, and CRASHED, a file to
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The tests start some hundred Python processes, each of which would compile the project anew.
 unset PYTHONDONTWRITEBYTECODE
-part=${PART:-} workers=${WORKERS:-$(($(getconf _NPROCESSORS_ONLN) * 3))} outcomes=${OUTCOMES:-} except=${EXCEPT:-} crashed=${CRASHED:-}
+part=${PART:-} workers=${WORKERS:-$(($(getconf _NPROCESSORS_ONLN) * 2))} outcomes=${OUTCOMES:-} except=${EXCEPT:-} crashed=${CRASHED:-}
 unset PART WORKERS OUTCOMES EXCEPT CRASHED # which tests of this script would inherit
 case $part in '' | parallel | waiting | alone) ;; *) echo "PART must be parallel, waiting or alone, and is $part." >&2 && exit 2 ;; esac
 if [ -z "$outcomes" ]; then

@@ -1,6 +1,7 @@
 """Check of an engine's image, run when it is built: ``python -m yardstick_llm.engine.server.image_check cpu|cuda [MIB]``.
 
-Every module of the engine is imported, and the environment must not be larger than its budget. For CUDA, the C compiler must build
+Every module of the engine is imported, the loops that the image brings along (``YARDSTICK_LOOPS``) must not be compiled again, and
+the environment must not be larger than its budget. For CUDA, the C compiler must build
 an extension of Python, as Triton does for its launchers, and FlashInfer's compiled modules must load. No GPU is needed.
 """
 
@@ -16,8 +17,12 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from numba.core.dispatcher import Dispatcher
+
+from yardstick_llm.kernels.runtime import loops
+
 PACKAGES = ("yardstick_llm.engine", "yardstick_llm.kernels")
-BUDGETS = {"cpu": 1500, "cuda": 5600}
+BUDGETS = {"cpu": 1100, "cuda": 5600}
 """Largest size of the environment in MiB."""
 EXTENSION = "#include <Python.h>\nPyMODINIT_FUNC PyInit_check(void) { return NULL; }\n"
 
@@ -25,7 +30,7 @@ EXTENSION = "#include <Python.h>\nPyMODINIT_FUNC PyInit_check(void) { return NUL
 def main() -> int:
     """Print what was checked; returns the exit status."""
     variant, *budget = sys.argv[1:]
-    print(f"{import_all()} modules imported")
+    print(f"{check_loops()} loops are compiled, {import_all()} modules imported")
     if variant == "cuda":
         check_cuda()
     most, used = int(budget[0]) if budget else BUDGETS[variant], size_of(Path(sys.prefix))
@@ -36,6 +41,13 @@ def main() -> int:
 def size_of(folder: Path) -> int:
     """MiB of the files in ``folder``."""
     return sum(file.lstat().st_size for file in folder.rglob("*")) >> 20
+
+
+def check_loops() -> int:
+    """Load the loops as an engine does; returns their number. Numba compiles anew what was compiled for other sources."""
+    found = [each.stats for each in vars(loops()).values() if isinstance(each, Dispatcher)]
+    assert not any(each.cache_misses for each in found), "the image's loops do not fit its sources"
+    return sum(len(each.cache_hits) for each in found)
 
 
 def import_all() -> int:

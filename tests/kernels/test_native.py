@@ -160,24 +160,6 @@ def test_a_processor_with_smaller_registers(tmp_path: Path, processor: str, feat
     assert found.stdout == f"8 2 {feature == 'avxvnni'}\n"
 
 
-@pytest.mark.slow
-def test_an_image_brings_its_loops_along(tmp_path: Path) -> None:
-    """They are compiled for one folder, and used by a process that cannot write there."""
-    given, kept = tmp_path / "given", tmp_path / "kept"
-    program = "from yardstick_llm.kernels.runtime import loops; print(loops().attend.stats.cache_hits)"
-
-    def hits(**folders: Path) -> list[str]:
-        environment = {name: str(folder) for name, folder in folders.items()} | {"PYTHONPATH": "src", "HOME": str(tmp_path)}
-        command = [sys.executable, "-c", program.replace("hits)", "hits.values())")]
-        found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        return found.stdout.splitlines()
-
-    assert hits(NUMBA_CACHE_DIR=given) == ["dict_values([])"]
-    for _ in range(2):
-        assert hits(NUMBA_CACHE_DIR=kept, YARDSTICK_LOOPS=given) == ["dict_values([1])"]
-    assert {file.name for file in kept.rglob("*.nbc")} >= {file.name for file in given.rglob("*.nbc")} != set()
-
-
 def test_a_barrier() -> None:
     """No thread goes on before all have arrived. A long wait is recorded. After an abort no thread waits."""
     threads, order = 3, list[tuple[int, int]]()

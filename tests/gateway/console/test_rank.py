@@ -26,7 +26,7 @@ def rank(page: Page) -> list[tuple[str, float]]:
     """Press Rank; what is listed then, from top to bottom."""
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("scored")
-    texts, scores = (page.locator(f"#rank-list .{name}").all_inner_texts() for name in ("bar-text", "bar-score"))
+    texts, scores = (page.locator(f"#rank-list .{name}").all_text_contents() for name in ("bar-text", "bar-score"))
     return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
 
 
@@ -48,11 +48,11 @@ def test_the_example_needs_one_press(page: Page) -> None:
     best, worst = page.locator(".bar-fill").first.bounding_box(), page.locator(".bar-fill").last.bounding_box()
     assert best["width"] > 20 * worst["width"]
     assert re.fullmatch(r"8 documents scored · 122 tokens, \d+ of them from the cache · \d.*s\.", page.inner_text("#rank-summary"))
-    note = page.locator(".bar-note").first.inner_text()
+    note = page.locator(".bar-note").first.text_content()
     assert re.fullmatch(r"Place 1 · document \d · 1\d tokens, (\d+ computed|from the cache) · after \d.*s", note)
     rank(page)
     expect(page.locator("#rank-summary")).to_contain_text("122 tokens, 122 of them from the cache")
-    assert all("from the cache" in text for text in page.locator(".bar-note").all_inner_texts())
+    assert all("from the cache" in text for text in page.locator(".bar-note").all_text_contents())
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_documents_that_fail_or_are_cut_and_errors_of_the_request_are_shown(page
     page.check("#rank-cut")
     page.click("#rank-start")
     expect(page.locator("#rank-summary")).to_contain_text("2 documents scored · 1 cut to fit")
-    assert sorted("cut to fit" in note for note in page.locator(".bar-note").all_inner_texts()) == [False, True]
+    assert sorted("cut to fit" in note for note in page.locator(".bar-note").all_text_contents()) == [False, True]
     expect(page.locator("#rank-code code")).to_contain_text('"truncate": true')
     page.check("input[value=labels]")
     page.fill("#rank-labels", "not a token, Yes")
@@ -159,7 +159,7 @@ def test_the_best_and_those_with_a_text_are_listed_and_saved(page: Page) -> None
     page.fill("#rank-top", "2")
     expect(page.locator("#rank-shown")).to_have_text("2 of 8 documents shown")
     wanted = [text for text, _ in rows if "running" in text][:2]
-    assert page.locator("#rank-list .bar-text").all_inner_texts() == wanted
+    assert page.locator("#rank-list .bar-text").all_text_contents() == wanted
     with page.expect_download() as saved:
         page.click("#rank-json")
     assert [row["text"] for row in json.loads(Path(saved.value.path()).read_text())] == wanted
@@ -194,7 +194,7 @@ def test_two_models_side_by_side(visit: Open, scripted: ScriptedServer) -> None:
     expect(page.locator("#rank-other-list .bar-text")).to_have_text(["a", "d", "b", "c"])
     expect(page.locator("#rank-summary")).to_contain_text("3 documents scored · 1 failed")
     moves = ["Place 1 (the same)", "Place 2 · document 4", "Place 3 (the same)", "Place 4 (▼ down 2 from 2)"]
-    notes = page.locator("#rank-other-list .bar-note").all_inner_texts()
+    notes = page.locator("#rank-other-list .bar-note").all_text_contents()
     assert [note.startswith(move) for note, move in zip(notes, moves, strict=True)] == [True] * 4
     drawing = page.locator("#rank-moves svg")
     label = "From the left list to the right one, 0 documents rise, 1 fall, 2 keep their place"

@@ -3,8 +3,8 @@
 Arguments: library, number format (``float32`` or ``int8``), threads, and the models as JSON: by name the folder, a folder for the
 files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are made once and
 found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with base64) and
-``/v1/rerank`` take one text a request, checked no further than its JSON. Requests that come while a batch is computed are the next
-batch, of at most 32. The process ends with its standard input.
+``/v1/rerank`` take the texts of a request, checked no further than their JSON. Requests that come while a batch is computed are the
+next batch, of at most 32 texts. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
@@ -42,12 +43,17 @@ CALIBRATION = 8
 
 
 class Asked(msgspec.Struct):
-    """A request: a text to embed, or a query and a document."""
+    """A request: texts to embed, or a query and documents."""
 
     model: str
-    input: str = ""
+    input: tuple[str, ...] = ()
     query: str = ""
     documents: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> list[Any]:
+        """Texts, or pairs of query and document."""
+        return [*self.input] or [(self.query, document) for document in self.documents]
 
 
 class Server:
@@ -65,11 +71,11 @@ class Server:
             body, more = body + message["body"], message["more_body"]
         done = asyncio.get_running_loop().create_future()
         self._waiting.put((DECODER.decode(body), done))
-        row = await done
-        if scope["path"] == "/v1/embeddings":
-            content = msgspec.json.encode({"data": [{"index": 0, "embedding": row.tobytes()}]})  # msgspec writes base64
+        rows = enumerate(await done)
+        if scope["path"] == "/v1/embeddings":  # msgspec writes bytes in base64
+            content = msgspec.json.encode({"data": [{"index": index, "embedding": row.tobytes()} for index, row in rows]})
         else:
-            content = msgspec.json.encode({"results": [{"index": 0, "relevance_score": float(row[0])}]})
+            content = msgspec.json.encode({"results": [{"index": index, "relevance_score": float(row[0])} for index, row in rows]})
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -79,17 +85,20 @@ class Server:
         batch: list[tuple[Asked, asyncio.Future[Any]]] = []
         while True:
             expected, batch = len(batch), [self._waiting.get()]
+            left = BATCH - len(batch[0][0].texts)
             with suppress(Empty):
-                while len(batch) < BATCH:
+                while left > 0:
                     batch.append(self._waiting.get(len(batch) < expected, DELAY))
+                    left -= len(batch[-1][0].texts)
             for model in {asked.model for asked, _ in batch}:
                 part = [each for each in batch if each[0].model == model]
-                rows = self._models[model]([asked.input or (asked.query, asked.documents[0]) for asked, _ in part])
+                rows = self._models[model]([text for asked, _ in part for text in asked.texts])
                 part[0][1].get_loop().call_soon_threadsafe(self._finish, part, rows)
 
     def _finish(self, part: list[tuple[Asked, asyncio.Future[Any]]], rows: Any) -> None:
-        for (_, done), row in zip(part, rows, strict=True):
-            done.set_result(row)
+        left = iter(rows)
+        for asked, done in part:
+            done.set_result([*islice(left, len(asked.texts))])
 
 
 DECODER = msgspec.json.Decoder(Asked)

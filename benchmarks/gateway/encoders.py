@@ -1,12 +1,13 @@
 """Encoders over HTTP beside sentence-transformers, ONNX Runtime and OpenVINO, in one run: ``python -m benchmarks encoders``.
 
 Engines and a gateway run as processes, as in production. Each library runs in a process of its own with as many threads, behind a
-small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client sends
-all programs the same requests, one text in each, 1, 8 and 64 at a time. The texts of a figure have equal numbers of tokens, so the
-libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of XLM-RoBERTa base with random weights;
-with ``--family``, an embedding model of another family in their place, in the shape of its base model with random weights. Every
-round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is what two threads could answer if they
-did nothing but multiply, as fast as they multiply large matrices in the same run. The last line is JSON.
+small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client
+sends all programs the same requests, one text in each (or ``--texts``), 1, 8 and 64 at a time. The texts of a figure have equal
+numbers of tokens, so the libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of
+XLM-RoBERTa base with random weights; with ``--family``, an embedding model of another family in their place, in the shape of its
+base model with random weights. Every round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is
+what two threads could answer if they did nothing but multiply, as fast as they multiply large matrices in the same run. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -125,9 +126,12 @@ class Case(NamedTuple):
     model: str
     tokens: int
     in_flight: int
+    """Requests."""
+    texts: int
+    """Of each request."""
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.tokens} tokens, {self.in_flight} in flight"
+        return f"{self.model}, {self.tokens} tokens, {self.in_flight} in flight" + (f" of {self.texts} texts" * (self.texts > 1))
 
 
 class Spent(NamedTuple):
@@ -161,7 +165,7 @@ class Served:
         found: list[Any] = []
         with httpx.Client(base_url=f"http://127.0.0.1:{self._port}", headers={"cache-control": "no-store"}, timeout=60) as client:
             for text in texts:
-                path, body = self._asked(model, text)
+                path, body = self._asked(model, [text])
                 answer = client.post(path, json=body).raise_for_status().json()
                 if model == CROSS:
                     found.append([answer["results"][0]["relevance_score"]])
@@ -170,23 +174,23 @@ class Served:
         return np.array(found)
 
     def spend(self, case: Case, texts: list[Text], seconds: float) -> Spent:
-        """Send texts, again and again, ``in_flight`` at a time, one in each request; after ``seconds`` no further ones begin."""
+        """Send texts, again and again, in ``in_flight`` requests at a time; after ``seconds`` no further ones begin."""
         requests = []
-        for text in texts:
-            path, body = self._asked(case.model, text)
+        for first in range(0, len(texts), case.texts):
+            path, body = self._asked(case.model, texts[first : first + case.texts])
             content = json.dumps(body).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncache-control: no-store\r\n"
             requests.append(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         pids = self._pids[case.model]
         began, cpu = time.perf_counter(), sum(map(tree_seconds, pids))
         count = uvloop.run(_send(self._port, requests, case.in_flight, seconds))
-        return Spent(count, time.perf_counter() - began, sum(map(tree_seconds, pids)) - cpu)
+        return Spent(count * case.texts, time.perf_counter() - began, sum(map(tree_seconds, pids)) - cpu)
 
-    def _asked(self, model: str, text: Text) -> tuple[str, dict[str, Any]]:
+    def _asked(self, model: str, texts: Sequence[Text]) -> tuple[str, dict[str, Any]]:
         name = f"{model}-{self._form}"
-        if isinstance(text, str):
-            return "/v1/embeddings", {"model": name, "input": text, "encoding_format": "base64"}
-        return "/v1/rerank", {"model": name, "query": text[0], "documents": [text[1]]}
+        if isinstance(texts[0], str):
+            return "/v1/embeddings", {"model": name, "input": texts, "encoding_format": "base64"}
+        return "/v1/rerank", {"model": name, "query": texts[0][0], "documents": [text[1] for text in texts]}
 
 
 async def _send(port: int, requests: Sequence[bytes], connections: int, seconds: float) -> int:
@@ -219,7 +223,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--family", choices=FAMILIES, help="measure a model of this family, of four layers, only")
     parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="texts at a time (1 8 64)")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")
+    parser.add_argument("--texts", type=int, default=1, help="of each request, or documents of one query (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each figure, at least (%(default)s)")
     parser.add_argument("--models", type=Path, help="folder that keeps the cross-encoder and the libraries' files for the next run")
@@ -232,7 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         lengths = [(EMBED, 16), (EMBED, 64), (CROSS, 128)]
     if options.family:
         lengths = [(options.family, tokens) for model, tokens in lengths if model == EMBED]
-    cases = [Case(*length, in_flight) for length in lengths for in_flight in options.in_flight]
+    cases = [Case(*length, in_flight, options.texts) for length in lengths for in_flight in options.in_flight]
     records = opened(options)
     peaks = measure_peaks(torch.device("cpu"), torch.float32, None if instructions() is None else "int8")
     flops = {"float32": peaks.flops, "int8": peaks.quantized_flops}
@@ -396,14 +401,14 @@ def measure(
     rates: dict[tuple[str, int], dict[str, float]] = {}
     for number in range(1, options.rounds + 1):
         for case in cases:
-            texts = measured[case.model].texts(2 * case.in_flight, case.tokens, f"{number} {case}")
+            texts = measured[case.model].texts(2 * case.in_flight * case.texts, case.tokens, f"{number} {case}")
 
             def work(case: Case = case, texts: list[Text] = texts, number: int = number) -> dict[str, Spent]:
                 order = [*subjects] if number % 2 else [*subjects][::-1]
                 return {name: subjects[name].spend(case, texts, options.seconds) for name in order}
 
             known = rates.get(case[:2], {})
-            expected = SLACK * sum(max(options.seconds, case.in_flight / rate) for rate in known.values())
+            expected = SLACK * sum(max(options.seconds, case.in_flight * case.texts / rate) for rate in known.values())
             key = f"round {number}, {case}"
             result = records.store.measure(key, expected, work)
             if result is None:

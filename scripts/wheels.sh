@@ -17,3 +17,7 @@ download --no-deps --retries 1 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} 
 if [ "${VARIANT:-cpu}" = cuda ]; then
   "$PYTHON" scripts/requirements.py gpu | download --no-deps --find-links wheels --constraint constraints.txt --requirement /dev/stdin
 fi
+
+# Only engines need the large ones, so a build of the gateway does not copy them.
+mkdir wheels/engine
+find wheels -maxdepth 1 -name '*.whl' -size +30M -exec mv --target-directory wheels/engine {} +

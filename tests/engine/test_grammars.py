@@ -246,11 +246,11 @@ def test_a_flood_of_new_grammars_delays_no_kept_one(tmp_path: Path) -> None:
 
     for _ in range(20):
         ask()
-    quiet = [ask() for _ in range(150)]
+    quiet = [ask() for _ in range(100)]
     threads = [threading.Thread(target=flood) for _ in range(8)]
     for thread in threads:
         thread.start()
-    loud = [ask() for _ in range(150)]
+    loud = [ask() for _ in range(100)]
     ended.set()
     for thread in threads:
         thread.join()

@@ -44,9 +44,9 @@ def size_of(folder: Path) -> int:
 
 
 def check_loops() -> int:
-    """Load the loops as an engine does; returns their number. Numba compiles anew what was compiled for other sources."""
+    """Load the loops as an engine does; returns their number. Raises AssertionError if Numba has to compile one again."""
     found = [each.stats for each in vars(loops()).values() if isinstance(each, Dispatcher)]
-    assert not any(each.cache_misses for each in found), "the image's loops do not fit its sources"
+    assert not any(each.cache_misses for each in found), "the image's loops were compiled for other sources"
     return sum(len(each.cache_hits) for each in found)
 
 

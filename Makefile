@@ -11,7 +11,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 # The tests also use this version of the OpenAI SDK, which is separate from the one in constraints.txt.
 SDK_2 := openai==2.54.0 distro==1.9.0
 
-# Files that are seldom imported, or never: Python compiles them when they are.
+# Files that are seldom or never imported: Python compiles those that are, at that time.
 SELDOM := /(kubernetes|transformers/models|sympy|faker|networkx|tests|torch/_inductor|torch/testing|pygments/lexers)/
 
 # Only variables on make's command line are passed on, because a shell may define its own HOST.
@@ -74,7 +74,7 @@ chart: $(READY) ## Write the chart's README and the rendered manifests of the te
 $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))
 	@echo "Making .venv; the first time takes some minutes."
-	@$(PYTHON) -m venv --upgrade-deps .venv # a current pip installs in half the time
+	@$(PYTHON) -m venv --upgrade-deps .venv # a current pip takes half the CPU time
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
 	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine,dev]'
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/openai-2 $(SDK_2)

@@ -18,6 +18,6 @@ if [ "${VARIANT:-cpu}" = cuda ]; then
   "$PYTHON" scripts/requirements.py gpu | download --no-deps --find-links wheels --constraint constraints.txt --requirement /dev/stdin
 fi
 
-# Only engines need the large ones, so a build of the gateway does not copy them.
+# Those of more than 30 MB are for engines only, and a build of the gateway does not copy this folder.
 mkdir wheels/engine
 find wheels -maxdepth 1 -name '*.whl' -size +30M -exec mv --target-directory wheels/engine {} +

@@ -2,7 +2,7 @@
 
 Engines and a gateway run as processes, as in production. Each library runs in a process of its own with as many threads, behind a
 small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client
-sends all programs the same requests, one text in each (or ``--texts``), 1, 8 and 64 at a time. The texts of a figure have equal
+sends all programs the same requests, 1, 8 and 64 at a time, with one text in each, or ``--texts``. The texts of a figure have equal
 numbers of tokens, so the libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of
 XLM-RoBERTa base with random weights; with ``--family``, an embedding model of another family in their place, in the shape of its
 base model with random weights. Every round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is
@@ -126,9 +126,9 @@ class Case(NamedTuple):
     model: str
     tokens: int
     in_flight: int
-    """Requests."""
+    """Requests that the client has sent and that are not answered yet."""
     texts: int
-    """Of each request."""
+    """Texts in each request."""
 
     def __str__(self) -> str:
         return f"{self.model}, {self.tokens} tokens, {self.in_flight} in flight" + (f" of {self.texts} texts" * (self.texts > 1))
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")
-    parser.add_argument("--texts", type=int, default=1, help="of each request, or documents of one query (%(default)s)")
+    parser.add_argument("--texts", type=int, default=1, help="texts in each request, or documents for its query (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each figure, at least (%(default)s)")
     parser.add_argument("--models", type=Path, help="folder that keeps the cross-encoder and the libraries' files for the next run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.caching import UserProvidedCacheLocator
 
 from yardstick_llm.kernels import native
 from yardstick_llm.kernels.attention_spec import AttentionSpec
@@ -158,6 +160,22 @@ def test_a_processor_with_smaller_registers(tmp_path: Path, processor: str, feat
     command = [sys.executable, "-c", OTHER, feature]
     found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert found.stdout == f"8 2 {feature == 'avxvnni'}\n"
+
+
+@pytest.mark.slow
+def test_an_image_brings_its_loops_along(tmp_path: Path) -> None:
+    """Processes copy the loops of an image to a folder of their own, and compile none again."""
+    given, kept = tmp_path / "given", tmp_path / "kept"
+    source = REPOSITORY / "src" / "yardstick_llm" / "kernels" / "native.py"
+    of_source = given / UserProvidedCacheLocator.get_suitable_cache_subpath(str(source))
+    shutil.copytree(native.attend.stats.cache_path, of_source, ignore=shutil.ignore_patterns("*.pyc"))
+    command = [sys.executable, "-c", "from yardstick_llm.engine.server.image_check import check_loops; print(check_loops())"]
+    environment = {"PYTHONPATH": str(REPOSITORY / "src"), "HOME": str(tmp_path)}
+    environment |= {"NUMBA_CACHE_DIR": str(kept), "YARDSTICK_LOOPS": str(given)}
+    for _ in range(2):
+        found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert int(found.stdout) > 5
+    assert {file.name for file in kept.rglob("*.nbc")} == {file.name for file in given.rglob("*.nbc")} != set()
 
 
 def test_a_barrier() -> None:

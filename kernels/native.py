@@ -61,6 +61,10 @@ WEIGHT = "Tuple((u1[::1], i2[::1], i4, f4[::1], f4[::1], f4[::1]))"
 NO_PEAK = F32(-3e38)
 POLYNOMIAL = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 """``exp(r) = 1 + r + r² · p(r)``, highest power first. Source: Moshier's Cephes, ``expf``."""
+LOG2E = 1.44269504088896341
+POWERS = 1.3276472e-3, 9.6755413e-3, 5.5507133e-2, 2.4022120e-1, 6.9314697e-1, 1.0
+POWERS_OF_PAIRS = 5.5171669e-2, 2.4261112e-1, 6.9326099e-1, 9.9992807e-1
+"""Polynomials of ``2^r`` from -0.5 to 0.5 with the least relative error, 8e-8, and 8e-5 where it is rounded to bfloat16."""
 GELU, GELU_TANH, RELU, SILU, TANH = range(5)
 SLOT = 8
 """Integers of a thread in a barrier, so that each thread writes its own cache line."""
@@ -294,7 +298,9 @@ def _exponentials(_: Any, cells: Any, at: Any, vectors: Any, peak: Any, pairs: A
         cells, pairs = (
             cgutils.create_struct_proxy(signature.args[place])(context, builder, value=given[place]).data for place in (0, 4)
         )
+        paired = signature.args[4].dtype == types.int32
         narrow = ir.InlineAsm(ir.FunctionType(half, [number]), "vcvtneps2bf16 $1, $0", "=v,v")
+        factors = POWERS_OF_PAIRS if paired else POWERS
 
         def all_of(value: float) -> Any:
             return ir.Constant(number, [float(F32(value))] * LANES)
@@ -322,6 +328,17 @@ def _exponentials(_: Any, cells: Any, at: Any, vectors: Any, peak: Any, pairs: A
             place = builder.add(at, builder.mul(index, ir.Constant(i64, LANES)))
             return builder.bitcast(builder.gep(cells, [place]), number.as_pointer())
 
+        def scaled(value: Any, n: Any, taken: Any) -> Any:
+            """``value · 2^n`` in the lanes that are ``taken``, and 0 in the others."""
+            if LANES == 16:
+                lanes, rounding = ir.IntType(16), ir.Constant(i32, 4)
+                kind = ir.FunctionType(number, [number] * 3 + [lanes, i32])
+                function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+                return builder.call(function, [value, n, all_of(0), builder.bitcast(taken, lanes), rounding])
+            power = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * LANES))
+            power = builder.bitcast(builder.shl(power, ir.Constant(whole, [23] * LANES)), number)
+            return builder.select(taken, builder.fmul(value, power), all_of(0))
+
         most, total = cgutils.alloca_once(builder, number), cgutils.alloca_once(builder, number)
         builder.store(spread(peak), most)
         with cgutils.for_range(builder, vectors) as loop:
@@ -331,18 +348,15 @@ def _exponentials(_: Any, cells: Any, at: Any, vectors: Any, peak: Any, pairs: A
         with cgutils.for_range(builder, vectors) as loop:
             into = vector(loop.index)
             score = builder.load(into, align=4)
-            x = builder.fsub(score, top)
-            n = known("floor", known("fma", x, all_of(1.44269504088896341), all_of(0.5)))
-            r = known("fma", n, all_of(2.12194440e-4), known("fma", n, all_of(-0.693359375), x))
-            p = all_of(POLYNOMIAL[0])
-            for factor in POLYNOMIAL[1:]:
+            x = builder.fmul(builder.fsub(score, top), all_of(LOG2E))
+            n = known("nearbyint", x)
+            r = builder.fsub(x, n)
+            p = all_of(factors[0])
+            for factor in factors[1:]:
                 p = known("fma", p, r, all_of(factor))
-            p = builder.fadd(known("fma", builder.fmul(p, r), r, r), all_of(1))
-            power = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * LANES))
-            power = builder.bitcast(builder.shl(power, ir.Constant(whole, [23] * LANES)), number)
-            found = builder.select(builder.fcmp_unordered(">=", x, all_of(-87)), builder.fmul(p, power), all_of(0))
+            found = scaled(p, n, builder.fcmp_unordered(">=", x, all_of(-126)))
             builder.store(found, into, align=4)
-            if signature.args[4].dtype == types.int32 and HAS_PAIRS:
+            if paired and HAS_PAIRS:
                 to_pairs = builder.gep(pairs, [builder.add(to, builder.mul(loop.index, ir.Constant(i64, LANES // 2)))])
                 builder.store(builder.call(narrow, [found]), builder.bitcast(to_pairs, half.as_pointer()), align=4)
             # fused, because LLVM would add all scores before it multiplies them, and the sum of hidden ones is not finite
@@ -359,7 +373,7 @@ def _exp(x: Any) -> Any:
     """From -87 to 88 within 2e-7 of it; beyond, the value there. Source of the polynomial: Moshier's Cephes, ``expf``."""
     x = x if x > F32(-87.0) else F32(-87.0)
     x = x if x < F32(88.0) else F32(88.0)
-    n = np.floor(x * F32(1.44269504088896341) + F32(0.5))
+    n = np.floor(x * F32(LOG2E) + F32(0.5))
     r = x - n * F32(0.693359375) + n * F32(2.12194440e-4)
     p = F32(POLYNOMIAL[0])
     p = p * r + F32(POLYNOMIAL[1])
@@ -418,12 +432,119 @@ def _pair(low: Any, high: Any) -> Any:
     return I32((high & I32(-0x10000)) | (low & I32(0xFFFF)))
 
 
+def _rounding(*, mixed: bool) -> Any:
+    """Return ``pair(cells, low, high, pairs, to)``: :data:`LANES` numbers from ``low`` on and as many from ``high`` on, rounded to
+    bfloat16, as :data:`LANES` pairs: one number from each, if ``mixed``, or else two that follow one another."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pair(_: Any, cells: Any, low: Any, high: Any, pairs: Any, to: Any) -> Any:  # noqa: ARG001
+        signature = types.void(cells, types.uintp, types.uintp, pairs, types.uintp)
+
+        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            if HAS_PAIRS:  # or else it is compiled, and never called
+                into = _vector_at(context, builder, signature.args[3], given[3], given[4])
+                two = [_vector_at(context, builder, signature.args[0], given[0], at) for at in given[1:3]]
+                builder.store(_rounded(builder, *two, mixed=mixed), into, align=4)
+            return context.get_dummy_value()
+
+        return signature, build
+
+    return pair
+
+
+def _vector_at(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """Pointer to :data:`LANES` elements of 32 bits of an array, in an intrinsic."""
+    element = ir.FloatType() if kind.dtype == types.float32 else ir.IntType(32)
+    start = cgutils.create_struct_proxy(kind)(context, builder, value=array).data
+    return builder.bitcast(builder.gep(start, [at]), ir.VectorType(element, LANES).as_pointer())
+
+
+def _rounded(builder: Any, low: Any, high: Any, *, mixed: bool = False) -> Any:
+    """Pairs of the numbers that two pointers lead to, see :func:`_rounding`, in an intrinsic."""
+    number, pair, single = (ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES), ir.IntType(16))
+    both = ir.InlineAsm(ir.FunctionType(pair, [number] * 2), "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
+    found = builder.call(both, [builder.load(each, align=4) for each in (low, high)])
+    if not mixed:
+        return found
+    numbers = ir.VectorType(single, 2 * LANES)
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [half + lane for lane in range(LANES) for half in (0, LANES)])
+    found = builder.bitcast(found, numbers)
+    return builder.bitcast(builder.shuffle_vector(found, ir.Constant(numbers, ir.Undefined), order), pair)
+
+
+_pair_next, _pair_beside = _rounding(mixed=False), _rounding(mixed=True)
+
+
+def _turning(*, paired: bool) -> Any:
+    """Return ``turn(cells, places, offset, panel, to)``: transpose :data:`LANES` elements of as many rows. Those of row i, from
+    ``places[i] + offset`` on, become lane i of vectors of ``panel``. If ``paired``, an element is two numbers, as bfloat16."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def turn(_: Any, cells: Any, places: Any, offset: Any, panel: Any, to: Any) -> Any:  # noqa: ARG001
+        signature = types.void(cells, places, types.uintp, panel, types.uintp)
+
+        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            if paired and not HAS_PAIRS:  # it is compiled, and never called
+                return context.get_dummy_value()
+            start = cgutils.create_struct_proxy(signature.args[1])(context, builder, value=given[1]).data
+            kind, rows = ir.VectorType(ir.IntType(32), LANES), []
+            for lane in range(LANES):
+                at = builder.add(builder.load(builder.gep(start, [ir.Constant(ir.IntType(64), lane)])), given[2])
+                first = _vector_at(context, builder, signature.args[0], given[0], at)
+                if paired:
+                    rows.append(_rounded(builder, first, builder.gep(first, [ir.Constant(ir.IntType(64), 1)])))
+                else:
+                    rows.append(builder.bitcast(builder.load(first, align=4), kind))
+            half = LANES // 2
+            orders = [ir.Constant(kind, [start + lane // 2 + lane % 2 * LANES for lane in range(LANES)]) for start in (0, half)]
+            for _ in range(LANES.bit_length() - 1):
+                rows = [builder.shuffle_vector(rows[row], rows[row + half], order) for row in range(half) for order in orders]
+            for place, row in enumerate(rows):
+                at = builder.add(given[4], ir.Constant(ir.IntType(64), place * LANES))
+                builder.store(row, _vector_at(context, builder, signature.args[3], given[3], at), align=4)
+            return context.get_dummy_value()
+
+        return signature, build
+
+    return turn
+
+
+_turn_numbers, _turn_pairs = _turning(paired=False), _turning(paired=True)
+
+
 @compiled()
-def _pair_all(bits: Any, at: Any, pairs: Any, to: Any, count: Any) -> None:
+def _pair_all(cells: Any, at: Any, pairs: Any, to: Any, count: Any) -> None:
     """Write ``count`` pairs of numbers that follow one another."""
-    for i in range(count):
-        place = at + U64(2) * U64(i)
-        pairs[to + U64(i)] = _pair(bits[place], bits[place + U64(1)])
+    whole, bits = U64(count) // U64(LANES) * U64(LANES), cells.view(np.int32)
+    for i in range(U64(0), whole, U64(LANES)):
+        place = at + U64(2) * i
+        _pair_next(cells, place, place + U64(LANES), pairs, to + i)
+    for i in range(whole, U64(count)):
+        place = at + U64(2) * i
+        pairs[to + i] = _pair(bits[place], bits[place + U64(1)])
+
+
+@compiled()
+def _turn_keys(k: Any, k_step: Any, index: Any, keys: Any, offset: Any, size: Any, narrow: Any, places: Any, panel: Any) -> None:
+    """Transpose keys into panels of :data:`LANES`, as numbers, or if ``narrow`` as pairs of bfloat16.
+
+    index: rows of ``keys`` keys; ``offset``: of their first number in a row; ``size``: numbers or pairs of a key; places: room for
+    :data:`LANES`; panel: int32. A last panel that is not full has the last key in the places that are left.
+    """
+    bits, each, whole = k.view(np.int32), U64(2) if narrow else U64(1), size // U64(LANES) * U64(LANES)
+    for j0 in range(U64(0), U64(keys), U64(LANES)):
+        for lane in range(U64(LANES)):
+            places[lane] = U64(index[min(j0 + lane, U64(keys) - U64(1))]) * U64(k_step) + offset
+        for d in range(U64(0), whole, U64(LANES)):
+            if narrow:
+                _turn_pairs(k, places, each * d, panel, j0 * size + d * U64(LANES))
+            else:
+                _turn_numbers(k, places, d, panel, j0 * size + d * U64(LANES))
+        for d in range(whole, size):
+            for lane in range(U64(LANES)):
+                place = places[lane] + each * d
+                pair = _pair(bits[place], bits[place + U64(1)]) if narrow else bits[place]
+                panel[j0 * size + d * U64(LANES) + lane] = pair
 
 
 @compiled()
@@ -524,12 +645,12 @@ def attend(
     scores = np.empty(ROWS * KEYS, np.float32)
     panel = np.empty(U64(KEYS) * size, np.float32)  # keys, transposed, LANES of them after another
     beside = np.zeros(U64(KEYS) * wide, np.float32)  # values
-    half, pairs = size // U64(2), np.empty(size, np.int32)
+    half, whole, places = size // U64(2), size // U64(LANES) * U64(LANES), np.empty(LANES, np.uintp)
     asked_pairs, weights = np.empty(room * half, np.int32), np.empty(ROWS * KEYS // 2, np.int32)
     tile, apart_scores = np.empty(ROWS * size, np.float32), np.empty(ROWS * APART if related else 0, np.float32)
     turned = np.empty(room * U64(TURNED) if related else U64(0), np.float32)
     panel_pairs, beside_pairs = panel.view(np.int32), beside.view(np.int32)
-    asked_bits, k_bits, v_bits = asked.view(np.int32), k.view(np.int32), v.view(np.int32)
+    v_bits = v.view(np.int32)
     for task in range(len(tasks)):
         start, count, at, width, before, head = tasks[task]
         rows = U64(count) * fold
@@ -542,7 +663,7 @@ def attend(
                     asked[(token * fold + one) * size + d] = q[base + d] * scale
         _fill(asked, rows * size, padded * size, F32(0))
         if narrow:
-            _pair_all(asked_bits, U64(0), asked_pairs, U64(0), padded * half)
+            _pair_all(asked, U64(0), asked_pairs, U64(0), padded * half)
         _fill(found, U64(0), padded * wide, F32(0))
         _fill(peaks, U64(0), padded, NO_PEAK)
         _fill(totals, U64(0), padded, F32(0))
@@ -551,27 +672,22 @@ def attend(
             keys = min(KEYS, seen - first)
             finite = F32(0)
             if narrow:
-                for j in range(U64(keys)):
-                    base = U64(index[U64(at + first) + j]) * U64(k_step) + U64(head) * size
-                    _pair_all(k_bits, base, pairs, U64(0), half)
-                    to = j // U64(LANES) * (U64(LANES) * half) + j % U64(LANES)
-                    for d in range(half):
-                        panel_pairs[to + d * U64(LANES)] = pairs[d]
+                _turn_keys(k, k_step, index[at + first :], keys, U64(head) * size, half, True, places, panel_pairs)
                 for j in range(U64(0), U64(keys), U64(2)):
                     base = U64(index[U64(at + first) + j]) * U64(v_step) + U64(head) * size
                     last_one = j + U64(1) == U64(keys)
                     other = base if last_one else U64(index[U64(at + first) + j + U64(1)]) * U64(v_step) + U64(head) * size
+                    to = j // U64(2) * wide
+                    for d in range(U64(0), whole, U64(LANES)):
+                        _pair_beside(v, base + d, other + d, beside_pairs, to + d)
+                    for d in range(whole, size):
+                        beside_pairs[to + d] = _pair(v_bits[base + d], v_bits[other + d])
                     for d in range(size):
-                        beside_pairs[j // U64(2) * wide + d] = _pair(v_bits[base + d], v_bits[other + d])
                         finite += v[base + d] * F32(0) + v[other + d] * F32(0)
             elif not few:
+                _turn_keys(k, k_step, index[at + first :], keys, U64(head) * size, size, False, places, panel_pairs)
                 for j in range(U64(keys)):
-                    row = U64(index[U64(at + first) + j])
-                    base = row * U64(k_step) + U64(head) * size
-                    to = j // U64(LANES) * (U64(LANES) * size) + j % U64(LANES)
-                    for d in range(size):
-                        panel[to + d * U64(LANES)] = k[base + d]
-                    base = row * U64(v_step) + U64(head) * size
+                    base = U64(index[U64(at + first) + j]) * U64(v_step) + U64(head) * size
                     for d in range(size):
                         beside[j * wide + d] = v[base + d]
                         finite += v[base + d] * F32(0)

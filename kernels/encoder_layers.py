@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.int8 import UNGATED, Panels, Projection
-from yardstick_llm.kernels.native_attention import NO_DISTANCES, reach_of
+from yardstick_llm.kernels.native_attention import NO_DISTANCES, Longs, reach_of
 from yardstick_llm.kernels.panels import FloatPanels
 from yardstick_llm.kernels.row_chunks import share
 from yardstick_llm.kernels.runtime import NOTHING, compiles, flat, loops
@@ -29,6 +30,9 @@ they share the tokens."""
 LEAST_ALONE, MOST_ALONE = 8, 512
 """Small steps that one thread computes after one in which a thread had to wait for long; each time in a row twice as many. Beside
 processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
+PIECE_NUMBERS = 1 << 17
+"""Queries, keys and values of whole sequences that attend before those of others are projected; they stay in a core's second
+cache."""
 NEVER = 1 << 62
 """A phase that no thread reaches."""
 NO_TYPES = np.empty(0, np.int32)
@@ -248,9 +252,12 @@ class EncoderLayers:
             queries = all_tokens if by_outputs else span
             work = work_of(runs, queries.start, queries.stop, self._heads, size // self._heads, self._heads)
             tasks = np.ascontiguousarray(work.tasks[thread :: len(spans)]) if by_outputs else work.tasks
+            bounds = np.array([(span.stop, len(tasks))])
+            if len(spans) == 1:
+                tasks, bounds = _pieces(runs, self._heads, size // self._heads, max(1, PIECE_NUMBERS // (3 * size)))
             shared = barrier.slots, thread, span.start, span.stop, by_outputs, whole
             try:
-                loops().encode(*given, work.rows, tasks, queries.start, *shared)
+                loops().encode(*given, work.rows, tasks, bounds, queries.start, *shared)
             except BaseException:
                 barrier.abort()
                 raise
@@ -264,6 +271,17 @@ class EncoderLayers:
         """Whether one thread should compute the next small step, because others have had to wait lately."""
         self._alone -= (crowded := self._alone > 0)
         return crowded
+
+
+@lru_cache(16)
+def _pieces(runs: tuple[Run, ...], heads: int, head_dim: int, least: int) -> tuple[Longs, Longs]:
+    """The tasks of all sequences in the order of their tokens, and the bounds of pieces of about ``least`` tokens, or one sequence:
+    see :func:`kernels.native.encode`."""
+    ends = np.concatenate([run.start + run.length * np.arange(1, run.sequences + 1) for run in runs])
+    tasks = work_of(runs, 0, int(ends[-1]), heads, head_dim, heads).tasks
+    tasks = tasks[np.argsort(tasks[:, 0], kind="stable")]
+    stops = ends[np.flatnonzero(np.diff(ends // least, append=-1))]
+    return tasks, np.stack([stops, np.searchsorted(tasks[:, 0], stops)], 1)
 
 
 def _vectors(norm: Norm | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -27,6 +27,7 @@ from yardstick_llm.kernels.int8 import GATE_SECOND, MIN_PEAK, UNGATED
 Function = TypeVar("Function", bound=Callable[..., Any])
 F32: Any = np.float32
 I32: Any = np.int32
+I64: Any = np.int64
 U64: Any = np.uintp
 FAST = {"contract", "reassoc", "arcp", "nsz"}
 """Changes that LLVM may make to floating-point arithmetic. It must not assume that all numbers are finite."""
@@ -1211,20 +1212,21 @@ def _multiply_part(slots: Any, thread: Any, phase: Any, weight: Any, x: Any, row
 
 @compiled(
     "void(i8[:, ::1], i8, i8, i8, i8, b1, f8, f4, f4[:, ::1], b1, f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[::1],"
-    " u1[::1], f4[::1], i4[::1], i8[::1], i8[:, ::1], i8, i8[::1], i8, i8, i8, b1, b1)"
+    " u1[::1], f4[::1], i4[::1], i8[::1], i8[:, ::1], i8[:, ::1], i8, i8[::1], i8, i8, i8, b1, b1)"
 )
 def encode(
     table: Any, heads: Any, function: int, gated: int, inner: int, before: bool, eps: float, scale: Any, distances: Any,
     narrow: bool, cos: Any, sin: Any, x: Any, attended: Any, qkv: Any, between: Any, codes: Any, scales: Any, sums: Any, index: Any,
-    tasks: Any, first_query: int, slots: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
+    tasks: Any, bounds: Any, first_query: int, slots: Any, thread: int, begin: int, end: int, by_outputs: bool, whole: bool,
 ) -> None:  # fmt: skip
     """Compute one thread's part of the layers of an encoder; see :class:`kernels.encoder_layers.EncoderLayers`.
 
     x: embeddings, [rows, size] -> ``attended``, the output of the last layer's attention, and in x its input; if ``whole``, the
     output of the last layer. ``before``: norms are before attention and the feed-forward layer, else behind them. ``begin``,
     ``end``: rows of this thread, for products too unless ``by_outputs``; then there are queries and heads in ``tasks`` that no
-    other thread has. ``between``: room for rows of what is between the projections. cos, sin: [rotations, angles of all rows], see
-    :func:`_rotate`. ``distances``: see :func:`attend`.
+    other thread has. ``bounds``: [pieces, 2], the last rows and tasks of pieces, whose rows are projected before they attend; one
+    where threads share a sequence. ``between``: room for rows of what is between the projections. cos, sin: [rotations, angles of
+    all rows], see :func:`_rotate`. ``distances``: see :func:`attend`.
     """
     rows, phase, room = len(scales), 1, (codes, scales, sums)
     angles = cos.shape[1] // rows
@@ -1243,25 +1245,30 @@ def encode(
             add_norm(x, first[:0], first_norm, first_bias, True, eps, size, normed, x, begin, end)
             given = normed
         _quantize_for(of_qkv, given, size, codes, scales, sums, begin, end)
-        if by_outputs:
-            phase = _multiply_part(slots, thread, phase, of_qkv, given, rows, size, room, qkv[base:])
+        first_row, first_task = begin, I64(0)
+        for place in range(len(bounds)):
+            last_row, last_task = bounds[place]
+            last_row = min(end, begin + (last_row - begin + ROWS - 1) // ROWS * ROWS)
+            if by_outputs:
+                phase = _multiply_part(slots, thread, phase, of_qkv, given, rows, size, room, qkv[base:])
+                if rotation >= 0:
+                    spin(slots, thread, phase)
+                    phase += 1
+            else:
+                _product(
+                    given[first_row * size :], last_row - first_row, size, codes[first_row * size :], scales[first_row:],
+                    sums[first_row:], of_qkv, qkv[base + first_row * step :], 0, _panels(of_qkv),
+                )  # fmt: skip
             if rotation >= 0:
-                spin(slots, thread, phase)
-                phase += 1
-        else:
-            own = codes[begin * size :]
-            _product(
-                given[begin * size :], end - begin, size, own, scales[begin:], sums[begin:], of_qkv, qkv[base + begin * step :], 0,
-                _panels(of_qkv),
+                _rotate(qkv[base:], step, heads, size // heads, cos[rotation], sin[rotation], angles, first_row, last_row)
+            spin(slots, thread, phase)
+            attend(
+                qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index,
+                tasks[first_task:last_task], reach, reach, scale, F32(0), distances, relative, heads, 1, size // heads, narrow,
+                attended[first_query * size :],
             )  # fmt: skip
-        if rotation >= 0:
-            _rotate(qkv[base:], step, heads, size // heads, cos[rotation], sin[rotation], angles, begin, end)
-        spin(slots, thread, phase)
-        attend(
-            qkv[base + first_query * step :], step, qkv[base + size :], step, qkv[base + 2 * size :], step, index, tasks, reach,
-            reach, scale, F32(0), distances, relative, heads, 1, size // heads, narrow, attended[first_query * size :],
-        )  # fmt: skip
-        phase += 1
+            phase += 1
+            first_row, first_task = last_row, last_task
         if by_outputs:
             spin(slots, thread, phase)
             phase += 1

@@ -193,6 +193,27 @@ def test_threads_divide_a_step(
         assert_equal_rows(found[2, name], found[1, name], 1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_pieces_of_a_step(tmp_path: Path, family: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has the same numbers, however many of its sequences are projected before they attend."""
+    loop, encode, rng, pieces = build(make_encoder(tmp_path, family), threads=1, **settings), native.encode, random.Random(5), []
+    sent = [some_tokens(rng, length, length) for length in (41, 17, 17, 90)]
+
+    def watched(*given: Any) -> None:
+        pieces.append(next(len(each) for each in given if getattr(each, "shape", ())[1:] == (2,)))
+        encode(*given)
+
+    monkeypatch.setattr(native, "encode", watched)
+    found = []
+    for tokens in (1 << 30, 50, 1):
+        monkeypatch.setattr(encoder_layers, "PIECE_NUMBERS", tokens * 3 * 64)
+        (scored,) = run(loop, wire.Score("a", [], sent, wire.Embedding()))
+        found.append(scored.rows)
+    assert pieces == [1, 3, 4]
+    assert found[0] == found[1] == found[2]
+
+
 def test_small_steps_on_crowded_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: list[tuple[int, bool]]) -> None:
     """Where a thread had to wait for long, one thread computes some of the next small steps; large ones are shared as before."""
     loop, share, used = build(make_encoder(tmp_path, "bert"), threads=2), encoder_layers.share, list[int]()

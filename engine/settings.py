@@ -132,6 +132,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     overlap: bool | None = None
     """Process the results of a step while the next one is computed. None: on a GPU. Not an option of the command line."""
+    fused_products: bool = False
+    """Compute products on a Hopper GPU in one launch with what follows them, see :mod:`engine.models.fused`. What
+    it saves has not been measured. Not an option of the command line.
+    """
     threads: Annotated[Count | None, unset("one for each core that the container may use, divided among the processes")] = None
     """CPU threads of the model's arithmetic, in each process."""
     machine_engines: Count = 1

@@ -26,11 +26,11 @@ SMALL = Tiles(rows=16, columns=64, step=16, tma=False, warps=4)
 """For float32, which only tests use."""
 
 
-def fits(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, keys: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, kv_heads: int, head_dim: int) -> bool:
     """Whether the kernel takes these tensors, and there are enough rows to occupy a GPU; see :func:`linear_qk_norm_rope_triton`."""
-    kv_heads, head_dim = keys.shape[1:]
     return (
         launches(x, weight, bias)
+        and x.dtype == weight.dtype
         and is_hopper(x.device)
         and x.dtype in (torch.bfloat16, torch.float16, FP8)
         and len(x) >= MIN_ROWS

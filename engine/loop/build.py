@@ -26,6 +26,7 @@ from yardstick_llm.engine.models.encoder_config import EncoderConfig, is_encoder
 from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats.published import method_of
 from yardstick_llm.engine.models.formats.quantization import FORMATS, arithmetic_of, check_kv_dtype, format_of
+from yardstick_llm.engine.models.fused import fuse_products
 from yardstick_llm.engine.models.gguf.tokenizer import tokenizer_json
 from yardstick_llm.engine.models.lenvm import (
     LenVM,
@@ -335,6 +336,8 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
     memory = adapt_decoder(decoder, settings)
+    if settings.fused_products:
+        fuse_products(decoder)
     tokens = settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     processes = settings.local_processes * settings.machine_engines
     slots = settings.max_total_tokens or default_slots(decoders, kept, processes, tokens)

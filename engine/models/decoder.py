@@ -97,7 +97,7 @@ class Heads:
     """A layer's queries, keys and values as they are projected, and what is to be done to them before anyone attends."""
 
     qkv: Tensor
-    """[tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order"""
+    """[tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; their projection's input where there is ``write``"""
     kv_heads: int
     q_weight: Tensor | None
     """[head_dim], like k_weight; None where the model has no QK-norm"""
@@ -108,6 +108,8 @@ class Heads:
     sin: Tensor
     delta: LoraDelta | None = None
     """Additions of LoRA adapters to ``qkv``, which come first; None where there are none, and where gradients are computed"""
+    write: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """(keys, values, slots, scales) -> ready queries; see :mod:`engine.models.fused`"""
 
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v), queries and keys normalised and rotated; differentiable."""
@@ -160,7 +162,7 @@ class Attention(nn.Module):
         """:meth:`forward` without the output projection. -> [tokens, heads · head_dim]"""
         projected: Tensor | Unadded = self.qkv_proj(x)
         qkv, delta = projected if isinstance(projected, Unadded) else (self._normed(projected), None)
-        heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin, delta)
+        heads = self.heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin, delta)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
         return out.flatten(1)
 
@@ -177,11 +179,11 @@ class Attention(nn.Module):
         q, k, v = torch.split(qkv, [heads * self.head_dim for heads in self.split], dim=1)
         return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
 
-    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, delta: LoraDelta | None) -> Heads:
-        kv_heads = self.split[1]
+    def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, delta: LoraDelta | None = None) -> Heads:
+        """See :class:`Heads`."""
         if self.over_heads or self.q_norm is None or self.k_norm is None:
-            return Heads(qkv, kv_heads, None, None, 0.0, cos, sin, delta)
-        return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin, delta)
+            return Heads(qkv, self.split[1], None, None, 0.0, cos, sin, delta)
+        return Heads(qkv, self.split[1], self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin, delta)
 
 
 class MLP(nn.Module):

@@ -17,7 +17,7 @@ from msgspec import NODEFAULT, Meta
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.settings import EngineSettings, ServerSettings
 
-NOT_OPTIONS = ("overlap", "dist_token_file")
+NOT_OPTIONS = ("overlap", "fused_products", "dist_token_file")
 """Settings that only programs set."""
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -153,7 +153,7 @@ def test_chosen_tiles_on_a_gpu(heads: tuple[int, int, int], coded: bool, device:
     if coded:
         (x, x_scales), (weight, weight_scales) = quantize_rows_reference(given.x), quantize_rows_reference(given.weight)
         given = given._replace(x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales)
-    assert fits(given.x, given.weight, given.bias, given.cos, given.keys)
+    assert fits(given.x, given.weight, given.bias, given.cos, *given.keys.shape[1:])
     check(given, None, 3e-2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -168,7 +168,7 @@ def test_what_fits(device: torch.device) -> None:
 
     def takes(given: Inputs, **change: Any) -> bool:
         given = given._replace(**change)
-        return fits(given.x, given.weight, given.bias, given.cos, given.keys)
+        return fits(given.x, given.weight, given.bias, given.cos, *given.keys.shape[1:])
 
     given = inputs(1024, 64, 4, 2, 64, device)
     assert takes(given) == (device.type == "cuda" and is_hopper(device))

@@ -99,14 +99,14 @@ class AttentionBackend(ABC):
         ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys.
         """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        if heads.delta is not None:
-            assert self.kv.scales is None, "adapters exclude keys and values in FP8"
-            given = heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin
-            return lora_rope_write(heads.qkv, heads.delta, *given, keys, values, out_cache_loc)
         scales = None if self.kv.scales is None else self.kv.scales[layer]
-        return self.make_ready(
-            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales
-        )
+        if heads.write is not None:
+            return heads.write(keys, values, out_cache_loc, scales)
+        given = heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc
+        if heads.delta is None:
+            return self.make_ready(heads.qkv, *given, scales)
+        assert scales is None, "adapters exclude keys and values in FP8"
+        return lora_rope_write(heads.qkv, heads.delta, *given)
 
     @abstractmethod
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:

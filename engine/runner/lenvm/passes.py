@@ -88,6 +88,7 @@ class Kept(NamedTuple):
         places = torch.arange(self.keys.shape[1], device=self.keys.device)
 
         def attend(layer: int, heads: Heads) -> Tensor:
+            assert heads.write is None, "the length model projects before it attends"
             keys, values = self.keys[layer], self.values[layer]
             q = qk_norm_rope_write(heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, places)
             return branches(layer, q, keys, values)

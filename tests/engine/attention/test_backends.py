@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import make_checkpoint
 from tests.engine.device import skip_without_flashinfer
+from tests.engine.test_loop import run as run_loop
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import EMPTY, Ints, as_ints
+from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.decoder import FusedAttend, Heads, PlainAttend
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.requests.core import Request
@@ -25,6 +31,8 @@ from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, Fl
 from yardstick_llm.engine.runner.attention.native import NativeAttention
 from yardstick_llm.engine.runner.attention.reference import ReferenceAttention
 from yardstick_llm.engine.runner.attention.triton import TritonAttention
+from yardstick_llm.engine.settings import EngineSettings
+from yardstick_llm.kernels import linear_qk_norm_rope, linear_silu_mul
 from yardstick_llm.kernels.attention_spec import AttentionSpec
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write_reference
 
@@ -335,3 +343,37 @@ def test_memory_of_slots_is_taken_as_it_is_used() -> None:
     assert resident() - before < 64 << 20 < kv.keys.nbytes
     assert not kv.keys[3, 12345].any()
     assert not kv.values[-1, -1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_products_with_what_follows(quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fused_products``: the kernels compute what separate launches do, and take the place of them in every layer."""
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 192}
+    directory = make_checkpoint(tmp_path, "qwen3", **shape)
+    calls = dict.fromkeys(("linear_qk_norm_rope_triton", "linear_silu_mul_triton"), 0)
+
+    def counted(name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def count(*given: Any, **named: Any) -> Tensor:
+            calls[name] += 1
+            return kernel(*given, **named)
+
+        return count
+
+    for module in (linear_qk_norm_rope, linear_silu_mul):
+        monkeypatch.setattr(module, "MIN_ROWS", 1)
+        monkeypatch.setattr(module, "launches", lambda *_: True)
+        name = f"{module.__name__.rpartition('.')[2]}_triton"
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    # The reference attends, because the interpreter's products in bfloat16, those of the Triton backend among them, are wrong.
+    settings = EngineSettings(model=str(directory), name="m", dtype="bfloat16" if quantize else "float16", quantize=quantize)
+    settings = msgspec.structs.replace(settings, device="cpu", attention="reference", max_total_tokens=256)
+    message, found = wire.Score("s", [5, 6, 7, 8], [[9, 10], [11], [12, 13, 14]], wire.Likelihood()), []
+    for fused in (False, True):
+        found.append(run_loop(build_loop(msgspec.structs.replace(settings, fused_products=fused)), message)[0].rows)
+        assert any(calls.values()) == fused
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    assert calls["linear_qk_norm_rope_triton"] % layers == 0
+    assert calls["linear_silu_mul_triton"] == (0 if quantize else calls["linear_qk_norm_rope_triton"])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=0.3 if quantize else 5e-3, rtol=0)

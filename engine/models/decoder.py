@@ -97,7 +97,7 @@ class Heads:
     """A layer's queries, keys and values as they are projected, and what is to be done to them before anyone attends."""
 
     qkv: Tensor
-    """[tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; their projection's input where there is ``write``"""
+    """[tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; with ``write``, the projection's input"""
     kv_heads: int
     q_weight: Tensor | None
     """[head_dim], like k_weight; None where the model has no QK-norm"""

@@ -85,7 +85,15 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: Litestar) -> uvicorn.Config:
-    return uvicorn.Config(app, http=Protocol, log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS)
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,  # no code uses the client's address
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
 
 
 async def _stop_signal() -> int:

@@ -40,8 +40,6 @@ END_SECONDS = 8.0
 WELL = "well"
 NO_TIME_LEFT = "no time left"
 NEED_A_GPU = "tests", "kernels"
-TESTS = ("engine,", "graphs", "gpu", "FlashInfer")
-"""Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
 MODELS = "models"
 """Folder of random weights, which no archive has."""
@@ -97,7 +95,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     few_drafts = "" if quick else "--shape qwen3-0.6b --requests 8 --prompt 64 --output 96"
     runs = {
         "a": (
-            Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
+            Part("tests", ["tests.shards"], 110, resumes=False),
             step("step", 70, *bf16, *both),
             part("kernels", 70, "kernels"),
             online("online", 80, "2400,2600,2800", *bf16),

@@ -42,6 +42,7 @@ ENGINE_NAMES = (
     "experts",
     "keys and values in FP8",
     "products in FP8",
+    "weights of 4 bits",
     "windows and soft caps",
 )
 ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"

@@ -346,15 +346,15 @@ def problem(
 
 def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> bool:
     """Whether all kernels are there already; one takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
-    return all(module.is_compiled for module in _modules(head_dim, dtype, kept, specs))
+    return all(module.is_compiled for module in modules(head_dim, dtype, kept, specs))
 
 
 def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> str:
     """Where the kernels come from: :attr:`engine.wire.AttentionChoice.modules`."""
-    return "prebuilt" if all(module.is_aot for module in _modules(head_dim, dtype, kept, specs)) else "compiled"
+    return "prebuilt" if all(module.is_aot for module in modules(head_dim, dtype, kept, specs)) else "compiled"
 
 
-def _modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec]) -> list[Any]:
+def modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> list[Any]:
     """FlashInfer's ``JitSpec`` of each kernel of the wrappers: no positional encoding or float16 product, and with a sliding window
     or a soft cap where the spec has one."""
     make = import_module("flashinfer.jit.attention.modules").gen_batch_prefill_module

@@ -27,7 +27,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.accuracy import SMOLLM2
 from benchmarks.engine.records import describe, replace
+from yardstick_llm.engine.demo import MODELS as DEMO
 
 RUNS = {
     "a": "tests, profile, kernels, rates, guidance and decoding, for an H100",
@@ -59,9 +61,9 @@ class Part:
     """Whether it understands ``--limit`` and ``--continue``."""
 
 
-def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
+def parts(run: str, out: Path, *, quick: bool = False, model: str = SMOLLM2) -> tuple[Part, ...]:
     """Return the parts of a run in their order; their times fit two calls. ``quick``: on tiny models, which a CPU computes too;
-    tests and kernels are left out without a GPU."""
+    tests and kernels are left out without a GPU. ``model``: the real model, of which accuracy is measured."""
     models = ["--models", str(out / MODELS)]
     bf16 = ["--dtype", "float32" if quick else "bfloat16"]
     fp8 = [*bf16, "--quantize", "fp8"]
@@ -86,6 +88,9 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
         few = "--requests 4 --prompt 9 --output 12 --slots 4096 --max-batched-tokens 64" if quick else ""
         return part(name, seconds, "decode", *few.split(), *options)
 
+    def catalogue(name: str, *form: str) -> Part:
+        return part(name, 60, "catalogue", *shape, *bf16, *form, *models, *known.split())
+
     length = ["--shape", "demo" if quick else "7b", "--rows", "1,4" if quick else "1,16,64,100,800", "--repeats", "2"]
     length += ["--output", "6" if quick else "24"]
     known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 2 --in-flight 400"
@@ -109,7 +114,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             online("online fp8", 80, "3600,4000,4200", *fp8),
             decode("logprobs", 190, *logprobs, *(() if quick else ("--output", "384"))),
             decode("guided", 100, *("--guided demo --samples 2" if quick else "--guided 7b --output 192").split()),
-            part("catalogue", 60, "catalogue", *shape, *bf16, *models, *known.split()),
+            catalogue("catalogue"),
             part("accuracy", 60, "accuracy", "--quick"),
         ),
         "c": (
@@ -122,6 +127,8 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
             step("adapters", 60, *bf16, "--adapters", "2" if quick else "8"),
             decode("drafts", 60, *logprobs, "--drafts", *few_drafts.split()),
+            catalogue("catalogue fp8 kv", "--kv-dtype", "fp8"),
+            part("accuracy real", 90, "accuracy", "--quick", "--model", str(DEMO / "base") if quick else model),
         ),
     }  # fmt: skip
     on_gpu = torch.cuda.is_available()
@@ -139,9 +146,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder without models, written all the time")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts, in the order of the run (all)")
+    parser.add_argument("--model", default=SMOLLM2, help="a real model for run c, see accuracy --help (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny models and few repeats, to see on any machine that it works")
     asked = parser.parse_args(arguments)
-    known = parts(asked.run, asked.out, quick=asked.quick)
+    known = parts(asked.run, asked.out, quick=asked.quick, model=asked.model)
     if unknown := sorted(set(asked.only) - {part.name for part in known}):
         names = ", ".join(part.name for part in known)
         parser.error(f"run {asked.run} has no part {', '.join(unknown)}; it has {names}")

@@ -119,9 +119,25 @@ def test_the_command_of_accuracy(tmp_path, capsys, monkeypatch):
     assert not torch.cuda.is_available() or "float32, FP8" not in summary["random"]
 
 
-def test_many_requests_name_known_items(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_accuracy_of_a_real_model(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a GGUF file, which has the demo model, so that the demo's questions are answered right."""
+    path = tmp_path / "demo.gguf"
+    write_gguf(MODELS / "base", path)
+    assert main(["accuracy", "--quick", "--model", str(path), "--dtype", "bfloat16", "--kv-dtype", "fp8"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary.keys() == {"bench", "machine", path.name, "left_out"}
+    cost = summary[path.name]["bfloat16, KV in FP8"]
+    assert cost["auc"] >= 0.999
+    assert 0 < cost["largest"] <= 2e-3
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+def test_many_requests_name_known_items(
+    kept: str, tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = "--shape tiny --items 12 --per-request 6 --item-tokens 30 --query-tokens 4 --rounds 2 --in-flight 5"
-    command = ["catalogue", *sizes.split(), "--quantize", "fp8", "--out", str(tmp_path)]
+    command = ["catalogue", *sizes.split(), "--quantize", "fp8", "--kv-dtype", kept, "--out", str(tmp_path)]
     assert main([*command, "--limit", "0"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["round 0"]
     assert main([*command, "--continue"]) == 0

@@ -186,6 +186,15 @@ def _seeded_sampling(gpu: Gpu) -> Iterator[Row]:
             none = torch.full_like(ones, float("-inf"))
             run = partial(keep_thresholds, logits, ones, torch.full((count,), top_k, device="cuda"), ones * top_p, none)
             yield gpu.moved("keep_thresholds", f"{shape}, top-k {top_k}, top-p {top_p}", read, run)
+            run = partial(eager_thresholds, logits, top_k, top_p)
+            yield gpu.moved("the same in plain PyTorch", f"{shape}, top-k {top_k}, top-p {top_p}", read, run)
+
+
+def eager_thresholds(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """What keep_thresholds finds at temperature 1 where all rows have the same filters."""
+    largest = logits.topk(top_k).values if top_k else logits.sort(descending=True).values
+    below = (largest.softmax(-1).cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return (largest.gather(1, below.clamp(max=largest.shape[1] - 1)) - largest[:, :1]).squeeze(1)
 
 
 @benchmark("candidates")

@@ -186,6 +186,14 @@ def test_drafts_that_are_right_take_fewer_steps(engine: Engine) -> None:
     assert steps["right, drafts"] < 0.7 * steps["right"]
 
 
+def test_decoding_steps_have_all_rows(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "step --shape tiny --decode 3 7 --max-batched-tokens 200 --steps 2"
+    assert main(command.split()) == 0
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["steps"].values()
+    assert {rows: each["tokens"] for rows, each in found.items()} == {"3": 3, "7": 7}
+    assert all(each["tokens_per_s"] > 0 and "items_per_s" not in each for each in found.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_guided_texts_of_the_demo_models(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,14 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.engine import accuracy, peer_gguf, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
-from benchmarks.engine.decode import DRAFTS, LOGPROBS, measure
+from benchmarks.engine.decode import DRAFTS, IMAGES, LOGPROBS, measure, requests
 from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.kernels.int8 import instructions
@@ -203,6 +204,27 @@ def test_guided_texts_of_the_demo_models(in_this_process: None, capsys: pytest.C
     assert [*summary["settings"]] == ["plain", "guided", "guided, eq", "guided, le"]
     assert {found["tokens"] for found in summary["settings"].values()} == {2 * 2 * 8}
     assert summary["candidates"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names"), [("--structured", ["plain", "structured"]), ("--images tiny", ["text", "images"])], ids=["grammar", "images"]
+)
+def test_structured_texts_and_images(
+    kind: str, names: list[str], in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--requests 4 --prompt 40 --output 8 --slots 4096 --max-batched-tokens 64"
+    assert main(["decode", *kind.split(), *sizes.split()]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*summary["settings"]] == names
+    assert {found["tokens"] for found in summary["settings"].values()} == {4 * 8}
+
+
+def test_an_image_is_in_each_prompt() -> None:
+    prompts = requests(Writing(3, 40, 8), np.random.default_rng(0), 300, 1, IMAGES["images"])
+    assert {len(each.prompt) for each in prompts} == {40}
+    assert all(sum(token >= wire.IMAGE_TOKENS for token in each.prompt) == 25 for each in prompts)
+    assert len({each.images[0].digest for each in prompts}) == 3
 
 
 @pytest.mark.slow

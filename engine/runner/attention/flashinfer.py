@@ -43,6 +43,8 @@ MOST_LISTED = 4 * MOST_SLOTS
 """Slots that the contexts of a captured step may list together: 16 MiB."""
 SMALL_WORKSPACE_BYTES = 16 << 20
 """Room for the plan of one row, which is all that the wrappers of captured steps plan by themselves."""
+WRAPPER_BYTES = (8 << 20) + (128 << 10)
+"""What each of FlashInfer's wrappers allocates on the device by itself."""
 ALIGNMENT = 4
 """Numbers: each table starts at a multiple of 16 bytes."""
 
@@ -299,6 +301,15 @@ class _Room(NamedTuple):
         """What FlashInfer's plan returns (``PrefillPlanInfo``). Offsets are in bytes; those of parts that are not used are 0."""
         requests, qo_tiles, kv_tiles, chunk, qo_indptr, *_ = (4 * begin for begin in self.begins)
         return [self.tiles, self.tokens, 0, self.tile, requests, qo_tiles, kv_tiles, 0, qo_indptr, chunk, 0, 0, 0, 0, 0]
+
+
+def fixed_bytes(backend: FlashInferAttention, most_tokens: int) -> int:
+    """Bytes of the device that a :class:`FixedFlashInfer` takes: tables, output and workspaces."""
+    kv_heads, head_dim = backend.kv.keys.shape[2:]
+    rooms = (_Room.of(most_tokens, layout, backend.heads // kv_heads, head_dim) for layout in range(FixedFlashInfer.layouts))
+    tables = 4 * (max(room.begins[-1] for room in rooms) + MOST_LISTED)
+    output = most_tokens * backend.heads * head_dim * backend.kv.dtype.itemsize
+    return tables + output + SMALL_WORKSPACE_BYTES + len(set(backend.specs)) * WRAPPER_BYTES
 
 
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:

@@ -40,9 +40,10 @@ def compile_modules(folder: Path) -> Path:
         # Linking names the driver's library, of which the modules use nothing.
         stub = ["gcc", "-shared", "-x", "c", "/dev/null", "-o", f"{build}/libcuda.so"]
         subprocess.run(stub, check=True)  # noqa: S603
-        # FlashInfer reads these when it is imported.
+        # FlashInfer reads these when it is imported, and looks for ninja in PATH.
         os.environ |= {"FLASHINFER_CUDA_ARCH_LIST": CAPABILITY, "FLASHINFER_WORKSPACE_BASE": build}
-        os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{build}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ |= {"FLASHINFER_EXTRA_LDFLAGS": f"-L{build}", "PATH": path}
         import torch
 
         from yardstick_llm.engine.runner.attention.flashinfer import VERSION, modules
@@ -50,14 +51,14 @@ def compile_modules(folder: Path) -> Path:
         cuda = import_module("flashinfer.jit.cpp_ext").get_cuda_version()
         target = f"sm{CAPABILITY.replace('.', '')}-cu{cuda.major}{cuda.minor}"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"flashinfer-{VERSION}-aot-{target}.zip"
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        written = folder / f"flashinfer-{VERSION}-aot-{target}.zip"
+        with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as packed:
             for dtype, kept in MODULES:
                 for module in modules(128, getattr(torch, dtype), getattr(torch, kept)):
                     print(f"compiling {module.name}", file=sys.stderr, flush=True)
                     module.build(verbose=False)
                     packed.write(module.jit_library_path, f"aot/{module.name}/{module.name}.so")
-    return path
+    return written
 
 
 def pack(source: Path, folder: Path) -> Path:

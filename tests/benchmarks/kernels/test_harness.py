@@ -22,7 +22,7 @@ class _Shapes(TorchFunctionMode):
     """Replaces allocations on a GPU by tensors with a shape and no content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, args = kwargs or {}, tuple("meta" if isinstance(each, str) and each == "cuda" else each for each in args)
         return func(*args, **(kwargs | {"device": "meta"} if kwargs.get("device") == "cuda" else kwargs))
 
 

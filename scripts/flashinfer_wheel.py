@@ -1,4 +1,5 @@
 """Pack compiled modules of FlashInfer as a wheel: ``python scripts/flashinfer_wheel.py ZIP FOLDER``. Prints the wheel's path.
+``python scripts/flashinfer_wheel.py --compile FOLDER`` compiles them and prints the path of the ZIP.
 
 ZIP is named ``flashinfer-VERSION-aot-TARGET.zip``, such as ``flashinfer-0.6.6-aot-sm90a-cu130.zip``, and has ``aot/NAME/NAME.so``
 for each module. The wheel puts them where FlashInfer of that version looks for them: ``flashinfer/data/aot`` beside its own files.
@@ -9,10 +10,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
+import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 NAME = "yardstick_flashinfer_modules"
 TAG = "py3-none-manylinux_2_28_x86_64"
@@ -20,6 +25,40 @@ FILE = re.compile(r"flashinfer-(?P<version>\d+(?:\.\d+)+)-aot-(?P<target>\w+(?:-
 MODULE = re.compile(r"aot/(\w+)/\1\.so")
 DATE = (2020, 1, 1, 0, 0, 0)
 """Time of all files, so that the same modules make the same wheel."""
+CAPABILITY = "9.0a"
+"""The GPUs to compile for: H100 and H200."""
+MODULES = ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float16", "float16")
+"""Dtypes of queries, and of keys and values, of the tests and benchmarks that use FlashInfer. All have heads of 128."""
+
+
+def compile_modules(folder: Path) -> Path:
+    """Write a zip file of :data:`MODULES` for GPUs of :data:`CAPABILITY` and this CUDA; returns its path.
+
+    Needs nvcc, which CUDA_HOME or PATH names, gcc and the packages of the extra ``gpu``, but no GPU and no driver.
+    """
+    with TemporaryDirectory() as build:
+        # Linking names the driver's library, of which the modules use nothing.
+        stub = ["gcc", "-shared", "-x", "c", "/dev/null", "-o", f"{build}/libcuda.so"]
+        subprocess.run(stub, check=True)  # noqa: S603
+        # FlashInfer reads these when it is imported, and looks for ninja in PATH.
+        os.environ |= {"FLASHINFER_CUDA_ARCH_LIST": CAPABILITY, "FLASHINFER_WORKSPACE_BASE": build}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ |= {"FLASHINFER_EXTRA_LDFLAGS": f"-L{build}", "PATH": path}
+        import torch
+
+        from yardstick_llm.engine.runner.attention.flashinfer import VERSION, modules
+
+        cuda = import_module("flashinfer.jit.cpp_ext").get_cuda_version()
+        target = f"sm{CAPABILITY.replace('.', '')}-cu{cuda.major}{cuda.minor}"
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / f"flashinfer-{VERSION}-aot-{target}.zip"
+        with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as packed:
+            for dtype, kept in MODULES:
+                for module in modules(128, getattr(torch, dtype), getattr(torch, kept)):
+                    print(f"compiling {module.name}", file=sys.stderr, flush=True)
+                    module.build(verbose=False)
+                    packed.write(module.jit_library_path, f"aot/{module.name}/{module.name}.so")
+    return written
 
 
 def pack(source: Path, folder: Path) -> Path:
@@ -61,6 +100,7 @@ def pack(source: Path, folder: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        print(pack(Path(sys.argv[1]), Path(sys.argv[2])))
-    except (ValueError, OSError, zipfile.BadZipFile, IndexError) as error:
+        source, target = sys.argv[1], Path(sys.argv[2])
+        print(compile_modules(target) if source == "--compile" else pack(Path(source), target))
+    except (ValueError, OSError, zipfile.BadZipFile, IndexError, ImportError, subprocess.CalledProcessError) as error:
         sys.exit(f"flashinfer_wheel.py: {error}")

@@ -24,12 +24,15 @@ TESTS = Path(__file__).parent
 BACKENDS = TESTS / "engine/attention/test_backends.py"
 BACKEND_PARTS = {"FlashInfer": "flashinfer", "long layouts": "long_layouts", "other": "not flashinfer and not long_layouts"}
 """Expressions for ``-k`` by name. Together these tests take longer than a run may; those of FlashInfer compile the least."""
+DEVICE = "device: torch.device"
 WHOLE = (
-    *sorted((TESTS / "kernels").glob("test_*.py")),
+    *(path for path in sorted((TESTS / "kernels").glob("test_*.py")) if DEVICE in path.read_text(encoding="utf-8")),
     TESTS / "engine/test_graphs.py",
     TESTS / "engine/lenvm/test_pass_graphs.py",
 )
 """Files whose tests take the device, whichever it is."""
+FAILED = ("test_candidates", "test_graphs")
+"""Shards with failures in the last run on a GPU: they come first."""
 ENGINES = TESTS / "engine/test_gpu_engines.py"
 """A process for each engine, because each compiles kernels of its own."""
 ENGINE_NAMES = (
@@ -39,6 +42,7 @@ ENGINE_NAMES = (
     "experts",
     "keys and values in FP8",
     "products in FP8",
+    "weights of 4 bits",
     "windows and soft caps",
 )
 ENGINE_TEST = "test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late"
@@ -70,13 +74,15 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 def shards() -> dict[str, list[str]]:
-    """Arguments of pytest by name, the longest first."""
+    """Arguments of pytest by name: :data:`FAILED`, then the longest first."""
     quick = ["-m", "gpu or not slow"]
-    found = {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}
+    whole = {path.stem: [*quick, str(path)] for path in WHOLE}
+    found = {name: whole[name] for name in FAILED}
+    found |= {f"engine, {name}": ["-m", "gpu", f"{ENGINES}::{ENGINE_TEST}[{name}]"] for name in ENGINE_NAMES}
     found["engine, encoders"] = ["-m", "gpu", f"{ENGINES}::{ENCODER_TEST}"]
     found |= {f"attention, {name}": [*quick, "-k", only, str(BACKENDS)] for name, only in BACKEND_PARTS.items()}
     found["others marked gpu"] = ["-m", "gpu", *map(str, others())]
-    return found | {path.stem: [*quick, str(path)] for path in WHOLE}
+    return found | whole
 
 
 def others() -> list[Path]:

@@ -10,11 +10,16 @@ import sysconfig
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from scripts.flashinfer_wheel import pack
+from scripts.flashinfer_wheel import compile_modules, pack
+from tests.parts import need
+from yardstick_llm.engine.runner.attention import flashinfer
 
 ROOT = Path(__file__).parents[1]
 MODULE = (
@@ -51,6 +56,26 @@ def test_a_zip_with_anything_else_is_refused(tmp_path: Path, name: str) -> None:
         pack(zipped(tmp_path), tmp_path / "out")
     with pytest.raises(ValueError, match="the name must be like"):
         pack(zipped(tmp_path, name="modules.zip"), tmp_path / "out")
+
+
+def test_a_zip_has_the_modules_that_a_gpu_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys and values in FP8, too, without which tests and ``--kv-dtype fp8`` would leave FlashInfer out."""
+    need("gcc")
+    asked = []
+
+    def modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> list[SimpleNamespace]:
+        asked.append((head_dim, dtype, kept))
+        library = tmp_path / "module.so"
+        return [SimpleNamespace(name=f"m{len(asked)}", jit_library_path=library, build=lambda verbose: library.touch())]
+
+    monkeypatch.setattr(flashinfer, "modules", modules)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.cpp_ext", SimpleNamespace(get_cuda_version=lambda: Version("13.0")))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    path = compile_modules(tmp_path / "out")
+    assert path.name == "flashinfer-0.6.6-aot-sm90a-cu130.zip"
+    assert {(128, torch.bfloat16, torch.bfloat16), (128, torch.bfloat16, torch.float8_e4m3fn)} <= {*asked}
+    with zipfile.ZipFile(pack(path, tmp_path)) as packed:
+        assert "flashinfer/data/aot/m2/m2.so" in packed.namelist()
 
 
 def only_torch(folder: Path) -> Path:

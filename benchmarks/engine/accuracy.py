@@ -3,7 +3,7 @@
 Each row is on disk once it is measured, and a later run with ``--continue`` measures the others.
 
 The models are the demo base model (relevance questions and descriptions of products outside its training), random weights, and the
-demo length-value model, which is computed without the engine, on the CPU.
+demo length-value model, which is computed without the engine, on the CPU; or with ``--model`` a real one, with the same questions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from rich.table import Table
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.engine.engines import Engine
@@ -30,11 +32,13 @@ from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
 from examples.demo_models.evaluate import auc, spearman, values_and_truths
 from examples.demo_models.lenvm import Text, write_texts
 from examples.demo_models.text import load_tokenizer
+from tests import weights
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.lenvm import load_lenvm
 from yardstick_llm.engine.models.loader import load_model
+from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 from yardstick_llm.kernels.int8 import instructions
 from yardstick_llm.kernels.linear import multiplies_bfloat16
@@ -56,6 +60,7 @@ FORMATS: Formats = (
     Format("bfloat16", "fp8", "fp8"),
 )
 """The others are compared with the first."""
+SMOLLM2 = "smollm2"
 SLOTS = 32_768
 SECONDS = 10.0
 """Time that a format must have left to begin."""
@@ -126,34 +131,43 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and --dtype with this quantisation (all formats)")
     parser.add_argument("--dtype", choices=DTYPES[:2], help="the dtype of that format (float32)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="the same for keys and values")
+    about = f"a model directory, GGUF file or hub id in place of the others; {SMOLLM2}: SmolLM2-135M-Instruct, from PyPI"
+    parser.add_argument("--model", help=about)
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     add_output(parser)
     asked = parser.parse_args(arguments)
     chosen = Format(asked.dtype or "float32", asked.quantize, asked.kv_dtype or "auto")
     formats = [Format("float32"), chosen] if asked.dtype or asked.quantize or asked.kv_dtype else None
-    run(QUICK if asked.quick else Sizes(), Store(asked.out, resume=asked.resume, limit=asked.limit), formats)
+    run(QUICK if asked.quick else Sizes(), Store(asked.out, resume=asked.resume, limit=asked.limit), formats, asked.model)
     return 0
 
 
-def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None) -> dict[str, Any]:
+def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None, real: str | None = None) -> dict[str, Any]:
     """Print the tables and the JSON line, and write them to the folder of ``store``, if it has one. Returns the content of the JSON
     line.
 
-    ``formats``: all of :data:`FORMATS` unless given; the first is what the others are compared with.
+    ``formats``: all of :data:`FORMATS` unless given; the first is what the others are compared with. ``real``: see ``--model``.
     """
     records = Records(store)
     store = records.store
     summary: dict[str, Any] = {"bench": "accuracy", "machine": describe()}
-    with subject("small", None, "float32") as random:
-        measured = {
-            "demo": (Subject(MODELS / "base", load_model(MODELS / "base").config, "float32"), demo_material(sizes)),
-            "random": (random, random_material(sizes, random.config.vocab_size)),
-        }
+    with ExitStack() as stack:
+        if real is not None:
+            path = weights.smollm2() if real == SMOLLM2 else locate(real)
+            tokenizer = Tokenizer.from_buffer(tokenizer_files(path).tokenizer_json)
+            measured = {path.name: (Subject(path, load_config(path), "float32"), demo_material(sizes, tokenizer))}
+        else:
+            random = stack.enter_context(subject("small", None, "float32"))
+            measured = {
+                "demo": (Subject(MODELS / "base", load_config(MODELS / "base"), "float32"), demo_material(sizes)),
+                "random": (random, random_material(sizes, random.config.vocab_size)),
+            }
         for name, (model, material) in measured.items():
             summary[name] = costs(model, material, sizes, formats, store, name)
             show(f"{name} model", summary[name], records)
-    summary["demo length"] = value_costs(sizes, formats, store)
-    show("demo length-value model", summary["demo length"], records)
+    if real is None:
+        summary["demo length"] = value_costs(sizes, formats, store)
+        show("demo length-value model", summary["demo length"], records)
     summary["left_out"] = store.left_out
     records.finish(summary)
     return summary
@@ -236,13 +250,13 @@ def _cost(engine: Engine, material: Material, given: Answers, exact: Answers) ->
     }
 
 
-def demo_material(sizes: Sizes) -> Material:
+def demo_material(sizes: Sizes, tokenizer: Tokenizer | None = None) -> Material:
     """Return hard questions, whose wrong items have one wrong attribute, and requests for descriptions."""
-    tokenizer, rng = load_tokenizer(MODELS / "base"), Random(11)
+    tokenizer, rng = tokenizer or load_tokenizer(MODELS / "base"), Random(11)
     asked = [draw_test_question(rng, hard=1.0) for _ in range(sizes.questions)]
     texts = [prompts.score_query(question.query) + prompts.score_item(question.item) for question in asked]
     tokens = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
-    labels = [tokenizer.encode(label).ids[0] for label in prompts.LABELS]
+    labels = [tokenizer.encode(label, add_special_tokens=False).ids[-1] for label in prompts.LABELS]
     groups = [tokens[start : start + TOGETHER] for start in range(0, len(tokens), TOGETHER)]
     products = (draw_product(rng, held_out=True).only(draw_asked(rng)) for _ in range(sizes.texts))
     openings = [tokenizer.encode(prompts.describe(as_phrase(draw_words(product, rng)))).ids for product in products]

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from benchmarks.engine.score import agrees, spread
 from benchmarks.engine.subject import SHAPES, Subject, subject
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
-from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
+from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, KV_DTYPES, QUANTIZE
 
 LABELS = wire.Labels([17, 42])
 VARIANTS = "query first", "none cached", "all cached"
@@ -49,9 +50,10 @@ class Catalogue:
         self.items = self._rng.integers(0, self._vocab_size, (options.items, options.item_tokens), np.int32)
         step = options.max_batched_tokens or (GPU_BATCHED_TOKENS if torch.cuda.is_available() else CPU_BATCHED_TOKENS)
         working, request = WORKING_STEPS * step, options.per_request * (options.item_tokens + options.query_tokens)
-        self.plain = Engine(decoder, model.dtype, max_total_tokens=max(2 * request, working), max_batched_tokens=step)
+        both: dict[str, Any] = {"max_batched_tokens": step, "kv_dtype": model.kv_dtype}
+        self.plain = Engine(decoder, model.dtype, max_total_tokens=max(2 * request, working), **both)
         whole: dict[str, Any] = {"max_total_tokens": int(self.items.size / (1 - RESERVED)) + working, "reserved_share": RESERVED}
-        self.whole = Engine(decoder, model.dtype, max_batched_tokens=step, **whole)
+        self.whole = Engine(decoder, model.dtype, **both, **whole)
         query = self.query()[:1]
         for begin in range(0, options.items, options.per_request):
             places = np.arange(begin, min(begin + options.per_request, options.items), dtype=np.int32)
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--in-flight", type=int, default=1, help="requests at a time (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     parser.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
     parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step (the engine's default)")
     parser.add_argument("--models", type=Path, help="folder in which random weights are kept for other runs")
     parser.add_argument("--rounds", type=int, default=5)
@@ -100,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     records, rates, ratios = opened(options), dict[str, list[float]](), dict[str, list[float]]()
     with subject(options.shape, None, options.dtype, options.quantize, options.models) as model:
+        model = replace(model, kv_dtype=options.kv_dtype)
         catalogue = Catalogue(options, model)
         for number in range(options.rounds):
             work = partial(one_round, catalogue, options, model, number)

@@ -9,6 +9,9 @@ The engine's loop runs in this process, without HTTP, on random weights and rand
   leaves two candidates on average.
 - With ``--drafts``, they are texts of one allowed token, so that every draft of prompt lookup is right, and of four tokens, so that
   most are wrong after a few tokens, each without and with drafts.
+- With ``--structured``, they are plain texts of the demo base model, and texts that follow a JSON Schema.
+- With ``--images``, they are prompts of text, and as long ones of which three quarters are an image that no other prompt has, for
+  random weights of :data:`TOWER` before a tiny Qwen2.5.
 
 *All* counts from the first prompt to the last token. *Steady* is the part of it between the last text that begins and the first one
 that ends: every row gets a token in each step there. Its bound is the longer of the bytes (weights once, keys and values of every
@@ -23,6 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,9 +41,13 @@ from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import Peaks, flops, measure_peaks, weight_bytes
 from benchmarks.engine.subject import SHAPES, default_device, random_decoder
 from benchmarks.engine.writing import CANDIDATES, PLAIN, Pair, Writing, load_pair, mixed, survivors
+from tests.engine.vision.models import make_vision_checkpoint, shown, some_image
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.loop.build import load_grammar_vocabulary
 from yardstick_llm.engine.loop.loop import Loop
 from yardstick_llm.engine.models.decoder import Decoder
+from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.runner.machine import slot_bytes
 from yardstick_llm.engine.settings import DTYPES, KV_DTYPES
 
@@ -53,6 +63,8 @@ class Setting:
     logprobs: int | None = None
     guidance: wire.LengthGuidance | None = None
     drafts: wire.DraftOptions | None = None
+    grammar: str = ""
+    images: bool = False
 
 
 LOGPROBS = {"off": Setting(), "chosen": Setting(logprobs=0), "top 5": Setting(logprobs=5)}
@@ -62,6 +74,18 @@ DRAFTS = {
     for name, sampling in (("right", COPY), ("wrong", REPEAT))
     for tokens in (0, 8)
 }
+LIST = 'start: %json {"type": "array", "items": {"type": "string"}, "minItems": 1000}'
+"""Does not end before the texts do."""
+STRUCTURED = {"plain": Setting(), "structured": Setting(wire.Sampling(), grammar=LIST)}
+IMAGES = {"text": Setting(), "images": Setting(images=True)}
+TOWER: dict[str, Any] = {
+    "depth": 8,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [3, 7],
+}
+"""A quarter of the layers of Qwen2.5-VL's."""
 
 
 def guided(mix: wire.Sampling, output: int) -> dict[str, Setting]:
@@ -83,6 +107,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
     parser.add_argument("--guided", choices=("demo", "7b"), help="with length guidance: the demo models, or random 7B and 1.5B")
     parser.add_argument("--drafts", action="store_true", help="without and with drafts of prompt lookup")
+    parser.add_argument("--structured", action="store_true", help="plain texts and structured ones of the demo model")
+    parser.add_argument("--images", choices=("tiny", "tower"), help="prompts of text and with images: a tiny tower, or TOWER")
     parser.add_argument("--requests", type=int, help="prompts (1,024; 50 with --guided)")
     parser.add_argument("--samples", type=int, help="texts of each prompt (1; 16 with --guided)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (170; 100 with --guided)")
@@ -91,8 +117,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-batched-tokens", type=int, help="of the engine (its default)")
     add_output(parser)
     asked = parser.parse_args(arguments)
-    if asked.guided and (asked.shape or asked.dtype):
-        parser.error("--guided has models and a dtype of its own; leave --shape and --dtype out")
+    own = asked.guided or ("demo" if asked.structured else asked.images)
+    if own and (asked.shape or asked.dtype):
+        parser.error("--guided, --structured and --images have models and a dtype of their own; leave --shape and --dtype out")
     asked.shape = asked.shape or "qwen3-8b"
     usual = (50, 16, 100, 286) if asked.guided else (1024, 1, 170, 2048)
     requests, samples, prompt, output = (
@@ -101,11 +128,13 @@ def main(arguments: Sequence[str]) -> int:
     records = opened(asked)
     pair, peaks = load(asked)
     more = {"kv_dtype": asked.kv_dtype, "max_batched_tokens": asked.max_batched_tokens}
+    if asked.structured:
+        more["vocabulary"] = load_grammar_vocabulary(MODELS / "base", pair.decoder.config)
     engine = pair.engine(asked.slots, requests * samples, **more)
     writing = Writing(requests, prompt, output)
-    summary: dict[str, Any] = {"bench": "decode", "machine": describe(), "model": asked.guided or asked.shape}
+    summary: dict[str, Any] = {"bench": "decode", "machine": describe(), "model": own or asked.shape}
     summary |= {"dtype": pair.dtype, "requests": requests, "samples": samples, "prompt": prompt, "output": output}
-    settings = DRAFTS if asked.drafts else LOGPROBS
+    settings = DRAFTS if asked.drafts else STRUCTURED if asked.structured else IMAGES if asked.images else LOGPROBS
     if asked.guided:
         mix = mixed(engine, writing)
         settings = guided(mix, output)
@@ -120,6 +149,7 @@ def main(arguments: Sequence[str]) -> int:
             found[name] = result | bound(pair.decoder, engine.loop, result, peaks, bounded=not asked.guided)
     summary |= {"settings": found, "left_out": records.store.left_out}
     summary["engine"] = engine.description | {"slots": engine.loop.stats.slots_total}
+    engine.loop.close()
     show(summary, found, records)
     records.finish(summary)
     return 0
@@ -128,8 +158,14 @@ def main(arguments: Sequence[str]) -> int:
 def load(asked: argparse.Namespace) -> tuple[Pair, Peaks]:
     """Return the model, with a length model where texts are guided, and the peaks of its device."""
     device = default_device()
-    if asked.guided:
-        pair = load_pair(asked.guided)
+    if asked.guided or asked.structured:
+        pair = load_pair(asked.guided or "demo")
+        pair = pair if asked.guided else replace(pair, length=None)
+    elif asked.images:
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        with TemporaryDirectory() as root:
+            folder = make_vision_checkpoint(Path(root), **(TOWER if asked.images == "tower" else {}))
+            pair = Pair(load_model(folder, getattr(torch, dtype)).to(device), None, dtype)
     else:
         dtype = asked.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         pair = Pair(random_decoder(SHAPES[asked.shape], dtype=getattr(torch, dtype), device=device), None, dtype)
@@ -148,8 +184,15 @@ def requests(writing: Writing, rng: np.random.Generator, vocab_size: int, sample
     """Return the requests of a setting."""
     load = replace(writing, sampling=msgspec.structs.replace(setting.sampling, n=samples))
     plain = load.requests(rng, vocab_size, [False] * writing.rows, logprobs=setting.logprobs)
-    asked = {"length_guidance": setting.guidance, "prompt_lookup": setting.drafts}
-    return [msgspec.structs.replace(request, **asked) for request in plain]
+    asked = {"length_guidance": setting.guidance, "prompt_lookup": setting.drafts, "grammar": setting.grammar}
+    found = [msgspec.structs.replace(request, **asked) for request in plain]
+    if not setting.images:
+        return found
+    side = 2 * isqrt(3 * writing.prompt // 4)  # four patches are a token
+    images = [some_image(int(rng.integers(1 << 32)), side, side) for _ in found]
+    prompts = [[*shown(0, image), *request.prompt][: writing.prompt] for request, image in zip(found, images, strict=True)]
+    pairs = zip(found, prompts, images, strict=True)
+    return [msgspec.structs.replace(request, prompt=prompt, images=[image]) for request, prompt, image in pairs]
 
 
 class Mark(NamedTuple):

@@ -34,10 +34,12 @@ class Engine:
     def __init__(
         self, decoder: Decoder, dtype: str, length: PairedLenVM | None = None, threads: StepThreads | None = None, **options: Any
     ) -> None:
-        """``length``: for guided texts. ``options``: of the settings. No request is refused, however slow the machine."""
+        """``length``: for guided texts. ``options``: of the settings, and the ``vocabulary`` for grammars. No request is refused,
+        however slow the machine."""
+        vocabulary = options.pop("vocabulary", None)
         given = {"max_total_tokens": 131_072, "max_waiting": 1 << 16, "max_wait_seconds": 3600} | options
         self.loop: Loop = assemble(
-            decoder, EngineSettings(model="bench", name="bench", dtype=dtype, **given), "bench", length, threads=threads
+            decoder, EngineSettings(model="bench", name="bench", dtype=dtype, **given), "bench", length, vocabulary, threads
         )
 
     @property

@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -27,12 +28,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.accuracy import SMOLLM2
 from benchmarks.engine.records import describe, replace
+from yardstick_llm.engine.demo import MODELS as DEMO
 
 RUNS = {
     "a": "tests, profile, kernels, rates, guidance and decoding, for an H100",
     "b": "profile, rates, log-probabilities, guidance, catalogues and accuracy, for an H200",
-    "c": "what they leave out: other systems, steps of 16,384 tokens, adapters, experts and drafts",
+    "c": "what they leave out: other systems, other steps, adapters, experts, drafts, grammars, images, encoders and real weights",
 }
 LIMIT_SECONDS = 480.0
 END_SECONDS = 8.0
@@ -40,8 +43,6 @@ END_SECONDS = 8.0
 WELL = "well"
 NO_TIME_LEFT = "no time left"
 NEED_A_GPU = "tests", "kernels"
-TESTS = ("engine,", "graphs", "gpu", "FlashInfer")
-"""Parts of the names of the shards (:mod:`tests.shards`) that fit the time of the run."""
 SUMMARY = "summary.json"
 MODELS = "models"
 """Folder of random weights, which no archive has."""
@@ -61,9 +62,9 @@ class Part:
     """Whether it understands ``--limit`` and ``--continue``."""
 
 
-def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
+def parts(run: str, out: Path, *, quick: bool = False, model: str = SMOLLM2) -> tuple[Part, ...]:
     """Return the parts of a run in their order; their times fit two calls. ``quick``: on tiny models, which a CPU computes too;
-    tests and kernels are left out without a GPU."""
+    tests and kernels are left out without a GPU. ``model``: the real model, of which accuracy is measured."""
     models = ["--models", str(out / MODELS)]
     bf16 = ["--dtype", "float32" if quick else "bfloat16"]
     fp8 = [*bf16, "--quantize", "fp8"]
@@ -88,6 +89,12 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
         few = "--requests 4 --prompt 9 --output 12 --slots 4096 --max-batched-tokens 64" if quick else ""
         return part(name, seconds, "decode", *few.split(), *options)
 
+    def catalogue(name: str, *form: str) -> Part:
+        return part(name, 60, "catalogue", *shape, *bf16, *form, *models, *known.split())
+
+    grammars = "" if quick else "--requests 64 --prompt 64 --output 128 --slots 32768"
+    images = "tiny --prompt 40" if quick else "tower --requests 64 --prompt 512 --output 16"
+    family = ["--family", "modernbert", "--libraries", "sentence-transformers", *(["--quick"] if quick else [])]
     length = ["--shape", "demo" if quick else "7b", "--rows", "1,4" if quick else "1,16,64,100,800", "--repeats", "2"]
     length += ["--output", "6" if quick else "24"]
     known = "--items 12 --item-tokens 30 --per-request 6 --rounds 1 --in-flight 3" if quick else "--rounds 2 --in-flight 400"
@@ -97,7 +104,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
     few_drafts = "" if quick else "--shape qwen3-0.6b --requests 8 --prompt 64 --output 96"
     runs = {
         "a": (
-            Part("tests", ["tests.shards", *TESTS], 110, resumes=False),
+            Part("tests", ["tests.shards"], 110, resumes=False),
             step("step", 70, *bf16, *both),
             part("kernels", 70, "kernels"),
             online("online", 80, "2400,2600,2800", *bf16),
@@ -111,7 +118,7 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             online("online fp8", 80, "3600,4000,4200", *fp8),
             decode("logprobs", 190, *logprobs, *(() if quick else ("--output", "384"))),
             decode("guided", 100, *("--guided demo --samples 2" if quick else "--guided 7b --output 192").split()),
-            part("catalogue", 60, "catalogue", *shape, *bf16, *models, *known.split()),
+            catalogue("catalogue"),
             part("accuracy", 60, "accuracy", "--quick"),
         ),
         "c": (
@@ -123,7 +130,13 @@ def parts(run: str, out: Path, *, quick: bool = False) -> tuple[Part, ...]:
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
             step("adapters", 60, *bf16, "--adapters", "2" if quick else "8"),
+            step("decoding steps", 90, *bf16, *both, "--decode", *(["4"] if quick else ["64", "128", "800"])),
             decode("drafts", 60, *logprobs, "--drafts", *few_drafts.split()),
+            catalogue("catalogue fp8 kv", "--kv-dtype", "fp8"),
+            decode("structured", 40, "--structured", *grammars.split()),
+            decode("images", 60, "--images", *images.split()),
+            part("encoders", 120, "encoders", *family, "--python", sys.executable, "--formats", *bf16[1:]),
+            part("accuracy real", 90, "accuracy", "--quick", "--model", str(DEMO / "base") if quick else model),
         ),
     }  # fmt: skip
     on_gpu = torch.cuda.is_available()
@@ -141,9 +154,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder without models, written all the time")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts, in the order of the run (all)")
+    parser.add_argument("--model", default=SMOLLM2, help="a real model for run c, see accuracy --help (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny models and few repeats, to see on any machine that it works")
     asked = parser.parse_args(arguments)
-    known = parts(asked.run, asked.out, quick=asked.quick)
+    known = parts(asked.run, asked.out, quick=asked.quick, model=asked.model)
     if unknown := sorted(set(asked.only) - {part.name for part in known}):
         names = ", ".join(part.name for part in known)
         parser.error(f"run {asked.run} has no part {', '.join(unknown)}; it has {names}")
@@ -225,7 +239,8 @@ def run_part(part: Part, log: Path, seconds: float, again: bool) -> str:
             return f"out of time after {seconds:.0f} s"
     if code:
         return f"exit code {code}"
-    return "incomplete" if part.resumes and '"left_out": ["' in _last_line(log) else WELL
+    left_out = part.resumes and re.search(r'"(left_out|not_measured)": \["', _last_line(log))
+    return "incomplete" if left_out else WELL
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Wall time and kernels of full scoring steps: ``python -m benchmarks step``.
+"""Wall time and kernels of full scoring steps, or of decoding steps: ``python -m benchmarks step``.
 
 The engine's loop runs in this process on random weights, with enough requests of 120/180/10 queued that every measured step is
-full: the step in which the queue ends is not among them. The wall time is that of steps without the profiler; torch's profiler
+full: the step in which the queue ends is not among them. With ``--decode``, texts of prompts of 96 tokens get a token in each
+measured step. The wall time is that of steps without the profiler; torch's profiler
 then gives each kernel of as many further steps. *Busy* is the time in which at least one kernel runs, and the gap is the rest of
 the wall time. On a CPU, operators take the place of kernels.
 """
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,14 @@ from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import layer_flops, measure_peaks
 from benchmarks.engine.subject import SHAPES, Subject, Workload, default_device, random_decoder
+from benchmarks.engine.writing import Writing
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.lora.slots import Layout
 from yardstick_llm.engine.settings import CPU_BATCHED_TOKENS, DTYPES, GPU_BATCHED_TOKENS, QUANTIZE
 
-WARM_STEPS = 4
+WARM_STEPS, PROMPT = 4, 96
 SECONDS = 15.0
 """Time that a measurement must have left to begin."""
 NONE, RANK = "none", 16
@@ -67,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     about = "what the layers' matrix products compute in, one measurement for each; none: --dtype (%(default)s)"
     parser.add_argument("--quantize", choices=(NONE, *QUANTIZE), nargs="+", default=[NONE], help=about)
     parser.add_argument("--max-batched-tokens", type=int, nargs="+", help="tokens of a step, one measurement for each")
+    about = "decode this number of texts, one measurement for each, in place of scoring"
+    parser.add_argument("--decode", type=int, nargs="+", default=(), metavar="ROWS", help=about)
     parser.add_argument("--steps", type=int, default=8, help="measured without the profiler, and as many with it (%(default)s)")
     parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters of rank 16 that requests use in turn (%(default)s)")
     add_output(parser)
@@ -82,11 +88,13 @@ def main(arguments: Sequence[str]) -> int:
         peaks = records.store.measure(f"{form}: peaks", 5.0, partial(peaks_of, device, dtype, quantize))
         decoder = cache(partial(random_decoder, config, dtype=dtype, device=device, quantize=quantize))
         found: dict[str, Any] = {}
-        for tokens in asked.max_batched_tokens or [usual]:
-            work = partial(measure, decoder, asked.dtype, tokens, asked.steps, asked.adapters)
-            if result := records.store.measure(f"{form}: {tokens} tokens", SECONDS, work):
-                found[str(tokens)] = result | speeds(config, result, peaks or {})
-                show(f"{asked.shape}, {form}, at most {tokens:,} tokens a step", found[str(tokens)], records)
+        sizes = asked.max_batched_tokens or [usual]
+        for tokens, rows in [(sizes[0], rows) for rows in asked.decode] or [(size, 0) for size in sizes]:
+            name = f"{rows} decoding rows" if rows else f"{tokens} tokens"
+            work = partial(measure, decoder, asked.dtype, tokens, asked.steps, asked.adapters, rows)
+            if result := records.store.measure(f"{form}: {name}", SECONDS, work):
+                found[str(rows or tokens)] = result | speeds(config, result, peaks or {}, rows)
+                show(f"{asked.shape}, {form}, {name}{'' if rows else ' a step, at most'}", found[str(rows or tokens)], records)
         summary["peaks"][form], summary["steps"][form] = peaks, found
     summary |= {"left_out": records.store.left_out}
     records.finish(summary)
@@ -98,10 +106,11 @@ def peaks_of(device: torch.device, dtype: torch.dtype, quantize: str | None) -> 
     return vars(measure_peaks(device, dtype, quantize))
 
 
-def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int) -> tuple[Engine, list[str]]:
+def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int, rows: int) -> tuple[Engine, list[str]]:
     """Return an engine with adapters of all projections with random weights, and their digests; [""] without adapters."""
+    options: dict[str, Any] = {"max_batched_tokens": tokens} | ({"max_running_requests": rows} if rows else {})
     if not adapters:
-        return Engine(decoder, dtype, max_batched_tokens=tokens), [""]
+        return Engine(decoder, dtype, **options), [""]
     with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as root:
         for seed in range(adapters):
             generator, tensors = torch.Generator().manual_seed(seed), {}
@@ -116,20 +125,26 @@ def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int) -> tuple[E
             settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
             (folder / "adapter_config.json").write_text(json.dumps(settings))
         lora = [f"a{seed}={root}/a{seed}" for seed in range(adapters)]
-        options: dict[str, Any] = {"lora": lora, "max_loras_device": adapters, "max_lora_rank": RANK, "max_batched_tokens": tokens}
-        engine = Engine(decoder, dtype, **options)
+        engine = Engine(decoder, dtype, lora=lora, max_loras_device=adapters, max_lora_rank=RANK, **options)
     return engine, [adapter.digest for adapter in engine.loop.adapters.description.adapters]
 
 
-def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int, adapters: int = 0) -> dict[str, Any]:
-    """Return the times of ``steps`` full steps, in milliseconds, and of the kernels of as many others."""
+def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int, adapters: int = 0, rows: int = 0) -> dict[str, Any]:
+    """Return the times of ``steps`` full steps, or of ``rows`` decoding rows, in milliseconds, and of the kernels of as many
+    others."""
     decoder = load()
-    (engine, digests), workload, rng = adapted(decoder, dtype, tokens, adapters), Workload(), np.random.default_rng(0)
-    loop, on_gpu = engine.loop, decoder.embed.weight.is_cuda
-    count = (WARM_STEPS + 2 * steps + 3) * tokens // workload.tokens + 2
-    for place in range(count):
-        request = workload.request(f"s{place}", rng, decoder.config.vocab_size)
+    (engine, digests), workload, rng = adapted(decoder, dtype, tokens, adapters, rows), Workload(), np.random.default_rng(0)
+    loop, on_gpu, vocab_size = engine.loop, decoder.embed.weight.is_cuda, decoder.config.vocab_size
+    needed, requests = WARM_STEPS + 2 * steps + 3, list[wire.Score | wire.Generate]()
+    if rows:
+        requests += Writing(rows, PROMPT, needed + rows * PROMPT // tokens + 2).requests(rng, vocab_size, repeat(False))
+    else:
+        requests += [workload.request(f"s{at}", rng, vocab_size) for at in range(needed * tokens // workload.tokens + 2)]
+    for place, request in enumerate(requests):
         loop.submit(msgspec.structs.replace(request, adapter=digests[place % len(digests)]))
+    waiting = {request.id for request in requests[:rows]}
+    while waiting:  # for the first token of a text
+        waiting -= {reply.id for reply in loop.step()}
     for _ in range(WARM_STEPS):
         loop.step()
     walls = []
@@ -201,11 +216,13 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, float | None]) -> dict[str, float]:
-    """Return items a second of full steps, and the speed of the layers' products if all rows pass all layers: a step that leaves
-    rows out of its last layer has up to one part in ``num_layers`` less."""
+def speeds(config: ModelConfig, found: Mapping[str, Any], peaks: Mapping[str, float | None], rows: int = 0) -> dict[str, float]:
+    """Return items a second of full steps, or tokens a second of decoding ``rows``, and the speed of the layers' products if all
+    rows pass all layers: a step that leaves rows out of its last layer has up to one part in ``num_layers`` less."""
     workload, seconds = Workload(), found["kinds_ms"].get("products", 0.0) / 1000
-    told = {"items_per_s": found["tokens"] / workload.tokens * workload.items / found["wall_ms"] * 1000}
+    told = {"tokens_per_s": found["tokens"] / found["wall_ms"] * 1000}
+    if not rows:
+        told = {"items_per_s": told["tokens_per_s"] / workload.tokens * workload.items}
     if seconds and config.experts is None:
         rate = layer_flops(config, round(found["tokens"])) / seconds
         told["products_gflops"] = rate / 1e9
@@ -224,7 +241,8 @@ def show(title: str, found: Mapping[str, Any], records: Records) -> None:
     records.console.print(", ".join(f"{kind} {milliseconds:.2f} ms" for kind, milliseconds in found["kinds_ms"].items()))
     products = f", products at {found['products_gflops'] / 1000:.3g} TFLOP/s" if "products_gflops" in found else ""
     products += f", {found['products_of_peak']:.0%} of the measured peak" if "products_of_peak" in found else ""
+    rate = f"{found['items_per_s']:.0f} items/s" if "items_per_s" in found else f"{found['tokens_per_s']:.0f} tokens/s"
     records.console.print(
-        f"{found['tokens']:.0f} tokens a step: wall {found['wall_ms']:.2f} ms ({found['items_per_s']:.0f} items/s), "
+        f"{found['tokens']:.0f} tokens a step: wall {found['wall_ms']:.2f} ms ({rate}), "
         f"busy {found['busy_ms']:.2f} ms, gap {found['gap_ms']:.2f} ms, {found['launches']:.0f} launches{products}"
     )

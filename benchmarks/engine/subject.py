@@ -130,12 +130,12 @@ class Subject:
     @property
     def is_exact(self) -> bool:
         """Whether another method gives the same numbers but for the order of sums in float32."""
-        return self.dtype == "float32" and self.quantize is None
+        return self.format == "float32"
 
     @property
     def tolerance(self) -> float:
         """See :data:`TOLERANCE`."""
-        return TOLERANCE[self.dtype] if self.quantize is None else QUANTIZED_TOLERANCE
+        return TOLERANCE[self.dtype] if self.format == self.dtype else QUANTIZED_TOLERANCE
 
     def load(self) -> Decoder:
         """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.files.ModelError`."""

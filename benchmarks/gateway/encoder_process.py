@@ -1,10 +1,10 @@
 """Serves texts over HTTP with another library, in an environment of its own (see :mod:`benchmarks.gateway.encoders`), not ours.
 
-Arguments: library, number format (``float32`` or ``int8``), threads, and the models as JSON: by name the folder, a folder for the
-files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are made once and
-found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with base64) and
-``/v1/rerank`` take the texts of a request, checked no further than their JSON. Requests that come while a batch is computed are the
-next batch, of at most 32 texts. The process ends with its standard input.
+Arguments: library, number format (``float32``, ``int8`` or ``bfloat16``), threads, and the models as JSON: by name the folder, a
+folder for the files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are
+made once and found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with
+base64) and ``/v1/rerank`` take the texts of a request, checked no further than their JSON. Requests that come while a batch is
+computed are the next batch, of at most 32 texts. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -128,17 +128,18 @@ class Whole(torch.nn.Module):
 
 
 def sentence_transformers(model: dict[str, Any], form: str, _: int) -> tuple[Compute, str]:
-    """sentence-transformers with torch, in float32."""
+    """sentence-transformers with torch, in float32 or bfloat16, on a GPU if there is one."""
     import sentence_transformers as library
 
-    if form != "float32":
+    if form == "int8":
         raise SystemExit("sentence-transformers computes in int8 through other libraries only")
     version = f"sentence-transformers {library.__version__}, torch {torch.__version__}"
     options: dict[str, Any] = {"batch_size": BATCH, "show_progress_bar": False}
+    given: dict[str, Any] = {"device": "cuda" if torch.cuda.is_available() else "cpu", "model_kwargs": {"dtype": form}}
     if model["pairs"]:
-        cross = library.CrossEncoder(model["folder"], device="cpu")
+        cross = library.CrossEncoder(model["folder"], **given)
         return lambda pairs: cross.predict(pairs, **options)[:, None], version
-    encoder = library.SentenceTransformer(model["folder"], device="cpu")
+    encoder = library.SentenceTransformer(model["folder"], **given)
     return lambda texts: encoder.encode(texts, **options), version
 
 

@@ -39,6 +39,7 @@ from benchmarks.engine.peers import Lines, PeerError
 from benchmarks.engine.records import Records, add_output, describe, opened
 from benchmarks.engine.roofline import measure_peaks
 from benchmarks.engine.servers import ServerError
+from benchmarks.engine.subject import default_device
 from benchmarks.gateway.programs import WORDS, drained, tree_seconds
 from tests import weights
 from tests.clients.environments import OFFLINE, python_environment
@@ -222,7 +223,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=12, help="of the cross-encoder (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, help="measure a model of this family, of four layers, only")
     parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of these and bfloat16 (%(default)s)")
+    parser.add_argument("--python", type=Path, help="an interpreter with the libraries (of an environment made on first use)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")
     parser.add_argument("--texts", type=int, default=1, help="texts in each request, or documents for its query (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
@@ -239,8 +241,7 @@ def main(arguments: Sequence[str]) -> int:
         lengths = [(options.family, tokens) for model, tokens in lengths if model == EMBED]
     cases = [Case(*length, in_flight, options.texts) for length in lengths for in_flight in options.in_flight]
     records = opened(options)
-    peaks = measure_peaks(torch.device("cpu"), torch.float32, None if instructions() is None else "int8")
-    flops = {"float32": peaks.flops, "int8": peaks.quantized_flops}
+    flops = {form: peak_flops(form) for form in options.formats.split(",")}
     with ExitStack() as stack:
         folder: Path = options.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="yardstick-encoders-")))
         if options.family:
@@ -265,6 +266,13 @@ def main(arguments: Sequence[str]) -> int:
     if wrong:
         print(f"numbers differ from those of {OURS}, float32: {wrong}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def peak_flops(form: str) -> float | None:
+    """Operations a second of a large product; None where the processor has no instructions for it."""
+    if form == "int8":
+        return None if instructions() is None else measure_peaks(torch.device("cpu"), torch.float32, form).quantized_flops
+    return measure_peaks(default_device(), getattr(torch, form)).flops
 
 
 def minilm(folder: Path, quick: bool) -> Model:
@@ -337,14 +345,14 @@ def start(
         if form == "int8" and instructions() is None:
             left_out[form] = "the processor has no instructions for it"
             continue
-        flags = ["--threads", threads, *(["--quantize", form] if form == "int8" else [])]
+        flags = ["--threads", threads, *(["--quantize", form] if form == "int8" else ["--dtype", form])]
         pods[form] = {}
         for name, model in measured.items():  # one after the other, so that each starts in time
             pods[form][name] = pod = Pod(model.folder, "--name", f"{name}-{form}", *flags)
             stack.enter_context(drained(pod))
     gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
     stack.enter_context(drained(gateway))
-    python = python_environment(ENVIRONMENT) / "bin" / "python"
+    python = options.python or python_environment(ENVIRONMENT) / "bin" / "python"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
     environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads}
     for form, engines in pods.items():

@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks.engine.records import Store, add_output, replace
-from benchmarks.kernels import fused_linear, lora, operations
+from benchmarks.kernels import lora, operations
 from benchmarks.kernels.harness import Gpu, NoGpuError, NoTimeError, Row, table
 from yardstick_llm.kernels.runtime import triton
 
 logger = logging.getLogger(__name__)
 
-BENCHMARKS = operations.BENCHMARKS | {"fused_linear": fused_linear.rows, "lora": lora.rows}
+BENCHMARKS = operations.BENCHMARKS | {"lora": lora.rows}
 FAILED = "failed: "
 """Beginning of the key of a kernel's error."""
 

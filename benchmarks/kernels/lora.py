@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
+from tests.kernels.lora import Case, product, rows_of
 from yardstick_llm.kernels.lora import add_lora, shrink_lora
 from yardstick_llm.kernels.lora_gate import lora_gate
-from yardstick_llm.kernels.lora_layout import LoraMatrices, LoraProduct, LoraRows, LoraRun, block_runs
+from yardstick_llm.kernels.lora_layout import LoraProduct, LoraRows
 from yardstick_llm.kernels.lora_rope import lora_rope_write
 
 ADAPTERS = 16
+CUDA: Any = "cuda"
 PRODUCTS = {
     "qkv_proj": (1024, (2048, 1024, 1024)),
     "o_proj": (2048, (1024,)),
@@ -38,12 +40,12 @@ def rows(gpu: Gpu) -> Iterator[Row]:
 
 
 def _add(gpu: Gpu, name: str, inputs: int, parts: tuple[int, ...], count: int, rank: int) -> Row:
-    product, given, outputs = _product(inputs, parts, rank), _rows(count), sum(parts)
+    weights, given, outputs = _product(inputs, parts, rank), _rows(count), sum(parts)
     x, y = torch.randn(count, inputs, device="cuda").bfloat16(), torch.zeros(count, outputs, device="cuda").bfloat16()
     # x, the shrunk rows written and read, y read and written, and the matrices.
     moved = 2 * (count * (inputs + 2 * len(parts) * rank + 2 * outputs) + ADAPTERS * rank * (len(parts) * inputs + outputs))
     shape = f"{name}, [{count}, {inputs}] · {ADAPTERS} of rank {rank}"
-    return gpu.moved("add_lora", shape, moved, partial(add_lora, y, x, product, given))
+    return gpu.moved("add_lora", shape, moved, partial(add_lora, y, x, weights, given))
 
 
 def _gate(gpu: Gpu, count: int, rank: int) -> Row:
@@ -71,25 +73,10 @@ def _rope(gpu: Gpu, count: int, rank: int, head_dim: int = 128) -> Row:
 
 
 def _product(inputs: int, parts: tuple[int, ...], rank: int) -> LoraProduct:
-    outputs, behind = sum(parts), len(parts) * rank * inputs
-    weights = torch.randn(ADAPTERS, behind + outputs * rank, device="cuda").mul_(0.01).bfloat16()
-    table = torch.tensor([[0], [rank]], device="cuda").repeat(ADAPTERS, 1, 1)
-    matrices = [_matrices(own, inputs, parts, rank) for own in weights]
-    return LoraProduct(matrices, weights, table, 0, inputs, parts)
-
-
-def _matrices(weights: Tensor, inputs: int, parts: tuple[int, ...], rank: int) -> LoraMatrices:
-    a, b = torch.split(weights, [len(parts) * rank * inputs, sum(parts) * rank])
-    split, begin = [], 0
-    for columns, own in zip(parts, torch.split(b.view(-1, rank), list(parts)), strict=True):
-        split.append((begin, begin + columns, own))
-        begin += columns
-    return LoraMatrices(a.view(-1, inputs), tuple(split), rank)
+    return product(Case((rank,) * ADAPTERS, (0,), inputs, parts), CUDA, torch.bfloat16)
 
 
 def _rows(count: int) -> LoraRows:
     """Runs of about equal length."""
-    ends = [count * number // ADAPTERS for number in range(ADAPTERS + 1)]
-    runs = tuple(LoraRun(slot, ends[slot], ends[slot + 1]) for slot in range(ADAPTERS))
-    blocks, size = block_runs(runs, count)
-    return LoraRows(runs, torch.tensor(blocks.reshape(-1).tolist(), device="cuda"), size)
+    counts = (count * (number + 1) // ADAPTERS - count * number // ADAPTERS for number in range(ADAPTERS))
+    return rows_of(Case((), (0, *counts)), CUDA)

@@ -22,6 +22,8 @@ from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.largest import token_logprobs
 from yardstick_llm.kernels.length_tilt import RULES, Tilts, length_tilt
 from yardstick_llm.kernels.linear import linear
+from yardstick_llm.kernels.linear_qk_norm_rope import linear_qk_norm_rope_triton
+from yardstick_llm.kernels.linear_silu_mul import linear_silu_mul_triton
 from yardstick_llm.kernels.paged_attention import block_rows, paged_attention
 from yardstick_llm.kernels.qk_norm_rope import qk_norm_rope_write
 from yardstick_llm.kernels.quantize import FP8, quantize_rows, scaled_linear, supported
@@ -109,6 +111,44 @@ def _quantize(gpu: Gpu) -> Iterator[Row]:
             yield gpu.computed("scaled_linear", shape, operations, partial(scaled_linear, *given))
 
 
+@benchmark("fused_linear")
+def _fused_linear(gpu: Gpu) -> Iterator[Row]:
+    """Products of Qwen3-0.6B with what follows them in the same kernel, beside cuBLAS's product and the kernel that follows it."""
+    for tokens in (8192, 16384):
+        yield from _fused(gpu, tokens)
+
+
+def _fused(gpu: Gpu, tokens: int, hidden: int = 1024, heads: int = 16, kv_heads: int = 8, head_dim: int = 128) -> Iterator[Row]:
+    x, gate_up = random(tokens, hidden), random(6 * hidden, hidden) / hidden**0.5
+    weight = random((heads + 2 * kv_heads) * head_dim, hidden) / hidden**0.5
+    (one, other), angles = random(2, head_dim), torch.randn(tokens, head_dim // 2, device="cuda") * 10
+    keys, values = torch.zeros(2, tokens, kv_heads, head_dim, device="cuda").bfloat16()
+    given = one, other, 1e-6, angles.cos(), angles.sin(), keys, values, torch.randperm(tokens, device="cuda")
+    (codes, scales), (weight_codes, weight_scales) = quantize_rows(x), quantize_rows(weight)
+    in_fp8: dict[str, Any] = {"x_scales": scales, "weight_scales": weight_scales}
+
+    def rotated(qkv: Tensor) -> Tensor:
+        return qk_norm_rope_write(qkv.view(tokens, -1, head_dim), *given)
+
+    def product() -> Tensor:
+        return scaled_linear(codes, scales, weight_codes, weight_scales)
+
+    runs: dict[str, Callable[[], Any]] = {
+        "linear_silu_mul, fused": partial(linear_silu_mul_triton, x, gate_up),
+        "linear_silu_mul, product": partial(linear, x, gate_up),
+        "linear_silu_mul, product and silu_mul": lambda: silu_mul(linear(x, gate_up)),
+        "linear_qk_norm_rope, fused": partial(linear_qk_norm_rope_triton, x, weight, None, *given),
+        "linear_qk_norm_rope, product": partial(linear, x, weight),
+        "linear_qk_norm_rope, product and qk_norm_rope_write": lambda: rotated(linear(x, weight)),
+        "linear_qk_norm_rope fp8, fused": partial(linear_qk_norm_rope_triton, codes, weight_codes, None, *given, **in_fp8),
+        "linear_qk_norm_rope fp8, product": product,
+        "linear_qk_norm_rope fp8, product and qk_norm_rope_write": lambda: rotated(product()),
+    }
+    for name, run in runs.items():
+        columns = (gate_up if "silu" in name else weight).numel()
+        yield gpu.computed(name, f"[{tokens}, {hidden}]", 2 * tokens * columns, run)
+
+
 @benchmark("weight_only")
 def _weight_only(gpu: Gpu) -> Iterator[Row]:
     """4 bits in groups of 128 and FP8 in blocks, at a layer of 4096 and the gate and up of Qwen2.5-7B, beside bfloat16."""
@@ -186,6 +226,15 @@ def _seeded_sampling(gpu: Gpu) -> Iterator[Row]:
             none = torch.full_like(ones, float("-inf"))
             run = partial(keep_thresholds, logits, ones, torch.full((count,), top_k, device="cuda"), ones * top_p, none)
             yield gpu.moved("keep_thresholds", f"{shape}, top-k {top_k}, top-p {top_p}", read, run)
+            run = partial(eager_thresholds, logits, top_k, top_p)
+            yield gpu.moved("the same in plain PyTorch", f"{shape}, top-k {top_k}, top-p {top_p}", read, run)
+
+
+def eager_thresholds(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """What keep_thresholds finds at temperature 1 where all rows have the same filters."""
+    largest = logits.topk(top_k).values if top_k else logits.sort(descending=True).values
+    below = (largest.softmax(-1).cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return (largest.gather(1, below.clamp(max=largest.shape[1] - 1)) - largest[:, :1]).squeeze(1)
 
 
 @benchmark("candidates")

@@ -47,8 +47,8 @@ from yardstick_llm.engine.models.lora.slots import WHOLE, DeviceSlots, Layout
 from yardstick_llm.engine.models.source import ADAPTER_FILES, locate, located, split_revision
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
 from yardstick_llm.engine.requests.images import EmbeddingCache
-from yardstick_llm.engine.runner.attention.base import AttentionBackend, FixedBranches, KVCache
-from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention
+from yardstick_llm.engine.runner.attention.base import MOST_SLOTS, AttentionBackend, FixedBranches, KVCache
+from yardstick_llm.engine.runner.attention.flashinfer import FixedFlashInfer, FlashInferAttention, fixed_bytes
 from yardstick_llm.engine.runner.attention.select import make_attention, problem_of
 from yardstick_llm.engine.runner.attention.triton import FixedTritonAttention
 from yardstick_llm.engine.runner.attention.whole import FixedWholeAttention, WholeAttention
@@ -430,15 +430,26 @@ def make_graphs(
     sizes = [size for size in LARGE_BUCKETS if size <= budget.max_batched_tokens]
     if not sizes:
         return [small]
-    device = decoder.embed.weight.device
-    # Each size has at most two layouts, and with adapters twice as many graphs.
-    needed = (2 + 2 * (adapters is not None)) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, sizes[-1])
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+    weight, needed = decoder.embed.weight, large_graph_bytes(decoder, attention, sizes, adapted=adapters is not None)
+    free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else needed
     if free < needed:
         logger.warning("CUDA graphs of large steps: off, they need %d MiB, and %d are free", needed >> 20, free >> 20)
         return [small]
     large = _captured("CUDA graphs of large steps", decoder, wanted, lambda: _capture_large(decoder, attention, sizes, adapters))
     return [small] if large is None else [small, large]
+
+
+def large_graph_bytes(decoder: Model, attention: AttentionBackend | WholeAttention, sizes: Sequence[int], *, adapted: bool) -> int:
+    """Bytes of the device that graphs of ``sizes`` tokens take: of the graphs themselves, of the largest step's tensors in their
+    pool and in the run before the capture, of their inputs, and of attention's tables and outputs."""
+    weight, most, layouts = decoder.embed.weight, sizes[-1], 1
+    if isinstance(attention, FlashInferAttention):
+        layouts, fixed = FixedFlashInfer.layouts, fixed_bytes(attention, most)
+    else:  # each graph has an output of its own
+        width = decoder.config.num_heads * decoder.config.head_dim * weight.dtype.itemsize
+        fixed = (1 + adapted) * sum(sizes) * width + 8 * MOST_SLOTS
+    inputs = most * (2 * torch.int64.itemsize + weight.shape[1] * weight.dtype.itemsize)
+    return layouts * (1 + adapted) * len(sizes) * GRAPH_BYTES + 2 * step_bytes(decoder, most) + inputs + fixed
 
 
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:

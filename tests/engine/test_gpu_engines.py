@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests import shards
 from tests.checkpoints import make_checkpoint
 from tests.encoders import make_whole
 from tests.engine.adapters import write_adapter
+from tests.engine.models.published_files import write_quantised
 from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -28,8 +33,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "heads of 128": ("qwen3", {"head_dim": 128}, {}),
     "windows and soft caps": ("gemma2", {"sliding_window": 6}, {}),
     "experts": ("qwen3_moe", {}, {}),
-    "keys and values in FP8": ("qwen3", FP8_SHAPE, {"kv_dtype": "fp8"}),
+    "keys and values in FP8": ("qwen3", FP8_SHAPE | {"head_dim": 128}, {"kv_dtype": "fp8"}),
     "products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8"}),
+    "weights of 4 bits": ("qwen3", FP8_SHAPE, {"dequantize": "off"}),
     "adapters": ("qwen3", {"head_dim": 128}, {"max_loras_device": 2, "max_lora_rank": 16}),
     "adapters beside products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8", "max_loras_device": 2, "max_lora_rank": 16}),
 }
@@ -71,21 +77,66 @@ def engine(model: Path, adapters: list[Path], **given: Any) -> tuple[Loop, list[
     return loop, ["", *(each.digest for each in loop.adapters.description.adapters)]
 
 
+def checkpoints(name: str, folder: Path) -> tuple[Path, Path]:
+    """The model of :data:`ENGINES` to serve, and one with the weights that it stands for."""
+    family, shape, given = ENGINES[name]
+    model = make_checkpoint(folder / "model", family, **shape)
+    return write_quantised(model, folder, "w4a16") if "dequantize" in given else (model, model)
+
+
+def test_every_engine_has_a_process() -> None:
+    assert sorted(ENGINES) == sorted(shards.ENGINE_NAMES)
+
+
+def test_weights_of_4_bits_stay_codes(tmp_path: Path) -> None:
+    model, dense = checkpoints("weights of 4 bits", tmp_path)
+    served, _ = engine(model, [], device="cpu", dtype="float32", dequantize="off")
+    plain, _ = engine(dense, [], device="cpu", dtype="float32")
+    assert served.info.arithmetic == "float32, codes of compressed-tensors"
+    message = wire.Score("s", [5, 6, 7], [[8, 9], [10]], wire.Labels([5, 9]))
+    assert scores_of(run(served, message))["s"] == pytest.approx(scores_of(run(plain, message))["s"], abs=1e-4)
+
+
+def check_attention(choice: wire.AttentionChoice, shape: dict[str, Any]) -> None:
+    """Print it, and expect FlashInfer for heads of 128 where it is installed. It has no compiled modules for the others."""
+    print(f"attention: {choice.backend} ({choice.reason})")
+    if shape.get("head_dim") == 128 and find_spec("flashinfer") is not None:
+        assert choice.backend == "flashinfer", choice.reason
+
+
+@pytest.mark.parametrize("installed", [None, object()])
+def test_fp8_without_its_module_is_noticed(
+    installed: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "find_spec", lambda _: installed)
+    _, shape, given = ENGINES["keys and values in FP8"]
+    assert given["kv_dtype"] == "fp8"
+    check_attention(wire.AttentionChoice("flashinfer", "installed, with a kernel for this model"), shape)
+    with nullcontext() if installed is None else pytest.raises(AssertionError, match="not flashinfer: no module"):
+        check_attention(wire.AttentionChoice("triton", "not flashinfer: no module"), shape)
+    assert "attention: triton (not flashinfer: no module)" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late(name: str, tmp_path: Path, device: torch.device) -> None:
-    family, shape, given = ENGINES[name]
+def test_a_gpu_answers_as_a_cpu_and_compiles_nothing_late(
+    name: str, tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, shape, given = ENGINES[name]
     if given.get("quantize") == "fp8" and not fp8.supported(device):
         pytest.skip("no products of FP8")
-    model, adapters = make_checkpoint(tmp_path / "model", family, **shape), list[Path]()
+    (model, dense), adapters = checkpoints(name, tmp_path), list[Path]()
     if "max_loras_device" in given:
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         kinds: list[dict[str, Any]] = [{}, {"targets": ("q_proj", "down_proj"), "rank": 7}, {"rank": 16}]
         adapters = [write_adapter(tmp_path / f"a{seed}", whole, seed=seed, **kind) for seed, kind in enumerate(kinds)]
-    exact = {key: value for key, value in given.items() if key not in ("quantize", "kv_dtype")}
-    plain, digests = engine(model, adapters, device="cpu", dtype="float32", **exact)
+    exact = {key: value for key, value in given.items() if key not in ("quantize", "kv_dtype", "dequantize")}
+    plain, digests = engine(dense, adapters, device="cpu", dtype="float32", **exact)
     expected = scores_of(run(plain, *messages(digests)))
     served, digests = engine(model, adapters, device=device.type, dtype="bfloat16", cuda_graphs="on", **given)
+    assert served.info.attention is not None
+    with capsys.disabled():
+        check_attention(served.info.attention, shape)
     assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)  # and not that of the captures
     for _ in range(2):  # the second time from the prefix cache
         found = scores_of(run(served, *messages(digests)))

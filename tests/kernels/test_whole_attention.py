@@ -104,14 +104,15 @@ def test_hidden_values_that_are_no_numbers_are_not_read_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize(("shape", "dtype"), [((3, 3, 32), torch.float32), ((4, 2, 24), torch.float16)])
-def test_the_kernel(spec: AttentionSpec, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_the_kernel(spec: AttentionSpec, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     lengths = [1, 5, 5, ROWS, ROWS + 1, 150]
     q, k, v = heads(lengths, *shape, dtype)
     runs = runs_of(lengths, [0, 2, 2, 3, 0, 3])
-    layout = Layout(runs, cut(runs))
-    found, expected = whole_attention_triton(q, k, v, layout, spec), whole_attention_reference(q, k, v, layout, spec)
+    layout = Layout(runs, cut(runs).to(device))
+    found = whole_attention_triton(*(each.to(device) for each in (q, k, v)), layout, spec)
+    expected = whole_attention_reference(q, k, v, layout, spec)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_blocks_cover_each_query_once_and_the_longest_sequences_come_first() -> None:

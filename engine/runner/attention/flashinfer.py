@@ -43,6 +43,8 @@ MOST_LISTED = 4 * MOST_SLOTS
 """Slots that the contexts of a captured step may list together: 16 MiB."""
 SMALL_WORKSPACE_BYTES = 16 << 20
 """Room for the plan of one row, which is all that the wrappers of captured steps plan by themselves."""
+WRAPPER_BYTES = (8 << 20) + (128 << 10)
+"""What each of FlashInfer's wrappers allocates on the device by itself."""
 ALIGNMENT = 4
 """Numbers: each table starts at a multiple of 16 bytes."""
 
@@ -301,6 +303,15 @@ class _Room(NamedTuple):
         return [self.tiles, self.tokens, 0, self.tile, requests, qo_tiles, kv_tiles, 0, qo_indptr, chunk, 0, 0, 0, 0, 0]
 
 
+def fixed_bytes(backend: FlashInferAttention, most_tokens: int) -> int:
+    """Bytes of the device that a :class:`FixedFlashInfer` takes: tables, output and workspaces."""
+    kv_heads, head_dim = backend.kv.keys.shape[2:]
+    rooms = (_Room.of(most_tokens, layout, backend.heads // kv_heads, head_dim) for layout in range(FixedFlashInfer.layouts))
+    tables = 4 * (max(room.begins[-1] for room in rooms) + MOST_LISTED)
+    output = most_tokens * backend.heads * head_dim * backend.kv.dtype.itemsize
+    return tables + output + SMALL_WORKSPACE_BYTES + len(set(backend.specs)) * WRAPPER_BYTES
+
+
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
     """Room for the partial results of any plan. A plan that needs more fails, and its step with it.
 
@@ -346,15 +357,15 @@ def problem(
 
 def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> bool:
     """Whether all kernels are there already; one takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
-    return all(module.is_compiled for module in _modules(head_dim, dtype, kept, specs))
+    return all(module.is_compiled for module in modules(head_dim, dtype, kept, specs))
 
 
 def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> str:
     """Where the kernels come from: :attr:`engine.wire.AttentionChoice.modules`."""
-    return "prebuilt" if all(module.is_aot for module in _modules(head_dim, dtype, kept, specs)) else "compiled"
+    return "prebuilt" if all(module.is_aot for module in modules(head_dim, dtype, kept, specs)) else "compiled"
 
 
-def _modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec]) -> list[Any]:
+def modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> list[Any]:
     """FlashInfer's ``JitSpec`` of each kernel of the wrappers: no positional encoding or float16 product, and with a sliding window
     or a soft cap where the spec has one."""
     make = import_module("flashinfer.jit.attention.modules").gen_batch_prefill_module

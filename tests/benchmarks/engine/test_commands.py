@@ -16,13 +16,14 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.engine import accuracy, peer_gguf, peers
 from benchmarks.engine.accuracy import QUICK, Format, demo_material
-from benchmarks.engine.decode import DRAFTS, LOGPROBS, measure
+from benchmarks.engine.decode import DRAFTS, IMAGES, LOGPROBS, measure, requests
 from benchmarks.engine.engines import Engine, Transformers
 from benchmarks.engine.records import Store
 from benchmarks.engine.subject import SHAPES, SMALL, TINY, Subject, Workload, random_decoder, subject
 from benchmarks.engine.writing import Pair, Writing
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
+from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.kernels.int8 import instructions
@@ -119,9 +120,25 @@ def test_the_command_of_accuracy(tmp_path, capsys, monkeypatch):
     assert not torch.cuda.is_available() or "float32, FP8" not in summary["random"]
 
 
-def test_many_requests_name_known_items(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_accuracy_of_a_real_model(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a GGUF file, which has the demo model, so that the demo's questions are answered right."""
+    path = tmp_path / "demo.gguf"
+    write_gguf(MODELS / "base", path)
+    assert main(["accuracy", "--quick", "--model", str(path), "--dtype", "bfloat16", "--kv-dtype", "fp8"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary.keys() == {"bench", "machine", path.name, "left_out"}
+    cost = summary[path.name]["bfloat16, KV in FP8"]
+    assert cost["auc"] >= 0.999
+    assert 0 < cost["largest"] <= 2e-3
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+def test_many_requests_name_known_items(
+    kept: str, tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = "--shape tiny --items 12 --per-request 6 --item-tokens 30 --query-tokens 4 --rounds 2 --in-flight 5"
-    command = ["catalogue", *sizes.split(), "--quantize", "fp8", "--out", str(tmp_path)]
+    command = ["catalogue", *sizes.split(), "--quantize", "fp8", "--kv-dtype", kept, "--out", str(tmp_path)]
     assert main([*command, "--limit", "0"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["round 0"]
     assert main([*command, "--continue"]) == 0
@@ -170,6 +187,14 @@ def test_drafts_that_are_right_take_fewer_steps(engine: Engine) -> None:
     assert steps["right, drafts"] < 0.7 * steps["right"]
 
 
+def test_decoding_steps_have_all_rows(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "step --shape tiny --decode 3 7 --max-batched-tokens 200 --steps 2"
+    assert main(command.split()) == 0
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["steps"].values()
+    assert {rows: each["tokens"] for rows, each in found.items()} == {"3": 3, "7": 7}
+    assert all(each["tokens_per_s"] > 0 and "items_per_s" not in each for each in found.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_guided_texts_of_the_demo_models(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +204,27 @@ def test_guided_texts_of_the_demo_models(in_this_process: None, capsys: pytest.C
     assert [*summary["settings"]] == ["plain", "guided", "guided, eq", "guided, le"]
     assert {found["tokens"] for found in summary["settings"].values()} == {2 * 2 * 8}
     assert summary["candidates"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names"), [("--structured", ["plain", "structured"]), ("--images tiny", ["text", "images"])], ids=["grammar", "images"]
+)
+def test_structured_texts_and_images(
+    kind: str, names: list[str], in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--requests 4 --prompt 40 --output 8 --slots 4096 --max-batched-tokens 64"
+    assert main(["decode", *kind.split(), *sizes.split()]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*summary["settings"]] == names
+    assert {found["tokens"] for found in summary["settings"].values()} == {4 * 8}
+
+
+def test_an_image_is_in_each_prompt() -> None:
+    prompts = requests(Writing(3, 40, 8), np.random.default_rng(0), 300, 1, IMAGES["images"])
+    assert {len(each.prompt) for each in prompts} == {40}
+    assert all(sum(token >= wire.IMAGE_TOKENS for token in each.prompt) == 25 for each in prompts)
+    assert len({each.images[0].digest for each in prompts}) == 3
 
 
 @pytest.mark.slow

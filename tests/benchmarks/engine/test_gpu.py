@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.engine.gpu import LIMIT_SECONDS, NO_TIME_LEFT, RUNS, WELL, Part, archived, parts, run_part, run_parts
 from tests.processes import wait_until
-from tests.shards import shards
+from tests.shards import ENGINES, FAILED, TESTS, run, shards
 
 
 class Clock:
@@ -54,6 +55,41 @@ def test_a_run_names_what_it_did_not_reach(tmp_path: Path, name: str) -> None:
     assert sorted(begun) == sorted(left)
     assert json.loads((tmp_path / "summary.json").read_text())["not_reached"] == []
     assert clock.now <= 12 * 60 - 90
+
+
+def test_run_a_has_the_tests_of_every_kernel_on_the_device(tmp_path: Path) -> None:
+    """Those that failed last come first."""
+    words = parts("a", tmp_path)[0].arguments[1:]
+    chosen = [name for name in shards() if not words or any(word in name for word in words)]
+    files = (TESTS / "kernels").glob("test_*.py")
+    assert {path.stem for path in files if ".to(device)" in path.read_text() or "device=device" in path.read_text()} <= {*chosen}
+    assert chosen[: len(FAILED)] == [*FAILED]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its test runs there")
+def test_a_run_says_why_tests_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "engine, products in FP8"
+    assert run(name, shards()[name]) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "SKIPPED [1]" in line]
+    assert said.startswith(f"{name}: ")
+    assert said.endswith("needs an NVIDIA GPU")
+    assert ENGINES.name in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_parts_of_run_a_on_small_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their real programs, in two calls; the first has time for one of them."""
+    command = ["gpu", "--run", "a", "--quick", "--out", str(tmp_path), "--only", "step", "length"]
+    assert main([*command, "--limit", "9"]) == 1
+    assert "step" in json.loads((tmp_path / "summary.json").read_text())["not_reached"]
+    assert main([*command, "--continue", "--limit", "200"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: part["ended"] for name, part in summary["parts"].items()} == {"step": WELL, "length": WELL}
+    assert sum(part["seconds"] for part in summary["parts"].values()) > summary["seconds"] > 0  # of both calls, and of the last
+    assert [*json.loads((tmp_path / "length/summary.json").read_text())["rows"]] == ["1", "4"]
+    assert json.loads((tmp_path / "step/summary.json").read_text())["steps"]["float32, FP8"]["512"]["items_per_s"] > 0
 
 
 class ParsedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,14 @@ def test_encoders_and_all_libraries_compute_the_same(capfd: pytest.CaptureFixtur
         assert len(programs) == 1 + len(summary["versions"])
     assert max(summary["largest_difference"].values()) < 1e-4
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_library_that_is_missing_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    """As in run c of the GPU benchmark, on a machine without sentence-transformers."""
+    asked = "--family modernbert --libraries sentence-transformers --formats bfloat16 --quick"
+    assert main(["encoders", *asked.split(), "--python", sys.executable]) == 0
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [*summary["left_out"]] == ["sentence-transformers, bfloat16"]
+    assert all(programs["Yardstick, bfloat16"]["median"] > 0 for programs in summary["texts_per_s"].values())

@@ -9,17 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.kernels.cli import BENCHMARKS
 from benchmarks.kernels.harness import Gpu, Row
+from benchmarks.kernels.operations import eager_thresholds
+from yardstick_llm.kernels.keep_thresholds import keep_thresholds_reference
 
 
 class _Shapes(TorchFunctionMode):
     """Replaces allocations on a GPU by tensors with a shape and no content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, args = kwargs or {}, tuple("meta" if isinstance(each, str) and each == "cuda" else each for each in args)
         return func(*args, **(kwargs | {"device": "meta"} if kwargs.get("device") == "cuda" else kwargs))
 
 
@@ -42,6 +45,14 @@ def test_arguments_fit(name: str) -> None:
         rows = list(BENCHMARKS[name](_Counting("none", 4e12, 8e14)))
     assert len({(row.name, row.shape) for row in rows}) == len(rows)
     assert all(row.rate > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (0, 0.9), (50, 0.9)])
+def test_the_peer_of_thresholds_finds_the_same(top_k: int, top_p: float) -> None:
+    logits, ones = torch.randn(3, 500) * 3, torch.ones(3)
+    keys, none = torch.full((3,), top_k), torch.full((3,), float("-inf"))
+    expected = keep_thresholds_reference(logits, ones, keys, ones * top_p, none)
+    torch.testing.assert_close(eager_thresholds(logits, top_k, top_p), expected)
 
 
 @pytest.mark.gpu

@@ -41,7 +41,9 @@ ENGINE_NAMES = (
     "heads of 128",
     "experts",
     "keys and values in FP8",
+    "products in FP8 with what follows",
     "products in FP8",
+    "products with what follows",
     "weights of 4 bits",
     "windows and soft caps",
 )

@@ -130,6 +130,7 @@ def parts(run: str, out: Path, *, quick: bool = False, model: str = SMOLLM2) -> 
             score("embedding shape", 50, *bf16, *offline, "--workload", "0/8/4" if quick else "0/512/20"),
             decode("experts", 120, *(logprobs or ["--shape", "qwen3-30b-a3b", "--requests", "256", "--output", "64"])),
             step("adapters", 60, *bf16, "--adapters", "2" if quick else "8"),
+            step("fused products", 60, *bf16, *both, "--fused"),
             step("decoding steps", 90, *bf16, *both, "--decode", *(["4"] if quick else ["64", "128", "800"])),
             decode("drafts", 60, *logprobs, "--drafts", *few_drafts.split()),
             catalogue("catalogue fp8 kv", "--kv-dtype", "fp8"),

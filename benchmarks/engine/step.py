@@ -48,6 +48,7 @@ NONE, RANK = "none", 16
 SHOWN = 24
 """Kernels of the table."""
 KINDS = (
+    ("products with what follows", re.compile("linear_(silu_mul|qk_norm_rope)")),
     ("qk_norm_rope_write", re.compile("qk_norm_rope|rope_write")),
     ("silu_mul", re.compile("silu|lora_gate")),
     ("quantize_rows", re.compile("quantize_rows")),
@@ -75,13 +76,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--decode", type=int, nargs="+", default=(), metavar="ROWS", help=about)
     parser.add_argument("--steps", type=int, default=8, help="measured without the profiler, and as many with it (%(default)s)")
     parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters of rank 16 that requests use in turn (%(default)s)")
+    about = "compute products in one launch with what follows, where kernels take them: on a Hopper GPU"
+    parser.add_argument("--fused", action="store_true", help=about)
     add_output(parser)
     asked = parser.parse_args(arguments)
     records = opened(asked)
     device, config, dtype = default_device(), SHAPES[asked.shape], getattr(torch, asked.dtype)
     usual = GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
     summary: dict[str, Any] = {"bench": "step", "machine": describe(), "model": asked.shape, "peaks": {}, "steps": {}}
-    summary["adapters"] = asked.adapters
+    summary |= {"adapters": asked.adapters, "fused": asked.fused}
+    options = {"fused_products": asked.fused}
     for named in asked.quantize:
         quantize = None if named == NONE else named
         form = Subject(Path(), config, asked.dtype, quantize).format
@@ -91,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         sizes = asked.max_batched_tokens or [usual]
         for tokens, rows in [(sizes[0], rows) for rows in asked.decode] or [(size, 0) for size in sizes]:
             name = f"{rows} decoding rows" if rows else f"{tokens} tokens"
-            work = partial(measure, decoder, asked.dtype, tokens, asked.steps, asked.adapters, rows)
+            work = partial(measure, decoder, asked.dtype, tokens, asked.steps, asked.adapters, rows, **options)
             if result := records.store.measure(f"{form}: {name}", SECONDS, work):
                 found[str(rows or tokens)] = result | speeds(config, result, peaks or {}, rows)
                 show(f"{asked.shape}, {form}, {name}{'' if rows else ' a step, at most'}", found[str(rows or tokens)], records)
@@ -106,9 +110,9 @@ def peaks_of(device: torch.device, dtype: torch.dtype, quantize: str | None) -> 
     return vars(measure_peaks(device, dtype, quantize))
 
 
-def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int, rows: int) -> tuple[Engine, list[str]]:
+def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int, rows: int, **options: Any) -> tuple[Engine, list[str]]:
     """Return an engine with adapters of all projections with random weights, and their digests; [""] without adapters."""
-    options: dict[str, Any] = {"max_batched_tokens": tokens} | ({"max_running_requests": rows} if rows else {})
+    options |= {"max_batched_tokens": tokens} | ({"max_running_requests": rows} if rows else {})
     if not adapters:
         return Engine(decoder, dtype, **options), [""]
     with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as root:
@@ -129,11 +133,13 @@ def adapted(decoder: Decoder, dtype: str, tokens: int, adapters: int, rows: int)
     return engine, [adapter.digest for adapter in engine.loop.adapters.description.adapters]
 
 
-def measure(load: Callable[[], Decoder], dtype: str, tokens: int, steps: int, adapters: int = 0, rows: int = 0) -> dict[str, Any]:
+def measure(
+    load: Callable[[], Decoder], dtype: str, tokens: int, steps: int, adapters: int = 0, rows: int = 0, **options: Any
+) -> dict[str, Any]:
     """Return the times of ``steps`` full steps, or of ``rows`` decoding rows, in milliseconds, and of the kernels of as many
-    others."""
-    decoder = load()
-    (engine, digests), workload, rng = adapted(decoder, dtype, tokens, adapters, rows), Workload(), np.random.default_rng(0)
+    others. ``options``: of the engine."""
+    decoder, workload, rng = load(), Workload(), np.random.default_rng(0)
+    engine, digests = adapted(decoder, dtype, tokens, adapters, rows, **options)
     loop, on_gpu, vocab_size = engine.loop, decoder.embed.weight.is_cuda, decoder.config.vocab_size
     needed, requests = WARM_STEPS + 2 * steps + 3, list[wire.Score | wire.Generate]()
     if rows:

@@ -35,6 +35,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}, {}),
     "keys and values in FP8": ("qwen3", FP8_SHAPE | {"head_dim": 128}, {"kv_dtype": "fp8"}),
     "products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8"}),
+    "products with what follows": ("qwen3", {"hidden_size": 128, "head_dim": 128}, {"fused_products": True}),
+    "products in FP8 with what follows": ("qwen3", FP8_SHAPE, {"quantize": "fp8", "fused_products": True}),
     "weights of 4 bits": ("qwen3", FP8_SHAPE, {"dequantize": "off"}),
     "adapters": ("qwen3", {"head_dim": 128}, {"max_loras_device": 2, "max_lora_rank": 16}),
     "adapters beside products in FP8": ("qwen3", FP8_SHAPE, {"quantize": "fp8", "max_loras_device": 2, "max_lora_rank": 16}),

@@ -25,6 +25,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_files import SHAPE, write_gguf
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.demo import MODELS
+from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.kernels.int8 import instructions
 
@@ -274,6 +275,8 @@ def test_the_profile_measures_each_number_of_tokens_once(
 ) -> None:
     monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 64, "cuda": 64})
     monkeypatch.setattr("benchmarks.engine.roofline.COPIED_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    fused: list[Decoder] = []
+    monkeypatch.setattr("yardstick_llm.engine.loop.build.fuse_products", fused.append)
     command = ["step", "--shape", "tiny", "--quantize", "none", "fp8", "--max-batched-tokens", "200", "300", "--steps", "1"]
     assert main([*command, "--out", str(tmp_path), "--limit", "0"]) == 0
     names = [f"{form}: {what}" for form in ("float32", "float32, FP8") for what in ("peaks", "200 tokens", "300 tokens")]
@@ -287,3 +290,6 @@ def test_the_profile_measures_each_number_of_tokens_once(
         assert summary["peaks"]["float32, FP8"]["quantized_flops"] > 0
         assert summary["left_out"] == []
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+    assert main([*command, "--fused"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["fused"], len(fused)) == (True, sum(map(len, summary["steps"].values())))

@@ -796,8 +796,8 @@ def _codes_of(row: Any, at: Any, size: Any, rounded: bool, zero: Any, codes: Any
         inverse = F32(1) / scale
     for c in range(size):
         code = I32(np.rint(row[at + U64(c)] * inverse))
-        total += code
-        codes[to + U64(c)] = np.uint8(code + I32(zero))
+        total = I32(total + code)  # Numba adds in 64 bits, and LLVM would compute all in lanes of these
+        codes[to + U64(c)] = np.uint8(I32(code + I32(zero)))
     return scale, total
 
 
@@ -851,13 +851,16 @@ def activate(
     width = size if gated == UNGATED else U64(2) * size
     row, inner = np.empty(width, np.float32), np.empty(size, np.float32)
     for r in range(U64(begin), U64(end)):
-        unit = scales[r] if len(scales) > 0 else F32(1)
-        for c in range(width):
-            row[c] = product[r * width + c] * unit
+        given = product[r * width : (r + U64(1)) * width]
+        if len(scales) > 0:
+            for c in range(width):
+                row[c] = given[c] * scales[r]
+            given = row
         if len(bias) > 0:
             for c in range(width):
-                row[c] += bias[c]
-        _activate_row(row, function, gated, size, inner)
+                row[c] = given[c] + bias[c]
+            given = row
+        _activate_row(given, function, gated, size, inner)
         for g in range(size // group):
             place = r * (size // group) + g
             out_scales[place], sums[place] = _codes_of(inner, g * group, group, rounded, zero, codes, place * group)
@@ -941,11 +944,12 @@ def add_norm(
         for c in range(size):
             squares += (source[at + c] - mean) * (source[at + c] - mean)
         factor = F32(1) / np.sqrt(squares / F32(size) + F32(eps))
-        for c in range(size):
-            normed[at + c] = (source[at + c] - mean) * factor * weight[c]
         if len(bias) > 0:
             for c in range(size):
-                normed[at + c] += bias[c]
+                normed[at + c] = (source[at + c] - mean) * factor * weight[c] + bias[c]
+        else:
+            for c in range(size):
+                normed[at + c] = (source[at + c] - mean) * factor * weight[c]
 
 
 @compiled("void(i8[::1], i8[::1], i8, i4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f8, i8, f4[::1])")

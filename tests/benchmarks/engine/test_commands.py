@@ -40,7 +40,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_the_engine_beats_transformers():
-    command = [sys.executable, "-m", "benchmarks", "score", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks", "score", "--repeats", "1", "--workload", "60/90/10"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout.splitlines()[-1])

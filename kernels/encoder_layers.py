@@ -31,8 +31,7 @@ LEAST_ALONE, MOST_ALONE = 8, 512
 """Small steps that one thread computes after one in which a thread had to wait for long; each time in a row twice as many. Beside
 processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
 PIECE_NUMBERS = 1 << 17
-"""Queries, keys and values of whole sequences that attend before those of others are projected; they stay in a core's second
-cache."""
+"""Numbers of queries, keys and values that are projected before their sequences attend. They stay in a core's second cache."""
 NEVER = 1 << 62
 """A phase that no thread reaches."""
 NO_TYPES = np.empty(0, np.int32)

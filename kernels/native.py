@@ -514,15 +514,14 @@ _turn_numbers, _turn_pairs = _turning(paired=False), _turning(paired=True)
 
 
 @compiled()
-def _pair_all(cells: Any, at: Any, pairs: Any, to: Any, count: Any) -> None:
+def _pair_all(cells: Any, pairs: Any, count: Any) -> None:
     """Write ``count`` pairs of numbers that follow one another."""
     whole, bits = U64(count) // U64(LANES) * U64(LANES), cells.view(np.int32)
     for i in range(U64(0), whole, U64(LANES)):
-        place = at + U64(2) * i
-        _pair_next(cells, place, place + U64(LANES), pairs, to + i)
+        place = U64(2) * i
+        _pair_next(cells, place, place + U64(LANES), pairs, i)
     for i in range(whole, U64(count)):
-        place = at + U64(2) * i
-        pairs[to + i] = _pair(bits[place], bits[place + U64(1)])
+        pairs[i] = _pair(bits[U64(2) * i], bits[U64(2) * i + U64(1)])
 
 
 @compiled()
@@ -544,8 +543,8 @@ def _turn_keys(k: Any, k_step: Any, index: Any, keys: Any, offset: Any, size: An
         for d in range(whole, size):
             for lane in range(U64(LANES)):
                 place = places[lane] + each * d
-                pair = _pair(bits[place], bits[place + U64(1)]) if narrow else bits[place]
-                panel[j0 * size + d * U64(LANES) + lane] = pair
+                element = _pair(bits[place], bits[place + U64(1)]) if narrow else bits[place]
+                panel[j0 * size + d * U64(LANES) + lane] = element
 
 
 @compiled()
@@ -664,7 +663,7 @@ def attend(
                     asked[(token * fold + one) * size + d] = q[base + d] * scale
         _fill(asked, rows * size, padded * size, F32(0))
         if narrow:
-            _pair_all(asked, U64(0), asked_pairs, U64(0), padded * half)
+            _pair_all(asked, asked_pairs, padded * half)
         _fill(found, U64(0), padded * wide, F32(0))
         _fill(peaks, U64(0), padded, NO_PEAK)
         _fill(totals, U64(0), padded, F32(0))
@@ -1228,9 +1227,9 @@ def encode(
     x: embeddings, [rows, size] -> ``attended``, the output of the last layer's attention, and in x its input; if ``whole``, the
     output of the last layer. ``before``: norms are before attention and the feed-forward layer, else behind them. ``begin``,
     ``end``: rows of this thread, for products too unless ``by_outputs``; then there are queries and heads in ``tasks`` that no
-    other thread has. ``bounds``: [pieces, 2], the last rows and tasks of pieces, whose rows are projected before they attend; one
-    where threads share a sequence. ``between``: room for rows of what is between the projections. cos, sin: [rotations, angles of
-    all rows], see :func:`_rotate`. ``distances``: see :func:`attend`.
+    other thread has. ``bounds``: [pieces, 2], where the rows and tasks of each piece end. A piece is projected, then it attends,
+    then the next one begins; there is one piece where threads share a sequence. ``between``: room for rows of what is between the
+    projections. cos, sin: [rotations, angles of all rows], see :func:`_rotate`. ``distances``: see :func:`attend`.
     """
     rows, phase, room = len(scales), 1, (codes, scales, sums)
     angles = cos.shape[1] // rows

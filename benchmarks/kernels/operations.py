@@ -231,7 +231,7 @@ def _seeded_sampling(gpu: Gpu) -> Iterator[Row]:
 
 
 def eager_thresholds(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """What keep_thresholds finds at temperature 1 where all rows have the same filters."""
+    """The result of keep_thresholds at temperature 1, if all rows have the same filters."""
     largest = logits.topk(top_k).values if top_k else logits.sort(descending=True).values
     below = (largest.softmax(-1).cumsum(-1) < top_p).sum(-1, keepdim=True)
     return (largest.gather(1, below.clamp(max=largest.shape[1] - 1)) - largest[:, :1]).squeeze(1)

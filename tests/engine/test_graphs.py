@@ -439,13 +439,13 @@ def test_large_steps_with_flashinfer(products: str | None, kept: str, tmp_path: 
 
 
 def read_rows(segments: Sequence[ExtendSegment]) -> Ints:
-    """The last row of each segment, and so many others that the ratio of two errors is no accident of a few rows."""
+    """The last row of each segment, and :data:`READ` rows of the whole step, because errors of a few rows vary too much."""
     ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
     return np.union1d(ends, np.linspace(0, ends[-1], READ, dtype=np.int64))
 
 
 def test_every_large_step_reads_many_rows() -> None:
-    """One with two segments, too: with two rows, the ratio of errors is an accident."""
+    """Also a step of two segments, which would read two rows otherwise."""
     free = np.arange(5001, dtype=np.int32)
     rows = read_rows([a_segment(free[:5000], 5000), a_segment(free[5000:], 1)])
     assert len(rows) >= READ

@@ -44,7 +44,7 @@ MOST_LISTED = 4 * MOST_SLOTS
 SMALL_WORKSPACE_BYTES = 16 << 20
 """Room for the plan of one row, which is all that the wrappers of captured steps plan by themselves."""
 WRAPPER_BYTES = (8 << 20) + (128 << 10)
-"""What each of FlashInfer's wrappers allocates on the device by itself."""
+"""Memory of the device that each wrapper of FlashInfer allocates."""
 ALIGNMENT = 4
 """Numbers: each table starts at a multiple of 16 bytes."""
 

@@ -123,7 +123,7 @@ def test_the_command_of_accuracy(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_accuracy_of_a_real_model(tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a GGUF file, which has the demo model, so that the demo's questions are answered right."""
+    """The file is the demo model as GGUF, so its answers to the demo's questions are right."""
     path = tmp_path / "demo.gguf"
     write_gguf(MODELS / "base", path)
     assert main(["accuracy", "--quick", "--model", str(path), "--dtype", "bfloat16", "--kv-dtype", "fp8"]) == 0

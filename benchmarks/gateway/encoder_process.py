@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from shutil import copy
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
@@ -148,23 +149,17 @@ def onnxruntime(model: dict[str, Any], form: str, threads: int) -> tuple[Compute
     import onnxruntime as library
 
     def write(folder: Path) -> None:
-        from onnxruntime.quantization import QuantType, quantize_dynamic
         from onnxruntime.transformers.optimizer import optimize_model
 
         whole = Whole(model["folder"], model["pairs"], "eager")  # the optimiser knows the attention of this graph
         config = whole.model.config
-        axes = {name: {0: "texts", 1: "tokens"} for name in INPUTS}
-        plain, fused = str(folder / "plain.onnx"), str(folder / "float32.onnx")
-        torch.onnx.export(
-            whole, sample(), plain, dynamo=False, input_names=INPUTS, output_names=["numbers"], dynamic_axes=axes, opset_version=17
-        )
+        plain, fused = folder / "plain.onnx", folder / "float32.onnx"
+        export(whole, plain, "numbers")
         heads = {"num_heads": config.num_attention_heads, "hidden_size": config.hidden_size}
-        optimize_model(plain, model_type="bert", **heads).save_model_to_file(fused)
-        Path(plain).unlink()
+        optimize_model(str(plain), model_type="bert", **heads).save_model_to_file(str(fused))
+        plain.unlink()
         if form == "int8":
-            types = {"DefaultTensorType": 1}  # float: shapes are not inferred through the fused operators
-            quantize_dynamic(fused, str(folder / "int8.onnx"), weight_type=QuantType.QInt8, extra_options=types)
-            Path(fused).unlink()
+            quantize(fused, folder / "int8.onnx")
 
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
@@ -211,6 +206,53 @@ def openvino(model: dict[str, Any], form: str, threads: int) -> tuple[Compute, s
 LIBRARIES = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "openvino": openvino}
 
 
+def infinity(models: Mapping[str, dict[str, Any]], form: str) -> tuple[Any, str]:
+    """The application of Infinity, a server of embedding models and rerankers, with its engine for processors: ONNX Runtime, with
+    graphs that it optimises, and in int8 dynamic quantisation. The names of ``models`` are those of requests."""
+    if form == "bfloat16":
+        raise SystemExit("Infinity computes in bfloat16 on GPUs only")
+    import infinity_emb
+    import onnxruntime as library
+    from infinity_emb.infinity_server import create_server
+
+    served = []
+    for name, model in models.items():
+
+        def write(folder: Path, model: dict[str, Any] = model) -> None:
+            kind: Any = AutoModelForSequenceClassification if model["pairs"] else AutoModel
+            whole = kind.from_pretrained(model["folder"], attn_implementation="eager", return_dict=False)
+            export(whole, folder / "model.onnx", "logits" if model["pairs"] else "last_hidden_state")
+            if form == "int8":
+                quantize(folder / "model.onnx", folder / "model_quantized.onnx")
+            for path in Path(model["folder"]).glob("*.json"):
+                copy(path, folder)
+            config = json.loads((folder / "config.json").read_text())
+            config["max_position_embeddings"] = 512  # where it cuts: the 514 of XLM-RoBERTa are two more than a text may have
+            (folder / "config.json").write_text(json.dumps(config))
+
+        given = {"engine": "optimum", "device": "cpu", "pooling_method": "mean", "batch_size": BATCH}
+        path = str(kept(model, write))
+        served.append(infinity_emb.EngineArgs(model_name_or_path=path, served_model_name=name, **given))
+    version = f"infinity {infinity_emb.__version__}, onnxruntime {library.__version__}"
+    return create_server(engine_args_list=served, url_prefix="/v1"), version
+
+
+def export(model: torch.nn.Module, path: Path, output: str) -> None:
+    """Write a model as ONNX."""
+    axes = {name: {0: "texts", 1: "tokens"} for name in (*INPUTS, output)}
+    names: dict[str, Any] = {"input_names": INPUTS, "output_names": [output], "dynamic_axes": axes}
+    torch.onnx.export(model.eval(), sample(), str(path), dynamo=False, opset_version=17, **names)
+
+
+def quantize(path: Path, quantized: Path) -> None:
+    """Write an ONNX model in int8, quantised dynamically, and remove that in float32."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    types = {"DefaultTensorType": 1}  # float: shapes are not inferred through the fused operators
+    quantize_dynamic(path, quantized, weight_type=QuantType.QInt8, extra_options=types)
+    path.unlink()
+
+
 def sample() -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and a mask with padding, to trace a model with."""
     ids = torch.arange(4, 24).reshape(2, 10)
@@ -245,26 +287,41 @@ def encoder(model: dict[str, Any]) -> Callable[[list[Any]], tuple[Any, Any]]:
     return encode
 
 
-async def serve(server: Server, listener: socket.socket) -> None:
-    """Serve HTTP until standard input ends."""
-    asyncio.get_running_loop().add_reader(0, os._exit, 0)
-    off: dict[str, Any] = {"access_log": False, "date_header": False, "server_header": False, "proxy_headers": False}
-    config = uvicorn.Config(server, http="httptools", ws="none", lifespan="off", log_level="error", **off)
-    await uvicorn.Server(config).serve(sockets=[listener])
+class HTTP(uvicorn.Server):
+    """Serves an application, and calls ``ready`` when it has started."""
+
+    def __init__(self, application: Any, ready: Callable[[], None]) -> None:
+        off: dict[str, Any] = {"access_log": False, "date_header": False, "server_header": False, "proxy_headers": False}
+        super().__init__(uvicorn.Config(application, http="httptools", ws="none", log_level="error", **off))
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application."""
+        await super().startup(sockets)
+        asyncio.get_running_loop().add_reader(0, os._exit, 0)  # where standard input ends
+        self._ready()
 
 
-def main(library: str, form: str, threads: str, models: str) -> None:
+def main(library: str, form: str, threads: str, given: str) -> None:
     """Load the models, and serve them."""
     printed = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     torch.set_num_threads(int(threads))
-    loaded = {name: LIBRARIES[library](model, form, int(threads)) for name, model in json.loads(models).items()}
-    listener = socket.create_server(("127.0.0.1", 0))
-    ready = {"version": next(version for _, version in loaded.values()), "port": listener.getsockname()[1], "pid": os.getpid()}
-    print(json.dumps(ready), file=printed, flush=True)
-    server = Server({name: compute for name, (compute, _) in loaded.items()})
-    Thread(target=lambda: uvloop.run(serve(server, listener)), daemon=True).start()
-    server.compute()  # in this thread, so that an error ends the process
+    models, listener = json.loads(given), socket.create_server(("127.0.0.1", 0))
+    computing = None
+    if library == "infinity":
+        application, version = infinity(models, form)
+    else:
+        loaded = {name: LIBRARIES[library](model, form, int(threads)) for name, model in models.items()}
+        application = computing = Server({name: compute for name, (compute, _) in loaded.items()})
+        version = next(iter(loaded.values()))[1]
+    ready = {"version": version, "port": listener.getsockname()[1], "pid": os.getpid()}
+    http = HTTP(application, lambda: print(json.dumps(ready), file=printed, flush=True))
+    if computing is None:
+        uvloop.run(http.serve([listener]))
+    else:
+        Thread(target=lambda: uvloop.run(http.serve([listener])), daemon=True).start()
+        computing.compute()  # in this thread, so that an error ends the process
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Encoders over HTTP beside sentence-transformers, ONNX Runtime and OpenVINO, in one run: ``python -m benchmarks encoders``.
+"""Encoders over HTTP beside other libraries and a server, in one run: ``python -m benchmarks encoders``.
 
-Engines and a gateway run as processes, as in production. Each library runs in a process of its own with as many threads, behind a
-small HTTP server (``encoder_process.py``) that computes the requests that wait as one batch, of at most 32 texts. One client
-sends all programs the same requests, 1, 8 and 64 at a time, with one text in each, or ``--texts``. The texts of a figure have equal
-numbers of tokens, so the libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of
+Engines and a gateway run as processes, as in production. Each library (sentence-transformers, ONNX Runtime, OpenVINO) runs in a
+process of its own with as many threads, behind a small HTTP server (``encoder_process.py``) that computes the requests that wait
+as one batch, of at most 32 texts. Infinity, a server of embedding models and rerankers, runs as published, with ONNX Runtime. One
+client sends all programs the same requests, 1, 8 and 64 at a time, with one text in each, or ``--texts``. The texts of a figure
+have equal numbers of tokens, so the libraries compute no padding. Models are all-MiniLM-L6-v2, and a cross-encoder in the shape of
 XLM-RoBERTa base with random weights; with ``--family``, an embedding model of another family in their place, in the shape of its
 base model with random weights. Every round measures all programs in turn; ratios are medians of the rounds' ratios. The limit is
 what two threads could answer if they did nothing but multiply, as fast as they multiply large matrices in the same run. The last
@@ -49,8 +50,8 @@ from yardstick_llm.engine.server.loop_client import HUGE_PAGES, MALLOC
 from yardstick_llm.kernels.int8 import instructions
 
 PROGRAM = Path(__file__).with_name("encoder_process.py")
-ENVIRONMENT = "encoder-peers"
-LIBRARIES = ("sentence-transformers", "onnxruntime", "openvino")
+ENVIRONMENTS = dict.fromkeys(("sentence-transformers", "onnxruntime", "openvino"), "encoder-peers") | {"infinity": "infinity"}
+"""The environment of each library (``tests/clients/pins``)."""
 FORMATS = ("float32", "int8")
 OURS = "Yardstick"
 EMBED, CROSS = "all-MiniLM", "cross-encoder"
@@ -84,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Shapes of the families' base models, as published, where they differ from BERT's."""
 GATED = "modernbert", "nomic_bert", "gte"
 """Model types whose feed-forward layers have three products."""
-TINY: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 130}
+TINY: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 514}
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 ANSWER_HEADER = b"\r\ncontent-length:"
 
@@ -222,9 +223,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks encoders", description="Encoders over HTTP beside other libraries.")
     parser.add_argument("--layers", type=int, default=12, help="of the cross-encoder (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, help="measure a model of this family, of four layers, only")
-    parser.add_argument("--libraries", default=",".join(LIBRARIES), help="(%(default)s)")
+    parser.add_argument("--libraries", default=",".join(ENVIRONMENTS), help="(%(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of these and bfloat16 (%(default)s)")
-    parser.add_argument("--python", type=Path, help="an interpreter with the libraries (of an environment made on first use)")
+    parser.add_argument("--python", type=Path, help="an interpreter with the libraries (of environments made on first use)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")
     parser.add_argument("--texts", type=int, default=1, help="texts in each request, or documents for its query (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
@@ -352,9 +353,8 @@ def start(
             stack.enter_context(drained(pod))
     gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
     stack.enter_context(drained(gateway))
-    python = options.python or python_environment(ENVIRONMENT) / "bin" / "python"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
-    environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads}
+    environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads, "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
     for form, engines in pods.items():
         pids = {name: (gateway.process.pid, pod.process.pid) for name, pod in engines.items()}
         subjects[f"{OURS}, {form}"] = Served(gateway.port, pids, form)
@@ -372,6 +372,7 @@ def start(
                 }
                 for key, model in measured.items()
             }
+            python = options.python or python_environment(ENVIRONMENTS[library]) / "bin" / "python"
             process = Lines([str(python), "-W", "ignore", str(PROGRAM), library, form, threads, json.dumps(given)], environment)
             stack.callback(process.close)
             try:

@@ -17,7 +17,16 @@ from typing import Any, ClassVar, Literal
 from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
-from yardstick_llm.engine.models.pooling import MODULES_FILE, SPARSE_MODULES, load_pooling, max_seq_length, read_modules
+from yardstick_llm.engine.models.pooling import (
+    HF_COLBERT,
+    MODULES_FILE,
+    SPLADE,
+    Pooling,
+    load_pooling,
+    max_seq_length,
+    read_modules,
+    scores_pairs,
+)
 from yardstick_llm.engine.models.rope import NtkRope, Rope
 from yardstick_llm.kernels.attention_spec import PLAIN, AttentionSpec
 
@@ -331,7 +340,7 @@ BODIES: dict[str, EncoderFamily] = {
 """First part of an architecture's name. That of XLMRobertaFlash is XLMRoberta in ``config.json``; its tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
-}
+} | {HF_COLBERT: (_BERT, "none")}
 """All supported architectures, by their names in ``config.json``."""
 UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
@@ -370,6 +379,8 @@ class EncoderConfig(BaseConfig):
     """See :attr:`EncoderFamily.biases`; and ``norms``."""
     head_activation: str = "tanh"
     head_bias: bool = True
+    class_modules: Pooling | None = None
+    """Of a cross-encoder without a head of its own: the modules of sentence-transformers that make its scores."""
     sparse: Literal["vocabulary", "tokens", "none"] = "none"
     """Weights of vocabulary entries: the largest of a masked language model's logits over all tokens, as log(1 + relu) (SPLADE); or
     that of a head with one number for each token (bge-m3)."""
@@ -429,24 +440,31 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     """
     config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
     head = FAMILIES[config.architecture][1]
-    longest = min(config.max_context, max_seq_length(directory) or config.max_context)
+    sparse = head == "sparse" and (not (directory / MODULES_FILE).is_file() or _is_splade(directory))
+    pooling = None if head == "classes" or sparse else load_pooling(directory, config.hidden_size)
+    longest = config.max_context
+    if pooling is None or pooling.mode is not None:  # else queries and documents have limits of their own
+        longest = min(longest, max_seq_length(directory) or longest)
     if max_context is not None and max_context > longest:
         raise ModelError(f"--max-context is {max_context}, and the model has a context of {longest}; lower it.")
     config = dataclasses.replace(config, max_context=max_context or longest)
     if head == "classes":
         return config
-    if head == "sparse" and (not (directory / MODULES_FILE).is_file() or _is_splade(directory)):
+    if sparse:
         if config.family.masked_head is None:
             raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
         return dataclasses.replace(config, sparse="vocabulary")
-    pooling = load_pooling(directory, config.hidden_size)
     if pooling is None and is_gguf(directory):
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
+        modules = [name for name, _ in read_modules(directory / MODULES_FILE)] if (directory / MODULES_FILE).is_file() else []
+        found = f"the modules in {MODULES_FILE} ({', '.join(modules)}) have none" if modules else f"there is no {MODULES_FILE}"
         raise ModelError(
-            f"The architecture {config.architecture} in config.json has no head that is read, and there is no {MODULES_FILE} with "
-            "a Pooling or Dense module; add the model's sentence-transformers files."
+            f"The architecture {config.architecture} in config.json has no head that is read, and {found} with a Pooling or Dense "
+            "module; add the model's sentence-transformers files, or use another model."
         )
+    if scores_pairs(directory):
+        return _scored_by_modules(config, pooling)
     vectors = pooling.size(config.hidden_size) if pooling.mode is None else config.hidden_size
     own = pooling.mode is not None and (directory / TOKEN_HEAD).is_file()
     config = dataclasses.replace(config, pooling=pooling, token_vectors=vectors, token_head=own)
@@ -455,12 +473,21 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     return dataclasses.replace(config, sparse="tokens", ignored=_special_tokens(directory))
 
 
+def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig:
+    """Of a cross-encoder that is saved as a Transformer, Pooling and Dense modules, the last of which makes the scores."""
+    if pooling.mode not in ("cls", "mean") or not pooling.projections:
+        raise ModelError(f"{MODULES_FILE} of a cross-encoder must have Pooling of cls or mean, and Dense; use another model.")
+    count = pooling.size(config.hidden_size)
+    names = tuple(f"LABEL_{index}" for index in range(count))
+    return dataclasses.replace(config, class_modules=pooling, classes=names, head_mean=pooling.mode == "mean")
+
+
 def _is_splade(directory: Path) -> bool:
     """Whether the model's modules make weights of vocabulary entries. Raises :class:`ModelError` for others than SPLADE's usual."""
     modules = dict(read_modules(directory / MODULES_FILE))
-    if not set(SPARSE_MODULES) <= set(modules):
+    if SPLADE not in modules:
         return False
-    file = f"{modules['SpladePooling']}/config.json"
+    file = f"{modules[SPLADE]}/config.json"
     keys = Keys(read_json(directory / file) if (directory / file).is_file() else {}, file)
     for key, wanted in (("pooling_strategy", "max"), ("activation_function", "relu")):
         if keys.text(key, wanted) != wanted:
@@ -548,7 +575,7 @@ def _head_activation(keys: Keys, family: EncoderFamily, head: Head, activation: 
 def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     usual = "rope" if family.rotary else "alibi" if family.alibi else "absolute"
     kind = keys.text("position_embedding_type", usual)
-    if kind != usual:
+    if kind != usual and family.model_type != "modernbert":  # whose files name a kind that no code reads
         raise keys.error("position_embedding_type", f"is {kind:.80}, which is not supported; use another model")
     for key, only in (
         ("is_decoder", False),

@@ -29,8 +29,8 @@ from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, format_of, kv_bounds, pack_head
 from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
-from yardstick_llm.engine.models.modules import RMSNorm, fill_parts
-from yardstick_llm.engine.models.pooling import Pooling, load_pooling
+from yardstick_llm.engine.models.modules import Projected, RMSNorm, fill_parts
+from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, load_pooling
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
@@ -99,12 +99,13 @@ def load_encoder(
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
     with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
-    buffers = [name for name in stored if name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
-    checkpoint.check(stored, wanted, buffers, UNREAD)
+    inline = INLINE if config.architecture == HF_COLBERT else ""
+    apart = [name for name in stored if name == inline or name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
+    checkpoint.check(stored, wanted, apart, UNREAD)
     encoder = Encoder(config, dtype)
     checkpoint.copy(stored, encoder.checkpoint_views())
-    if encoder.config.pooling is not None:
-        _fill_projections(directory, encoder.projected, encoder.config.pooling)
+    if (modules := config.class_modules or config.pooling) is not None:
+        _fill_projections(directory, encoder.projected, modules)
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
         if linear is not None:
             _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
@@ -127,15 +128,21 @@ def _plain_name(name: str, prefixes: Sequence[str]) -> str:
     return name
 
 
-def _fill_projections(directory: Path, projected: nn.Module, pooling: Pooling) -> None:
-    for projection, part in zip(pooling.projections, projected.get_submodule("parts").children(), strict=True):
+def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -> None:
+    for place, (projection, part) in enumerate(zip(pooling.projections, projected.parts, strict=True)):
         folder = directory / projection.folder
         if (folder / SINGLE).exists():
             stored = checkpoint.read_header(folder / SINGLE)
         else:
             stored = checkpoint.read_pickled_header(folder / checkpoint.PICKLED)
+        if not projection.folder:
+            stored = {INLINE: stored[INLINE]}
         # Names are linear.weight or norm.weight; before release 3 of sentence-transformers those of a Dense are the same.
-        _fill_apart({name.rpartition(".")[2]: each for name, each in stored.items()}, part)
+        named = [tuple(name.rpartition(".")[::2]) for name in stored]
+        of_residual = {last: each for (module, last), each in zip(named, stored.values(), strict=True) if module == "residual"}
+        if of_residual:
+            _fill_apart(of_residual, projected.residuals[str(place)])
+        _fill_apart({last: each for (module, last), each in zip(named, stored.values(), strict=True) if module != "residual"}, part)
 
 
 def _fill_apart(stored: Mapping[str, Stored], part: nn.Module) -> None:
@@ -314,7 +321,9 @@ def fingerprint(
         digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
-        files += [path for each in pooling.projections for path in sorted((directory / each.folder).glob("*model.*"))]
+        files += [
+            path for each in pooling.projections if each.folder for path in sorted((directory / each.folder).glob("*model.*"))
+        ]
     if is_encoder(directory):
         files += [directory / name for name in (SPARSE_HEAD, TOKEN_HEAD) if (directory / name).is_file()]
     elif (vision := load_config(directory).vision) is not None:

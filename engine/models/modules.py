@@ -181,12 +181,19 @@ class Projected(nn.Module):
         self.parts = nn.ModuleList(
             Linear(each.inner, each.size, bias=each.bias) if each.inner else nn.LayerNorm(each.size) for each in projections
         )
+        self.residuals = nn.ModuleDict()
+        """By the place of a part, what its input is multiplied by before it is added to the output."""
+        for place, each in enumerate(projections):
+            if each.residual:
+                self.residuals[str(place)] = nn.Identity() if each.inner == each.size else Linear(each.inner, each.size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], float32."""
         x = x.float()
-        for part, function in zip(self.parts, self.functions, strict=True):
+        for place, (part, function) in enumerate(zip(self.parts, self.functions, strict=True)):
+            added = self.residuals[str(place)](x) if str(place) in self.residuals else None
             x = function(part(x))
+            x = x if added is None else x + added
         return x
 
 

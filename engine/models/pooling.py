@@ -2,8 +2,8 @@
 
 ``modules.json`` lists the modules of the model in order: ``Transformer``, ``Pooling`` and, for some models, ``Dense``,
 ``LayerNorm`` and ``Normalize``. The configuration of a module is ``config.json`` in the folder that its entry names. A model with
-``Dense`` and without ``Pooling`` makes a vector for each token (ColBERT, as PyLate writes it). Normalisation is a choice of each
-request.
+``Dense`` and without ``Pooling`` makes a vector for each token (ColBERT, as PyLate or sentence-transformers write it). The modules
+of a cross-encoder make its scores. Normalisation is a choice of each request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import pooling_of
 
@@ -21,7 +22,12 @@ Mode = Literal["cls", "last", "mean", "mean_sqrt", "max", "weightedmean"]
 their number, the maximum of each element, or their mean weighted by position, the first token by 1."""
 
 MODULES_FILE = "modules.json"
-SENTENCE_FILE, SENTENCE_CONFIG = "sentence_bert_config.json", "config_sentence_transformers.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"
+SENTENCE_FILES = tuple(
+    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file of the module ``Transformer``, of which a model has one; early releases call it by the family."""
+TOKENIZER_FILE = "tokenizer_config.json"
 MODES: dict[str, Mode] = {
     "cls": "cls",
     "lasttoken": "last",
@@ -39,8 +45,10 @@ _OLD_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 """Before release 5.4 of sentence-transformers each mode is a flag of its own."""
-KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
-SPARSE_MODULES = ("MLMTransformer", "SpladePooling")
+KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+SPLADE = "SpladePooling"
+HF_COLBERT, INLINE = "HF_ColBERT", "linear.weight"
+"""Architecture of models that Stanford's ColBERT wrote, and the tensor that makes their vectors."""
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 MAX_WIDTH = 1 << 14
 """Largest width of a ``Dense`` module."""
@@ -59,6 +67,8 @@ class Projection:
     bias: bool = True
     activation: str = "Identity"
     """Name of a class of ``torch.nn``."""
+    residual: bool = False
+    """Whether its input is added to its output, multiplied by weights of its own where their widths differ."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +94,14 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
     if is_gguf(directory):
         mode = pooling_of(directory)
         return None if mode is None else Pooling(mode)
+    if (inline := _inline(directory)) is not None:
+        return inline
     path = directory / MODULES_FILE
     if not path.is_file():
         return None
     modules = read_modules(path)
     names = [name for name, _ in modules]
-    if "Pooling" not in names and "Dense" not in names:
+    if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
         return None
     if unknown := [name for name in names if name not in KNOWN_MODULES]:
         raise ModelError(
@@ -114,6 +126,17 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
     return Pooling(pooling.mode, pooling.include_prompt, tuple(projections))
 
 
+def _inline(directory: Path) -> Pooling | None:
+    """Of a model as Stanford's ColBERT writes it: the projection of each token's hidden state is among the model's weights."""
+    config = directory / "config.json"
+    if not config.is_file() or HF_COLBERT not in (read_json(config).get("architectures") or ()):
+        return None
+    found = checkpoint.read_headers(directory, pickled=True).get(INLINE)
+    if found is None or len(found.shape) != 2:
+        raise ModelError(f"The weights of a {HF_COLBERT} have no matrix {INLINE}; download the model again.")
+    return Pooling(None, projections=(Projection("", found.shape[0], found.shape[1], bias=False),))
+
+
 def read_modules(path: Path) -> list[tuple[str, str]]:
     """Name of the class and folder of each module. Raises :class:`ModelError`."""
     try:
@@ -124,12 +147,21 @@ def read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def max_seq_length(directory: Path) -> int | None:
-    """Tokens after which sentence-transformers cuts a text; None where nothing says so. Raises :class:`ModelError`."""
-    path = directory / SENTENCE_FILE
-    if not path.is_file():
-        return None
-    keys = Keys(read_json(path), path.name)
-    return keys.count("max_seq_length") if keys.present("max_seq_length") else None
+    """Tokens after which sentence-transformers cuts a text: those of the module ``Transformer``, else of the tokeniser. None where
+    nothing says so. Raises :class:`ModelError`."""
+    for names, key in ((SENTENCE_FILES, "max_seq_length"), ((TOKENIZER_FILE,), "model_max_length")):
+        path = next((directory / name for name in names if (directory / name).is_file()), None)
+        raw = read_json(path) if path is not None else {}
+        # transformers writes 1e30, as a whole number, for a tokeniser without a limit.
+        if path is not None and raw.get(key) is not None and not (isinstance(raw[key], (int, float)) and raw[key] >= 1 << 31):
+            return Keys(raw, path.name).count(key)
+    return None
+
+
+def scores_pairs(directory: Path) -> bool:
+    """Whether the modules of the model in ``directory`` are those of a cross-encoder."""
+    path = directory / SENTENCE_CONFIG
+    return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
 
 
 def _class_name(module_type: str) -> str:
@@ -166,9 +198,7 @@ def _projection(name: str, folder: str, raw: dict[str, Any], file: str) -> Proje
     activation = keys.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise keys.error("activation_function", f"is {activation:.80}; only {', '.join(_ACTIVATIONS)} are supported")
-    if keys.flag("use_residual", False):
-        raise keys.error("use_residual", "is true, which is not supported; use another model")
     sizes = keys.count("in_features"), keys.count("out_features")
     if max(sizes) > MAX_WIDTH:
         raise ModelError(f"{file} has {max(sizes)} features, at most {MAX_WIDTH} are supported.")
-    return Projection(folder, sizes[1], sizes[0], keys.flag("bias", True), activation)
+    return Projection(folder, sizes[1], sizes[0], keys.flag("bias", True), activation, keys.flag("use_residual", False))

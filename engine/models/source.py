@@ -14,7 +14,7 @@ from yardstick_llm.engine.models.checkpoint import ADAPTER, PICKLED, SINGLE, VAL
 from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
-from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILE, read_modules
+from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILES, read_modules
 from yardstick_llm.engine.settings import EngineSettings
 
 FILES = [
@@ -33,10 +33,11 @@ FILES = [
     "lenvm.json",
     "modules.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
+    "artifact.metadata",
     "[0-9]_*/config.json",
-    "[0-9]_Dense/*model.*",
-    "[0-9]_LayerNorm/*model.*",
+    "[0-9]_Dense*/*model.*",
+    "[0-9]_LayerNorm*/*model.*",
     "sparse_linear.pt",
     "colbert_linear.pt",
     "preprocessor_config.json",
@@ -159,14 +160,14 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
 
 
 MAX_MODEL_FILE_BYTES = 256 << 10
-CONFIG_FILE = "config.json"
+CONFIG_FILE, COLBERT_FILE = "config.json", "artifact.metadata"
 ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
 """Keys with which ``config.json`` of a cross-encoder names its activation."""
 
 
 def _model_files(directory: Path) -> dict[str, bytes]:
     """See :attr:`engine.wire.TokenizerFiles.model_files`. Raises :class:`ModelError`."""
-    names = [MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILE]
+    names = [MODULES_FILE, SENTENCE_CONFIG, *SENTENCE_FILES, COLBERT_FILE]
     if (directory / MODULES_FILE).is_file():
         names += [f"{folder}/config.json" for _, folder in read_modules(directory / MODULES_FILE) if folder == Path(folder).name]
     found = {name: directory / name for name in names if (directory / name).is_file() and name != "/config.json"}

@@ -149,9 +149,10 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def is_pair(self) -> bool:
         """Whether the prompt of two texts is the tokeniser's pair of them."""
-        fields = [placeholders(piece) for piece in self.template]
-        pair = [{"document"}] if self.task == "classify" else [{"query"}, {"document"}]
-        return self.add_special_tokens and fields == pair and not self.instructed
+        pair = ("{document}",) if self.task == "classify" else ("{query}", "{document}")
+        ends = len(self.template) == len(pair) and all(map(str.endswith, self.template, pair))
+        fields = [placeholders(piece) for piece in self.template] == [placeholders(piece) for piece in pair]
+        return self.add_special_tokens and ends and fields and not self.instructed
 
     @property
     def prompt_names(self) -> list[str]:
@@ -415,7 +416,8 @@ def choose(
     ]
     # A name that fits several presets does not say which prompt is right.
     own = builtin_presets()[fitting[0]] if len(fitting) == 1 else None
-    published = of_sentence_transformers(model_files or {}, capabilities, classes, encoder=encoder, base=own)
+    joins_pairs = encoder and not architecture.startswith(_DECODERS)
+    published = of_sentence_transformers(model_files or {}, capabilities, classes, encoder=joins_pairs, base=own)
     if published is not None and published is not own:
         return msgspec.json.encode(published).decode()
     name = fallback_of(capabilities, classes) if own is None else own.name
@@ -479,11 +481,12 @@ def _short(model: str) -> str:
 
 
 class _SentenceTransformers(msgspec.Struct, frozen=True):
-    """What is read of ``config_sentence_transformers.json``; the second half is PyLate's."""
+    """What is read of ``config_sentence_transformers.json``; the last ones are PyLate's."""
 
     prompts: dict[str, str] | None = None
     default_prompt_name: str | None = None
     similarity_fn_name: str | None = None
+    activation_fn: str | None = None
     query_prefix: str | None = None
     document_prefix: str | None = None
     query_length: int | None = None
@@ -505,12 +508,43 @@ class _Processing(msgspec.Struct, frozen=True):
     text: _TextProcessing = _TextProcessing()
 
 
+class _Expansion(msgspec.Struct, frozen=True):
+    """How queries of a model with a vector for each token are filled up."""
+
+    strategy: Literal["fixed"]
+    length: int
+    attend: bool = False
+    token: str | None = None
+
+
 class _Transformer(msgspec.Struct, frozen=True):
     """What is read of the file of the module ``Transformer``."""
 
     max_seq_length: int | None = None
     do_lower_case: bool = False
     processing_kwargs: _Processing = _Processing()
+    query_length: int | None = None
+    document_length: int | None = None
+    query_expansion: _Expansion | None = None
+
+
+class _Mask(msgspec.Struct, frozen=True):
+    """What is read of the file of the module ``MultiVectorMask``."""
+
+    skiplist_words: list[str] = []
+    skiplist_tasks: tuple[Literal["document"]] = ("document",)
+    keep_only_token_ids: None = None
+
+
+class _ColBERT(msgspec.Struct, frozen=True):
+    """What is read of ``artifact.metadata``, which Stanford's ColBERT writes."""
+
+    query_token_id: str = "[unused0]"  # noqa: S105 - the name of a token
+    doc_token_id: str = "[unused1]"  # noqa: S105
+    query_maxlen: int = 32
+    doc_maxlen: int = 180
+    mask_punctuation: bool = True
+    attend_to_mask_tokens: bool = False
 
 
 class _Pooling(msgspec.Struct, frozen=True):
@@ -533,7 +567,10 @@ class _Config(msgspec.Struct, frozen=True):
     """Name of ``activation_fn`` before release 4."""
 
 
-_CONFIG = "config_sentence_transformers.json"
+_CONFIG, _COLBERT = "config_sentence_transformers.json", "artifact.metadata"
+_DECODERS = ("Llama", "Qwen", "Gemma", "Mistral", "Ministral", "Mixtral", "Phi", "SmolLM", "Olmo", "Granite")
+"""Beginnings of the architectures of decoders, whose tokenisers join no pairs, also where all tokens attend to each other."""
+_UNCUT = (1 << 20) - 1
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
 """Classes of torch that cross-encoders name, by their last part."""
 _File = TypeVar("_File", bound=msgspec.Struct)
@@ -549,29 +586,55 @@ def of_sentence_transformers(
     ``base``. Other models keep theirs.
     """
     if not EMBEDS.isdisjoint(capabilities):
-        return base if files.keys().isdisjoint(("modules.json", _CONFIG)) else _embedding(files, base)
+        return base if files.keys().isdisjoint(("modules.json", _CONFIG, _COLBERT)) else _embedding(files, base)
     if base is not None or "classify" not in capabilities or not (files or encoder):
         return base
-    config = _read(files, "config.json", _Config)
-    named = (config.sentence_transformers or _Activation()).activation_fn or config.sbert_ce_default_activation_function
+    config, whole = _read(files, "config.json", _Config), _read(files, _CONFIG, _SentenceTransformers)
+    former = (config.sentence_transformers or _Activation()).activation_fn or config.sbert_ce_default_activation_function
+    named = whole.activation_fn or former
     if named is None and not encoder:
         return None
     kind = "Sigmoid" if named is None else named.rpartition(".")[2]
     if named is not None and kind not in _ACTIVATIONS:
-        raise PresetError(f"config.json names the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
+        raise PresetError(f"the model's files name the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
     activation = "softmax" if named is None and classes != 1 else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation
     cut = truncation if truncation in ("only_first", "only_second") else fallback.pair_truncation
-    return msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation, pair_truncation=cut)
+    made = msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation, pair_truncation=cut)
+    if prompt := (whole.prompts or {}).get(whole.default_prompt_name or ""):
+        made = msgspec.structs.replace(made, template=(prompt + made.template[0], *made.template[1:]))
+    return parse_preset(msgspec.json.encode(made))  # checks it
 
 
 def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
     config = _read(files, _CONFIG, _SentenceTransformers)
     transformer = _transformer(files)
     similarity = config.similarity_fn_name
-    late = None
-    if similarity == "MaxSim" or config.query_length is not None:
+    late, mask = None, next((path for path in files if path.endswith("_MultiVectorMask/config.json")), "")
+    if mask:
+        words, expansion = _read(files, mask, _Mask).skiplist_words, transformer.query_expansion
+        late = LateInteraction(
+            query_prefix="",  # prefixes are in the prompts
+            document_prefix="",
+            query_length=expansion.length if expansion else transformer.query_length or _UNCUT,
+            document_length=transformer.document_length or _UNCUT,
+            do_query_expansion=expansion is not None,
+            attend_to_expansion_tokens=expansion is not None and expansion.attend,
+            skiplist_words=tuple(words),
+            **({"expansion": (expansion.token,)} if expansion and expansion.token else {}),
+        )
+    elif _COLBERT in files and config.query_length is None:
+        stanford = _read(files, _COLBERT, _ColBERT)
+        late = LateInteraction(
+            query_prefix=stanford.query_token_id,
+            document_prefix=stanford.doc_token_id,
+            query_length=stanford.query_maxlen,
+            document_length=stanford.doc_maxlen,
+            attend_to_expansion_tokens=stanford.attend_to_mask_tokens,
+            skiplist_words=tuple(string.punctuation) if stanford.mask_punctuation else (),
+        )
+    elif similarity == "MaxSim" or config.query_length is not None:
         given = {
             name: getattr(config, name) for name in LateInteraction.__struct_fields__ if getattr(config, name, None) is not None
         }
@@ -591,7 +654,7 @@ def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
         prompts=prompts,
         default_prompt=chosen if chosen in prompts else "",
         lowercase=base.lowercase or transformer.do_lower_case,
-        max_length=base.max_length or transformer.max_seq_length,
+        max_length=base.max_length or (None if late else transformer.max_seq_length),
         similarity=base.similarity if late or similarity is None else similarity,
         late_interaction=base.late_interaction or late,
     )

@@ -66,10 +66,13 @@ class PresetTemplate:
         self._plain = self._variant(preset.template) if preset.template else None
         self._instructed = self._variant(preset.instructed) if preset.instructed else self._plain
         self._pair: _Variant | None = None
+        self._before_query = ""
+        """Text of the preset before the query of a pair."""
         self.typed = False
         """Whether the document of a pair has a token type of its own."""
         if preset.is_pair:
             begin, between, end, self.typed = tokenizer.pair_affixes
+            self._before_query = preset.template[0].removesuffix("{query}") if len(preset.template) > 1 else ""
             self._pair = _Variant([list[Part](begin), ["{query}"], list[Part](between)], "", "", [list[Part](end)])
             self._plain = self._instructed = self._variant(("{document}",))
         self._prompts = {text: self._variant(self._with_prompt(text)) for text in preset.prompts.values()}
@@ -103,7 +106,7 @@ class PresetTemplate:
         leaves no room for a document.
         """
         variant = self._chosen(query, prompt, instructed=instructed)
-        values = {"query": query or "", "instruction": instruction}
+        values = {"query": self._before_query + (query or ""), "instruction": instruction}
         before = self._encode(variant.before, values, limit)
         after = self._encode(variant.after, values, limit)
         room = limit - len(before) - len(after)
@@ -142,7 +145,8 @@ class PresetTemplate:
         encode, late = self._tokenizer.encode_ends, self.preset.late_interaction
         length = limits.prompt if late is None else min(limits.prompt, late.query_length if as_query else late.document_length)
         room = max(0, length - len(before) - len(after) - bool(self._late and self._late[as_query] is not None))
-        asked, query_cut = encode(query, min(room, limits.query or room), limits.side) if query else ([], False)
+        text = self._before_query + (query or "")
+        asked, query_cut = encode(text, min(room, limits.query or room), limits.side) if text else ([], False)
         begin, between = (before, []) if self._pair is not variant else self._tokenizer.pair_affixes[:2]
         for document in documents:
             ids, cut = encode(variant.left + document, min(room, limits.document or room), limits.side)

@@ -39,7 +39,9 @@ def test_encoders_and_all_libraries_compute_the_same(capfd: pytest.CaptureFixtur
     assert main(["encoders", "--quick", "--formats", "float32", "--texts", "2", "--out", str(tmp_path)]) == 0
     summary = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert summary["left_out"] == {}
-    assert set(summary["versions"]) == {f"{name}, float32" for name in ("sentence-transformers", "onnxruntime", "openvino", "infinity")}
+    assert set(summary["versions"]) == {
+        f"{name}, float32" for name in ("sentence-transformers", "onnxruntime", "openvino", "infinity")
+    }
     assert len(summary["texts_per_s"]) == 6
     for programs in summary["texts_per_s"].values():
         assert all(rate["median"] > 0 for rate in programs.values())

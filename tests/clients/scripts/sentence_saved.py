@@ -1,0 +1,76 @@
+"""Saves models of every kind as the installed sentence-transformers does, and prints what it makes of texts, as JSON by model.
+
+Arguments: a folder with a BERT tokeniser, a folder for the models, and texts and pairs as JSON.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Transformer
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+SIZE, CONTEXT = 32, 64
+identity, gelu = torch.nn.Identity(), torch.nn.GELU()
+
+
+def base(kind, name, **labels):
+    shape = {"hidden_size": SIZE, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, initializer_range=0.5, **shape, **labels)
+    kind(config).save_pretrained(target / name)
+    tokenizer.save_pretrained(target / name)
+    return str(target / name)
+
+
+def saved(model, name):
+    """Save a model and load it again."""
+    model.save(str(target / name))
+    return type(model)(str(target / name), device="cpu")
+
+
+source, target, given = sys.argv[1:]
+tokenizer, target, given = AutoTokenizer.from_pretrained(source), Path(target), json.loads(given)
+texts, pairs = given["texts"], given["pairs"]
+tokenizer.model_max_length = CONTEXT
+tokenizer.add_tokens(["[Q] ", "[D] "])
+body, classes, masked = base(BertModel, "b"), base(BertForSequenceClassification, "c", num_labels=1), base(BertForMaskedLM, "m")
+found = {}
+
+chain = [Pooling(SIZE, "mean"), Dense(SIZE, 16, use_residual=True), Dense(16, 16, use_residual=True), LayerNorm(16), Normalize()]
+model = SentenceTransformer(modules=[Transformer(body), *chain], prompts={"query": "find: "}, default_prompt_name="query")
+model.max_seq_length = 20
+found["embedding"] = saved(model, "embedding").encode(texts).tolist()
+
+model = CrossEncoder(classes, max_length=24, activation_fn=identity, prompts={"web": "On the web: "}, default_prompt_name="web")
+found["cross-encoder"] = saved(model, "cross-encoder").predict(pairs).tolist()
+
+score = Dense(SIZE, 1, activation_function=identity, module_output_name="scores")
+chain = [Pooling(SIZE, "cls"), Dense(SIZE, SIZE, activation_function=gelu), LayerNorm(SIZE), score]
+found["modules"] = saved(CrossEncoder(modules=[Transformer(body), *chain]), "modules").predict(pairs).tolist()
+
+found["sparse"] = saved(SparseEncoder(masked), "sparse").encode(texts).to_dense().tolist()
+
+projection = Dense(SIZE, 16, bias=False, activation_function=identity, module_input_name="token_embeddings")
+expanded = Transformer(body, query_expansion={"strategy": "fixed", "attend": False, "length": 16}, document_length=12)
+chain = [expanded, projection, MultiVectorMask(skiplist_words=[".", "?"]), Normalize(module_input_name="token_embeddings")]
+models = {"vectors": saved(MultiVectorEncoder(modules=chain, prompts={"query": "[Q] ", "document": "[D] "}), "vectors")}
+
+stanford = target / "stanford"
+base(BertModel, "stanford")
+config = json.loads((stanford / "config.json").read_text())
+(stanford / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
+weights = {f"bert.{name}": tensor for name, tensor in load_file(stanford / "model.safetensors").items()}
+save_file({**weights, "linear.weight": projection.linear.weight.detach()}, stanford / "model.safetensors", {"format": "pt"})
+(stanford / "artifact.metadata").write_text(json.dumps({"query_maxlen": 16, "doc_maxlen": 12, "attend_to_mask_tokens": False}))
+models["stanford"] = MultiVectorEncoder(str(stanford), device="cpu")
+for name, model in models.items():
+    queries, documents = model.encode_query(texts), model.encode_document(texts)
+    found[name] = [[torch.as_tensor(each).tolist() for each in rows] for rows in (queries, documents)]
+print(json.dumps(found))

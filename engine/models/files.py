@@ -137,14 +137,15 @@ class Keys:
         return None if self._raw.get("pad_token_id") == -1 else next(iter(self.ids("pad_token_id")), None)
 
     def numbered(self, key: str) -> list[str]:
-        """The strings of an object whose keys are the numbers from 0 up, in order of number; none where it is absent."""
+        """The strings (numbers as strings) of an object whose keys are the numbers from 0 up, in order of number; none where it is
+        absent."""
         value = self._raw.get(key)
         if value is None:
             return []
         numbers = [str(number) for number in range(len(value))] if isinstance(value, dict) else []
-        if not numbers or set(value) != set(numbers) or not all(isinstance(name, str) for name in value.values()):
+        if not numbers or set(value) != set(numbers) or not all(isinstance(name, (str, int, float)) for name in value.values()):
             raise self._wrong(key, value, "an object of names by number, from 0 up")
-        return [value[number] for number in numbers]
+        return [str(value[number]) for number in numbers]
 
     def section(self, key: str) -> Keys | None:
         """A nested object; None where it is absent or empty."""

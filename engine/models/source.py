@@ -15,6 +15,7 @@ from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
 from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILES, read_modules
+from yardstick_llm.engine.models.vocabulary import VOCABULARY_FILES, tokenizer_json_of
 from yardstick_llm.engine.settings import EngineSettings
 
 FILES = [
@@ -103,8 +104,11 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
 
     try:
         directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
-        if SINGLE in files and not any(directory.glob("*.safetensors")):
-            snapshot_download(hub_id, revision=directory.name, allow_patterns=[PICKLED])
+        missing = [] if SINGLE not in files or any(directory.glob("*.safetensors")) else [PICKLED]
+        if "tokenizer.json" in files and not (directory / "tokenizer.json").is_file():
+            missing += VOCABULARY_FILES
+        if missing:
+            snapshot_download(hub_id, revision=directory.name, allow_patterns=missing)
         return directory
     except RevisionNotFoundError:
         raise ModelError(f"The hub model {hub_id} has no revision {revision}; give a branch, a tag or a commit of it.") from None
@@ -144,13 +148,10 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
             special_tokens=special_tokens(directory),
             architecture=architecture_of(directory),
         )
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError("There is no tokenizer.json in the model directory; the gateway needs one to turn text into tokens.")
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     return wire.TokenizerFiles(
-        tokenizer_json=path.read_bytes(),
+        tokenizer_json=tokenizer_json_of(directory, config),
         chat_template=_chat_template(directory, config.get("chat_template")),
         special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
         preset=_preset(directory / PRESET_FILE),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
-from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder
+from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder, make_whole
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -628,6 +628,60 @@ def test_configurations_that_are_refused(tmp_path: Path, family: str, changes: d
     edit(make_encoder(tmp_path, family), **changes)
     with pytest.raises(ModelError, match=message):
         build(tmp_path)
+
+
+def test_keys_of_published_files_that_change_nothing(tmp_path: Path) -> None:
+    """ModernBERT's files name positions that its code does not read, and some name classes by numbers."""
+    directory, sent = make_encoder(tmp_path, "modernbert", "classes"), texts()[:4]
+    (before,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
+    edit(directory, position_embedding_type="absolute", id2label={str(number): number for number in range(CLASSES)})
+    loop = build(directory)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Classes()))
+    assert_equal_rows(scored.rows, before.rows, 0)
+    assert loop.info.classes == [str(number) for number in range(CLASSES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "context"),
+    [
+        ("sentence_xlm-roberta_config.json", {"max_seq_length": 50}, 50),
+        ("sentence_bert_config.json", {"max_seq_length": None}, 40),
+        ("sentence_bert_config.json", {"transformer_task": "feature-extraction"}, 40),
+        ("sentence_bert_config.json", {"max_seq_length": 10**6}, CONTEXT),
+    ],
+)
+def test_where_texts_are_cut(tmp_path: Path, name: str, content: dict[str, object], context: int) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 40}')
+    (directory / name).write_text(json.dumps(content))
+    assert build(directory).info.max_context == context
+    (directory / name).unlink()
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert build(directory).info.max_context == CONTEXT
+
+
+def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert", "masked")
+    modules = [{"type": "sentence_transformers.base.modules.router.Router", "path": ""}]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match=r"\(Router\) have none"):
+        build(directory)
+    directory = make_encoder(tmp_path / "scores", "bert")
+    (directory / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    with pytest.raises(ModelError, match="must have Pooling of cls or mean, and Dense"):
+        build(directory)
+    qwen = make_whole(tmp_path / "decoder", "qwen3")
+    (qwen / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    with pytest.raises(ModelError, match="scores of a decoder's pooled vectors"):
+        build(qwen)
+
+
+def test_dropout_changes_nothing(tmp_path: Path) -> None:
+    directory, sent = make_encoder(tmp_path, "bert"), texts()[:4]
+    (before,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding()))
+    add_module(directory, "Dropout", {"dropout": 0.2})
+    (after,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding()))
+    assert_equal_rows(after.rows, before.rows, 0)
 
 
 def test_messages_that_are_refused(tmp_path: Path) -> None:

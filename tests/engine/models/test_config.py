@@ -159,7 +159,7 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, "x"]}, "no_rope_layers"),
         ({**CLASSIFIER, "id2label": {"1": "a"}}, "id2label in config.json is .* must be an object of names by number"),
         ({**CLASSIFIER, "id2label": ["a"]}, "id2label"),
-        ({**CLASSIFIER, "id2label": {"0": 1}}, "id2label"),
+        ({**CLASSIFIER, "id2label": {"0": []}}, "id2label"),
         ({**CLASSIFIER, "id2label": {"0": "a"}, "num_labels": 2}, "num_labels in config.json is 2, but id2label has 1 names"),
         ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn', but must be an object"),
         (

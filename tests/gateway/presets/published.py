@@ -170,6 +170,11 @@ def ctxl_rerank_v2(query: str, text: str, instruction: str) -> list[int]:
     return encode(f"{head}\n<Document> {{doc}}\n<Query> {behind} ??", doc=text, query=query, instruction=instruction)
 
 
+def llama_nemotron_rerank(query: str, text: str, instruction: str) -> list[int]:
+    """``prompt_template`` of the card of nvidia/llama-nemotron-rerank-1b-v2, its transformers example."""
+    return encode("question:{query} \n \n passage:{passage}", query=query, passage=text)
+
+
 def judge_item_first(query: str, text: str, instruction: str) -> list[int]:
     """:func:`judge` for scans of many items."""
     return judge(query, text, instruction, item_first=True)
@@ -213,6 +218,7 @@ RERANKERS = {
     "mxbai-rerank-v2": (mxbai_rerank_v2, ["", INSTRUCTION]),
     "zerank-2": (zerank_2, ["", INSTRUCTION]),
     "ctxl-rerank-v2": (ctxl_rerank_v2, ["", INSTRUCTION]),
+    "llama-nemotron-rerank": (llama_nemotron_rerank, [""]),
     "judge": (judge, [""]),
     "judge-item-first": (judge_item_first, ["", INSTRUCTION]),
     "yardstick-demo": (yardstick_demo, [""]),

@@ -16,6 +16,7 @@ from tests.fakes import FakeEngine, adapter, library
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
 from yardstick_llm.engine import wire
+from yardstick_llm.engine.models import encoder_config, registry
 from yardstick_llm.gateway.presets.preset import (
     Preset,
     PresetError,
@@ -96,6 +97,12 @@ LM, HEAD, EMBEDS = ("score", "generate"), ("classify",), ("embed",)
 PUBLISHED: list[tuple[str | None, str, tuple[str, ...], str]] = [
     ("qwen3-reranker", "Qwen3ForCausalLM", LM, "Qwen3-Reranker-0.6B Qwen3-Reranker-4B Qwen3-Reranker-8B"),
     ("qwen3-reranker-seq-cls", "Qwen3ForSequenceClassification", HEAD, "Qwen3-Reranker-0.6B-seq-cls Qwen3-Reranker-8B-seq-cls"),
+    (
+        "llama-nemotron-rerank",
+        "LlamaBidirectionalForSequenceClassification",
+        HEAD,
+        "llama-nemotron-rerank-1b-v2 llama-3.2-nv-rerankqa-1b-v2 llama-nemotron-rerank-500m-v2",
+    ),
     ("mxbai-rerank-v2", "Qwen2ForCausalLM", LM, "mxbai-rerank-base-v2 mxbai-rerank-large-v2"),
     ("bge-reranker-v2-gemma", "GemmaForCausalLM", LM, "bge-reranker-v2-gemma"),
     ("zerank-1", "Qwen3ForCausalLM", LM, "zerank-1 zerank-1-small zerank-1-reranker zerank-1-small-reranker"),
@@ -143,6 +150,17 @@ def test_published_models_and_their_fine_tunes_have_one_preset(
         if fits(preset, model, architecture) and not unreadable(preset, capabilities, classes)
     ]
     assert fitting in ([name], []), "each has at most one"
+
+
+def test_only_encoders_of_their_own_join_pairs() -> None:
+    """A decoder that is read in both directions has a prompt of its own, which a fallback does not know."""
+    given: dict[str, Any] = {"capabilities": HEAD, "classes": 1, "beside": None, "chosen": {}, "encoder": True}
+    for architecture in (*registry.FAMILIES, *encoder_config.FAMILIES):
+        preset = parse_preset((choose("a-reranker", architecture, **given) or "").encode())
+        assert preset.name == ("cross-encoder" if architecture in registry.FAMILIES else "sentence-transformers"), architecture
+    prompt = {"config_sentence_transformers.json": b'{"prompts": {"a": "{document}"}, "default_prompt_name": "a"}'}
+    with pytest.raises(PresetError, match="document"):
+        choose("a-reranker", "BertForSequenceClassification", **given, model_files=prompt)
 
 
 def test_every_family_of_the_package_is_published() -> None:

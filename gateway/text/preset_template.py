@@ -67,14 +67,15 @@ class PresetTemplate:
         self._instructed = self._variant(preset.instructed) if preset.instructed else self._plain
         self._pair: _Variant | None = None
         self._before_query = ""
-        """Text of the preset before the query of a pair."""
+        """Text of the preset before the first text of a pair."""
         self.typed = False
         """Whether the document of a pair has a token type of its own."""
         if preset.is_pair:
             begin, between, end, self.typed = tokenizer.pair_affixes
-            self._before_query = preset.template[0].removesuffix("{query}") if len(preset.template) > 1 else ""
+            self._before_query = preset.template[0].removesuffix("{query}").removesuffix("{document}")
             self._pair = _Variant([list[Part](begin), ["{query}"], list[Part](between)], "", "", [list[Part](end)])
-            self._plain = self._instructed = self._variant(("{document}",))
+            alone = self._before_query + "{document}" if preset.task == "classify" else "{document}"
+            self._plain = self._instructed = self._variant((alone,))
         self._prompts = {text: self._variant(self._with_prompt(text)) for text in preset.prompts.values()}
         self._late = self._late_tokens() if preset.late_interaction else None
         written = preset.categories.prefix.removeprefix(preset.label_prefix) if preset.categories else ""

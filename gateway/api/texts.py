@@ -25,7 +25,7 @@ from yardstick_llm.gateway.generation.length import intervals, require_lenvm, va
 from yardstick_llm.gateway.pool.fanout import usual_row
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
-from yardstick_llm.gateway.presets.preset import Fitted, sigmoid, softmax
+from yardstick_llm.gateway.presets.preset import PUBLISHED, Fitted, sigmoid, softmax
 from yardstick_llm.gateway.requests.length import LengthRequest, LengthResponse, Remaining
 from yardstick_llm.gateway.requests.rerank import ApiVersion
 from yardstick_llm.gateway.requests.texts import (
@@ -105,9 +105,12 @@ def _classifications(
 
 
 def _head(fitted: Fitted, row: Row, info: wire.Info, *, raw: bool) -> list[float]:
-    """Return the probabilities of a head's classes; its logits with ``raw``, and for one class, a regression or no activation."""
+    """Return the probabilities of a head's classes; its logits with ``raw``, and for one class, a regression or no activation.
+
+    In published files, Identity is what ``CrossEncoder`` writes for several classes where nobody chose an activation.
+    """
     activation = fitted.preset.activation
-    if raw or len(row) == 1 or info.regression or activation == "none":
+    if raw or len(row) == 1 or info.regression or (activation == "none" and fitted.preset.name != PUBLISHED):
         return list(row)
     return [sigmoid(logit) for logit in row] if info.multi_label or activation == "sigmoid" else softmax(row)
 

@@ -283,7 +283,8 @@ def test_an_unknown_prompt_is_refused_with_the_known_ones(embedder: tuple[FakeEn
         ({"input": "shoes " * 40, "truncate": False}, "input[0]", "holds 20"),
     ):
         check_refused(client.post("/v1/embeddings", json=body), param, words)
-    assert client.get("/info").json()["max_input_length"] == 20
+    info = client.get("/info").json()
+    assert (info["max_input_length"], info["auto_truncate"]) == (20, True)
 
 
 def test_embeddings_are_compared(embedder: tuple[FakeEngine, httpx.Client]) -> None:
@@ -337,6 +338,7 @@ def test_sparse_and_token_embeddings(embedder: tuple[FakeEngine, httpx.Client]) 
 
 def test_a_kind_of_embedding_that_the_model_lacks(start: Start) -> None:
     client = start(encoder("sparse", files={"modules.json": []}))
+    assert client.get("/info").json()["model_type"] == {"embedding": {"pooling": "splade"}}
     check_refused(client.post("/v1/embeddings", json={"input": "a"}), "model", "it has sparse embeddings")
     check_refused(client.post("/embed_all", json={"inputs": "a"}), "model")
     assert client.post("/embed_sparse", json={"inputs": "fox"}).is_success

@@ -29,7 +29,7 @@ CLASSES = ("anger", "joy", "fear")
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[httpx.Client]:
     with gateways() as start:
-        yield start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=EMBEDDER))
+        yield start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, pooling="last", preset=EMBEDDER))
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +155,11 @@ def test_what_a_model_cannot_do_is_refused(
 
 
 def test_info_describes_the_task(embedder: httpx.Client, classifier: httpx.Client, reranker: httpx.Client) -> None:
-    assert embedder.get("/info").json()["model_type"] == {"embedding": {}}
+    assert embedder.get("/info").json()["model_type"] == {"embedding": {"pooling": "last_token"}}
     labels = {"id2label": {"0": "anger", "1": "joy", "2": "fear"}, "label2id": {"anger": 0, "joy": 1, "fear": 2}}
     info = classifier.get("/info").json()
     assert (info["model_type"], info["model_id"], info["max_input_length"]) == ({"classifier": labels}, "fake", 2048)
+    assert info["auto_truncate"] is False
     assert reranker.get("/info").json()["model_type"] == {"reranker": {"id2label": {"0": "Yes"}, "label2id": {"Yes": 0}}}
     assert reranker.get("/info?model=other").status_code == 404
 

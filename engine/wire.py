@@ -622,6 +622,9 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Whether the head's outputs are numbers, which no function makes probabilities."""
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
+    pooling: str = ""
+    """How an :class:`Embedding` is made of hidden states: ``cls``, ``last``, ``mean``, ``mean_sqrt``, ``max`` or ``weightedmean``.
+    Empty where the model does not embed."""
     token_vector_size: int = 0
     """Length of each vector of :class:`TokenVectors`; 0 where the model has none."""
     encoder: bool = False

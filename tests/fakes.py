@@ -140,6 +140,7 @@ class FakeEngine:
     multi_label: bool = False
     regression: bool = False
     embedding_size: int = 0
+    pooling: str = ""
     token_vector_size: int = 0
     encoder: bool = False
     """Prefix and branch are a pair, whose numbers are not those of the tokens as one text."""
@@ -222,6 +223,7 @@ class FakeEngine:
             multi_label=self.multi_label,
             regression=self.regression,
             embedding_size=self.embedding_size,
+            pooling=self.pooling,
             token_vector_size=self.token_vector_size,
             encoder=self.encoder,
             vision=self.vision,

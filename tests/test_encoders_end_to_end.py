@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tokenizers
 import torch
@@ -28,6 +33,50 @@ TEXTS = [
     "  The Quick brown fox, Überprüfung 東京 \n",
     "how to change a tyre " * 100,
 ]
+_draw = random.Random(7)
+WORDS = "river engine quiet seven lantern, Zürich market? above purple to kneeling algebra salt 1984 of whisper."
+LOADED = [" ".join(_draw.choices(WORDS.split(), k=words)) for words in [1, 2, 3, 5, 9, 17, 40, 90, 180, 400] * 4]
+"""Texts of two tokens to more than the model reads."""
+ROUNDS, CLIENTS = 4, 8
+
+RETRIEVAL = {
+    "Where do I get my money back for shoes that are too small?": "Returned footwear is refunded within ten days of its arrival.",
+    "Why did my cake not rise?": "Baking powder loses its strength within half a year, and old dough stays flat.",
+    "What keeps planes in the air?": "The pressure above a wing is lower than below, and lifts an aircraft.",
+    "How can I sleep better?": "A dark, cool bedroom and no screens in the evening help against insomnia.",
+    "Who painted the ceiling of that chapel in Rome?": "Michelangelo finished his frescoes in the Vatican in 1512.",
+    "Which animal lives longest?": "Greenland sharks reach an age of four hundred years.",
+    "What should I do when my laptop is hot?": "Clean the fan of a notebook if its processor overheats.",
+    "Is it dangerous to look at the sun?": "Solar radiation burns the retina, so watch an eclipse through a filter.",
+    "How do I stop a tap from dripping?": "Replace the worn washer in the faucet after closing the main water valve.",
+    "What do vegetarians eat for protein?": "Lentils, chickpeas and tofu supply amino acids to people who avoid meat.",
+    "When did people first land on the moon?": "In July 1969, Apollo 11 brought two astronauts to the lunar surface.",
+    "How do I become fitter without a gym?": "Push-ups, squats and a daily run strengthen heart and muscles at home.",
+    "Why are leaves green?": "Chlorophyll in plants absorbs red and blue light for photosynthesis.",
+    "How much may I spend on rent?": "Households should pay at most a third of their income for housing.",
+    "What is the fastest way to learn vocabulary?": "Flash cards that come back at growing intervals fix foreign words in memory.",
+    "My dog is afraid of fireworks.": "Close the curtains and play calm music for pets that panic at loud bangs.",
+    "Who decides whether a law is valid?": "The constitutional court can annul acts of parliament.",
+    "Which instrument is easy for children?": "Beginners of primary school age often start with the recorder or the ukulele.",
+    "How do glaciers shape a landscape?": "Moving ice carves broad valleys and leaves moraines of rubble.",
+    "Can I pay without cash abroad?": "Credit cards are accepted in most foreign countries, often for a fee of two percent.",
+}
+"""Questions and the passage that answers each. Few of their words are the same."""
+OTHERS = [
+    "Shoes that are too small hurt, so get others before they cost you more money.",
+    "My cake did not look good in the rising sun, and nobody ate it.",
+    "The ceiling of that chapel in Rome is lit by lamps from Milan.",
+    "Animals that live in groups look for the longest way around a road.",
+    "Green leaves float on the lake behind our house.",
+    "When my laptop was hot property, I paid a lot for it.",
+    "People first sang about the moon when they could not sleep.",
+    "The fastest way to the school where we learn vocabulary is through the park.",
+    "Children paint each instrument of the orchestra in easy colours.",
+    "Landscape painters shape glaciers in blue and white.",
+    "Abroad, I never leave the hotel without cash.",
+    "A dog without a leash costs fifty euros, and fireworks cost more.",
+]
+"""Passages that have words of the questions and answer none."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +105,24 @@ def gateway(cross: Path) -> Iterator[Program]:
         yield gateway
 
 
+PAIRS = [[query, document] for query in ("red shoes?", "fox " * 90) for document in ("The lazy dog.", "", "blue table " * 40)]
+
+
+@pytest.fixture(scope="module")
+def reference(cross: Path) -> dict[str, Any]:
+    """What sentence-transformers computes of the texts of all tests."""
+    folder = str(weights.minilm())
+    calls: dict[str, dict[str, Any]] = {
+        "plain": {"folder": folder, "texts": TEXTS},
+        "prompted": {"folder": folder, "texts": TEXTS, "prompt": "query: "},
+        "predicted": {"folder": str(cross), "pairs": PAIRS},
+        "alone": {"folder": folder, "texts": LOADED, "batch_size": 1},
+        "retrieval": {"folder": folder, "texts": [*RETRIEVAL, *RETRIEVAL.values(), *OTHERS]},
+    }
+    answers = run_client("sentence_reference.py", json.dumps([*calls.values()]), environment="encoder-peers")
+    return dict(zip(calls, answers, strict=True))
+
+
 def post(gateway: Program, path: str, **body: Any) -> Any:
     answer = gateway.client.post(path, json=body)
     assert answer.status_code == 200, answer.text
@@ -71,12 +138,8 @@ def close_to(wanted: list[list[float]]) -> list[Any]:
     return [pytest.approx(row, abs=1e-5) for row in wanted]
 
 
-def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Program, cross: Path) -> None:
-    pairs = [[query, document] for query in ("red shoes?", "fox " * 90) for document in ("The lazy dog.", "", "blue table " * 40)]
-    folder = str(weights.minilm())
-    calls = [{"folder": folder, "texts": TEXTS}, {"folder": folder, "texts": TEXTS, "prompt": "query: "}]
-    calls.append({"folder": str(cross), "pairs": pairs})
-    plain, prompted, predicted = run_client("sentence_reference.py", json.dumps(calls), environment="encoder-peers")
+def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Program, reference: dict[str, Any]) -> None:
+    plain, prompted, predicted, pairs = reference["plain"], reference["prompted"], reference["predicted"], PAIRS
     assert embed(gateway, TEXTS) == close_to(plain[0])
     assert embed(gateway, TEXTS, prompt="query: ") == close_to(prompted[0])
     similar = post(gateway, "/v1/score", model="minilm", text_1=TEXTS[0], text_2=TEXTS)
@@ -92,6 +155,57 @@ def test_embeddings_and_scores_are_those_of_sentence_transformers(gateway: Progr
         wanted = [score for pair, score in zip(pairs, predicted, strict=True) if pair[0] == query]
         assert {each["index"]: each["relevance_score"] for each in ranked} == pytest.approx(dict(enumerate(wanted)), abs=1e-5)
         assert [each["index"] for each in ranked] == sorted(range(len(wanted)), key=wanted.__getitem__, reverse=True)
+
+
+def test_embeddings_under_load_are_those_of_each_text_alone(gateway: Program, reference: dict[str, Any]) -> None:
+    """Parallel clients send every text several times, each time with others, and nothing comes from the cache."""
+    order = [place for round in range(ROUNDS) for place in random.Random(round).sample(range(len(LOADED)), len(LOADED))]
+    sizes, requests = random.Random(0), []
+    while order:
+        size = sizes.choice([1, 1, 2, 3, 7])
+        requests.append(order[:size])
+        del order[:size]
+
+    def send(client: httpx.Client, places: list[int]) -> list[tuple[int, list[float]]]:
+        body = {"model": "minilm", "input": [LOADED[place] for place in places]}
+        answer = client.post("/v1/embeddings", json=body, headers={"cache-control": "no-store"}).raise_for_status()
+        return [(places[entry["index"]], entry["embedding"]) for entry in answer.json()["data"]]
+
+    with httpx.Client(base_url=gateway.url, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as threads:
+        found = [entry for each in threads.map(lambda places: send(client, places), requests) for entry in each]
+    assert len(found) == ROUNDS * len(LOADED)
+    wanted, _ = reference["alone"]
+    assert max(abs(a - b) for place, row in found for a, b in zip(row, wanted[place], strict=True)) < 1e-5
+
+
+def quality(questions: list[list[float]], passages: list[list[float]]) -> tuple[float, float]:
+    """Top-1 accuracy and nDCG@10 of ranks by dot product. The passage with a question's number answers it."""
+    similar = torch.tensor(questions) @ torch.tensor(passages).T
+    ranks = [1 + int((row > row[number]).sum()) for number, row in enumerate(similar)]
+    gains = [1 / math.log2(1 + rank) if rank <= 10 else 0.0 for rank in ranks]
+    return ranks.count(1) / len(ranks), sum(gains) / len(gains)
+
+
+def test_retrieval_is_as_good_as_with_sentence_transformers(gateway: Program, reference: dict[str, Any]) -> None:
+    passages = [*RETRIEVAL.values(), *OTHERS]
+    wanted, _ = reference["retrieval"]
+    best = quality(wanted[: len(RETRIEVAL)], wanted[len(RETRIEVAL) :])
+    assert quality(embed(gateway, [*RETRIEVAL]), embed(gateway, passages)) == pytest.approx(best)
+    assert best[0] >= 0.55
+    assert best[1] >= 0.8
+    coded = [
+        post(gateway, "/v2/embed", model="minilm", texts=texts, embedding_types=["int8"]) for texts in ([*RETRIEVAL], passages)
+    ]
+    rows = [[[code / 127 for code in row] for row in answer["embeddings"]["int8"]] for answer in coded]
+    assert quality(*rows) == pytest.approx(best, abs=1.01 / len(RETRIEVAL)), "codes of 8 bits change at most one answer"
+    words = [[set(re.findall(r"[a-z]{4,}", text.lower())) for text in texts] for texts in (RETRIEVAL, RETRIEVAL.values())]
+    shared = [len(question & passage) for question, passage in zip(*words, strict=True)]
+    assert max(shared) <= 1, "questions and answers have few words in common"
+
+
+def test_the_model_is_described_as_by_text_embeddings_inference(gateway: Program) -> None:
+    info = gateway.client.get("/info?model=minilm").raise_for_status().json()
+    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
 
 
 QUERY, DOCUMENTS = "What is red?", ["Red running shoes.", "", "Blue, blue table? No. " * 30, "the lazy dog"]

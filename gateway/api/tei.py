@@ -117,11 +117,13 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
     async def info(request: Request[Any, Any, Any], model: FromQuery[str | None] = None) -> TeiInfo:
         """Describe `model`, which is optional if only one is served, in the form of Text Embeddings Inference."""
         served = requested_model(request, pool, model)
+        fitted = served.tokenizer.table.fitted
         return TeiInfo(
             model_id=served.name,
             model_type=_model_type(served),
             max_input_length=served.context,
             max_batch_tokens=reader.bounds.max_request_tokens,
+            auto_truncate=served.info.encoder or (fitted is not None and fitted.preset.max_length is not None),
             version=project_version(),
         )
 
@@ -202,7 +204,8 @@ def _model_type(model: ServedModel) -> dict[str, dict[str, Any]]:
     if fitted is None:
         return {}
     if fitted.preset.task == "embed":
-        return {"embedding": {}}
+        pooling = model.info.pooling or ("splade" if "sparse" in model.info.capabilities else "")
+        return {"embedding": {"pooling": "last_token" if pooling == "last" else pooling} if pooling else {}}
     names = class_names(fitted, model)[: 1 if fitted.preset.task == "rerank" else None]
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
     return {"reranker" if fitted.preset.task == "rerank" else "classifier": classes}

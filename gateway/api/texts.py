@@ -169,7 +169,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
         prepared = await body.read(model)
         kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
-        check_numbers(prepared, readout, model, "texts", forms=len(kinds))
+        check_numbers(prepared, readout, model, fields.param, forms=len(kinds))
         scores = await scoring.score(ScoringJob(body, model, prepared, readout))
         plain = fields.embedding_types is None and request.scope["path"].startswith("/v1/")
         answer = CohereEmbeddings(
@@ -245,10 +245,12 @@ def _bits(row: Row) -> bytes:
 FORMS: dict[EmbeddingType, Callable[[Row], object]] = {
     "float": lambda row: row,
     "base64": _base64,
+    "int8": lambda row: [round(127 * number) for number in row],
+    "uint8": lambda row: [round(127 * number) + 128 for number in row],
     "ubinary": lambda row: list(_bits(row)),
     "binary": lambda row: [byte - 128 for byte in _bits(row)],
 }
-"""Forms of an embedding in Cohere's answer."""
+"""Forms of an embedding of length 1 in Cohere's answer. The range of ``int8`` is fixed: a server has no texts to calibrate one."""
 
 
 def length_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:

@@ -597,7 +597,8 @@ def of_sentence_transformers(
     kind = "Sigmoid" if named is None else named.rpartition(".")[2]
     if named is not None and kind not in _ACTIVATIONS:
         raise PresetError(f"the model's files name the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
-    activation = "softmax" if named is None and classes != 1 else _ACTIVATIONS[kind]
+    # Identity is what CrossEncoder writes for several classes where nobody chose an activation.
+    activation = "softmax" if classes != 1 and (named is None or kind == "Identity") else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation
     cut = truncation if truncation in ("only_first", "only_second") else fallback.pair_truncation

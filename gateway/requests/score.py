@@ -545,9 +545,7 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
         raise InvalidRequest(f"`{missing}` is missing; give `query` and `items`, or `text_1` and `text_2`.", param=missing)
     cut = next((name for name in ONLY_PAIRED if getattr(request, name) is not None and getattr(request, name) is not False), None)
     if cut is not None:
-        raise InvalidRequest(
-            f"`{cut}` goes with `text_1` and `text_2`; a prompt of `query` and `items` is never changed.", param=cut
-        )
+        raise InvalidRequest(f"`{cut}` goes with `text_1` and `text_2`; `query` and `items` are never changed.", param=cut)
     query, items = plain(request.query), [*map(plain, [request.items] if isinstance(request.items, str) else request.items)]
     if request.readout == "likelihood":
         return read_likelihoods(request, model, query, items)

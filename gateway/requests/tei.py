@@ -118,16 +118,16 @@ class TeiInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_dtype: str | None = None
     """Not known to the gateway."""
     model_type: dict[str, dict[str, Any]]
-    """`embedding`, `classifier` or `reranker`, with `id2label` and `label2id` of the last two. Empty for a model without such a
-    task."""
+    """`embedding` with `pooling` (unless the model has token vectors alone), or `classifier` or `reranker` with `id2label` and
+    `label2id`. Empty for a model without such a task."""
     max_input_length: int
     """Most tokens of a prompt."""
     max_batch_tokens: int
     """Most tokens of a request."""
     max_client_batch_size: int = MAX_ITEMS
     """Most texts of a request."""
-    auto_truncate: bool = False
-    """Long texts are errors unless a request allows cutting them."""
+    auto_truncate: bool
+    """Whether long texts are cut where a request has no `truncate`; otherwise they are errors."""
     version: str
 
 

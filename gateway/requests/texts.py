@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -13,7 +14,17 @@ from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.requests.length import MAX_TEXTS, Texts
 from yardstick_llm.gateway.requests.pairs import Pairs, preset_of
 from yardstick_llm.gateway.requests.rerank import ApiVersion
-from yardstick_llm.gateway.schemas.common import CUTS, MAX_ITEMS, Activation, ModelRequest, Truncation, Usage
+from yardstick_llm.gateway.schemas.common import (
+    CUTS,
+    MAX_ITEMS,
+    Activation,
+    ImagePart,
+    ModelRequest,
+    Part,
+    TextPart,
+    Truncation,
+    Usage,
+)
 from yardstick_llm.gateway.schemas.parameters import EndpointName
 from yardstick_llm.gateway.text.prepared import Prepared
 from yardstick_llm.gateway.text.prompts import share_prefix
@@ -62,30 +73,45 @@ class ClassifyResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 InputType = Literal["search_query", "search_document", "classification", "clustering"]
 Purpose = InputType | Literal["query", "document", "passage"]
 QUERIES, DOCUMENTS = ("query", "search_query"), ("document", "passage", "search_document")
 """Purposes of texts in a search, in the words of this API, of Cohere and of NVIDIA."""
 
 
+class CohereInput(msgspec.Struct, frozen=True):
+    """A text in parts."""
+
+    content: Annotated[list[Part], msgspec.Meta(min_length=1)]
+    """Texts, which are joined; images are refused."""
+
+
 class CohereEmbedRequest(ModelRequest, kw_only=True):
-    """Embed texts, in the form of Cohere."""
+    """Embed texts, in the form of Cohere. Give `texts` or `inputs`."""
 
     endpoint: ClassVar[EndpointName] = "cohere_embed"
-    texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+    texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
     """Texts to embed."""
+    inputs: Annotated[list[CohereInput], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
+    """Texts to embed, each in parts."""
     input_type: InputType | None = None
     """Choose the model's prompt for this purpose. A model without one embeds the texts as they are."""
-    embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1, max_length=4)] | None = None
-    """Forms of the embeddings: numbers, base64 of float32 in little-endian order, or the signs as bits, eight in a number of 0
-    to 255 (`ubinary`) or of -128 to 127 (`binary`). By default `float`."""
+    embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1, max_length=6)] | None = None
+    """Forms of the embeddings: numbers, base64 of float32 in little-endian order, the numbers times 127, rounded (`int8`), these
+    plus 128 (`uint8`), or the signs as bits, eight in a number of 0 to 255 (`ubinary`) or of -128 to 127 (`binary`). By default
+    `float`."""
     output_dimension: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Cut each text to this many tokens."""
     truncate: Literal["NONE", "START", "END"] | None = "END"
     """Where texts that are longer than the model's context are cut; with `NONE` they are errors."""
+
+    @property
+    def param(self) -> str:
+        """The field that holds the texts."""
+        return "texts" if self.inputs is None else "inputs"
 
     @property
     def cuts(self) -> Truncation:
@@ -226,7 +252,20 @@ def _prompted(
 
 
 def _cohere_embed(request: CohereEmbedRequest, model: Model) -> Prepared:
-    return _prompted(request.cuts, model, [*request.texts], "texts", request.input_type, texts=True)
+    if (request.texts is None) == (request.inputs is None):
+        raise InvalidRequest("Give either `texts` or `inputs`; images have no embeddings here.", param="texts")
+    for index, given in enumerate(request.inputs or []):
+        place = next((place for place, part in enumerate(given.content) if isinstance(part, ImagePart)), None)
+        if place is not None:
+            image = f"inputs[{index}].content[{place}]"
+            raise InvalidRequest(f"`{image}` is an image; send texts, since embedding models here read no images.", param=image)
+    return _prompted(request.cuts, model, [*_cohere_texts(request)], request.param, request.input_type, texts=True)
+
+
+def _cohere_texts(request: CohereEmbedRequest) -> Iterator[str]:
+    yield from request.texts or []
+    for given in request.inputs or []:
+        yield "".join(part.text for part in given.content if isinstance(part, TextPart))
 
 
 def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) -> Prepared:
@@ -271,7 +310,7 @@ EMBEDDINGS = Endpoint(
 )
 COHERE_EMBED = Endpoint(
     kind=CohereEmbedRequest,
-    bulk={"texts": [""]},
+    bulk={"texts": [""], "inputs": [CohereInput([TextPart("")])]},
     read=_cohere_embed,
-    characters=lambda request, _: sum(map(len, request.texts)),
+    characters=lambda request, _: sum(map(len, _cohere_texts(request))),
 )

@@ -124,6 +124,7 @@ def test_what_the_model_can_do_is_described(build: Build, model: tuple[str, str]
     assert info.capabilities == expected[model[1]]
     assert info.classes == ([f"LABEL_{index}" for index in range(CLASSES)] if model[1] == "classes" else [])
     assert info.embedding_size == (0 if model[1] == "classes" else 64)
+    assert info.pooling == model[1].partition(" ")[2]
     assert not info.multi_label
 
 

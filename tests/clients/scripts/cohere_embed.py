@@ -9,11 +9,16 @@ answer = client.embed(
     model=model,
     texts=["red running shoes", "blue table"],
     input_type="search_document",
-    embedding_types=["float"],
+    embedding_types=["float", "int8"],
+)
+parts = client.embed(
+    model=model,
+    inputs=[{"content": [{"type": "text", "text": text}]} for text in ("red running shoes", "blue table")],
+    input_type="search_document",
 )
 older = cohere.Client(api_key="none", base_url=url).embed(
     model=model,
     texts=["red running shoes", "blue table"],
     input_type="search_document",
 )
-print(json.dumps([answer.embeddings.float_, older.embeddings]))
+print(json.dumps([answer.embeddings.float_, answer.embeddings.int8, parts.embeddings.float_, older.embeddings]))

@@ -13,7 +13,7 @@ for call in json.loads(sys.argv[1]):
         answers.append(CrossEncoder(call["folder"], device="cpu").predict(call["pairs"]).tolist())
         continue
     model = SentenceTransformer(call["folder"], device="cpu")
-    options = {name: call[name] for name in ("prompt", "prompt_name") if name in call}
+    options = {name: call[name] for name in ("prompt", "prompt_name", "batch_size") if name in call}
     embeddings = model.encode(call["texts"], **options)
     answers.append([embeddings.tolist(), model.similarity(embeddings, embeddings).tolist()])
 print(json.dumps(answers))

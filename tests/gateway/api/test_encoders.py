@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from itertools import product
 from typing import Any
 
 import httpx
@@ -151,6 +152,7 @@ def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine,
     check_refused(client.post("/v1/rerank", json=short), "truncate_prompt_tokens")
 
 
+NLI = ("contradiction", "entailment", "neutral")
 IDENTITY = "torch.nn.modules.linear.Identity"
 ACTIVATIONS: list[tuple[dict[str, Any] | None, str]] = [
     (None, "sigmoid"),
@@ -186,7 +188,7 @@ def test_the_activation_of_a_cross_encoder(start: Start) -> None:
 
 def test_pairs_are_classified(start: Start) -> None:
     """Each pair has the tokens of its tokeniser, and as many probabilities as there are classes."""
-    engine = encoder("classify", classes=("contradiction", "entailment", "neutral"))
+    engine = encoder("classify", classes=NLI)
     client = start(engine)
     pairs = [["The fox jumps.", "The fox sleeps."], ["Red shoes", "Blue shoes " * 40], ["Red shoes", ""]]
     answers = post(client, "/predict", inputs=pairs).json()
@@ -196,12 +198,31 @@ def test_pairs_are_classified(start: Start) -> None:
     types = zip(wanted["input_ids"], wanted["token_type_ids"], strict=True)
     assert found == {tuple(ids): types.index(1) for ids, types in types}
     for answer, pair in zip(answers, pairs, strict=True):
-        assert {each["label"] for each in answer} == {"contradiction", "entailment", "neutral"}
+        assert {each["label"] for each in answer} == set(NLI)
         assert sum(each["score"] for each in answer) == pytest.approx(1)
         assert post(client, "/predict", inputs=pair).json() == answer
     assert post(client, "/", inputs=pairs).json() == answers
     check_refused(client.post("/predict", json={"inputs": [["a", "b"], ["c"]]}), "inputs")
     check_refused(client.post("/predict", json={"inputs": pairs, "truncate": False}), "inputs[1]")
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("config", [config for config, activation in ACTIVATIONS if activation == "none"], ids=str)
+def test_classes_of_a_head_without_activation_have_probabilities(start: Start, config: dict[str, Any], multi_label: bool) -> None:
+    """Identity, which NLI cross-encoders name, is CrossEncoder's default for several classes."""
+    client = start(encoder("classify", classes=NLI, multi_label=multi_label, files={"config.json": config}))
+
+    def of(logits: list[float]) -> Any:
+        total = sum(map(math.exp, logits))
+        return pytest.approx([1 / (1 + math.exp(-logit)) if multi_label else math.exp(logit) / total for logit in logits])
+
+    bodies: list[dict[str, Any]] = [{"inputs": ["The fox jumps.", "The fox sleeps."]}, {"inputs": "Red shoes"}]
+    for path, body in product(("/predict", "/"), bodies):
+        raw = post(client, path, **body, raw_scores=True).json()
+        assert [each["score"] for each in post(client, path, **body).json()] == of([each["score"] for each in raw])
+    (raw,) = post(client, "/v1/classify", input="Red shoes", raw_scores=True).json()["data"]
+    (found,) = post(client, "/v1/classify", input="Red shoes").json()["data"]
+    assert found["probs"] == of(raw["probs"])
 
 
 FOLDER = {
@@ -262,7 +283,8 @@ def test_an_unknown_prompt_is_refused_with_the_known_ones(embedder: tuple[FakeEn
         ({"input": "shoes " * 40, "truncate": False}, "input[0]", "holds 20"),
     ):
         check_refused(client.post("/v1/embeddings", json=body), param, words)
-    assert client.get("/info").json()["max_input_length"] == 20
+    info = client.get("/info").json()
+    assert (info["max_input_length"], info["auto_truncate"]) == (20, True)
 
 
 def test_embeddings_are_compared(embedder: tuple[FakeEngine, httpx.Client]) -> None:
@@ -316,6 +338,7 @@ def test_sparse_and_token_embeddings(embedder: tuple[FakeEngine, httpx.Client]) 
 
 def test_a_kind_of_embedding_that_the_model_lacks(start: Start) -> None:
     client = start(encoder("sparse", files={"modules.json": []}))
+    assert client.get("/info").json()["model_type"] == {"embedding": {"pooling": "splade"}}
     check_refused(client.post("/v1/embeddings", json={"input": "a"}), "model", "it has sparse embeddings")
     check_refused(client.post("/embed_all", json={"inputs": "a"}), "model")
     assert client.post("/embed_sparse", json={"inputs": "fox"}).is_success

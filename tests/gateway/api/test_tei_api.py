@@ -29,7 +29,7 @@ CLASSES = ("anger", "joy", "fear")
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[httpx.Client]:
     with gateways() as start:
-        yield start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=EMBEDDER))
+        yield start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, pooling="last", preset=EMBEDDER))
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +155,11 @@ def test_what_a_model_cannot_do_is_refused(
 
 
 def test_info_describes_the_task(embedder: httpx.Client, classifier: httpx.Client, reranker: httpx.Client) -> None:
-    assert embedder.get("/info").json()["model_type"] == {"embedding": {}}
+    assert embedder.get("/info").json()["model_type"] == {"embedding": {"pooling": "last_token"}}
     labels = {"id2label": {"0": "anger", "1": "joy", "2": "fear"}, "label2id": {"anger": 0, "joy": 1, "fear": 2}}
     info = classifier.get("/info").json()
     assert (info["model_type"], info["model_id"], info["max_input_length"]) == ({"classifier": labels}, "fake", 2048)
+    assert info["auto_truncate"] is False
     assert reranker.get("/info").json()["model_type"] == {"reranker": {"id2label": {"0": "Yes"}, "label2id": {"Yes": 0}}}
     assert reranker.get("/info?model=other").status_code == 404
 
@@ -182,7 +183,7 @@ def test_requests_are_charged_to_the_key(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/v1/embed", "/v2/embed"])
 def test_embeddings_in_the_form_of_cohere(embedder: httpx.Client, path: str) -> None:
     plain = embed(embedder)
-    kinds = ["float", "base64", "binary", "ubinary"]
+    kinds = ["float", "base64", "int8", "uint8", "binary", "ubinary"]
     body = {"model": "fake", "texts": TEXTS, "input_type": "search_document", "embedding_types": kinds}
     answer = post(embedder, path, **body)
     assert (answer["response_type"], answer["texts"]) == ("embeddings_by_type", TEXTS)
@@ -192,13 +193,26 @@ def test_embeddings_in_the_form_of_cohere(embedder: httpx.Client, path: str) -> 
     }
     found = answer["embeddings"]
     assert found["float"] == plain
-    for numbers, coded, signed, unsigned in zip(plain, *(found[kind] for kind in kinds[1:]), strict=True):
+    for numbers, coded, eight, shifted, signed, unsigned in zip(plain, *(found[kind] for kind in kinds[1:]), strict=True):
         assert struct.unpack(f"<{SIZE}f", base64.b64decode(coded)) == pytest.approx(numbers, abs=1e-6)
+        assert [code / 127 for code in eight] == pytest.approx(numbers, abs=0.5 / 127 + 1e-6)
+        assert [code - 128 for code in shifted] == eight
+        assert all(isinstance(code, int) for code in eight + shifted)
         bits = [number > 0 for byte in unsigned for number in [byte & 1 << place for place in range(7, -1, -1)]]
         assert bits == [number > 0 for number in numbers]
         assert [byte - 128 for byte in unsigned] == signed
     queries = post(embedder, path, **body | {"input_type": "search_query", "embedding_types": ["float"], "output_dimension": 8})
     assert queries["embeddings"]["float"] == embed(embedder, input_type="query", dimensions=8)
+
+
+def test_inputs_of_cohere(embedder: httpx.Client) -> None:
+    """The parts of an input are one text, also in a body that a worker reads."""
+    for texts in (TEXTS, [*TEXTS, "fox " * 3000]):
+        halves = [[text[: len(text) // 2], text[len(text) // 2 :]] for text in texts]
+        inputs = [{"content": [{"type": "text", "text": half} for half in pair]} for pair in halves]
+        wanted = post(embedder, "/v2/embed", texts=texts, input_type="search_query")
+        found = post(embedder, "/v2/embed", inputs=inputs, input_type="search_query")
+        assert (found["embeddings"], found["texts"], found["meta"]) == (wanted["embeddings"], texts, wanted["meta"])
 
 
 def test_cohere_answers_lists_of_numbers_to_the_first_version(embedder: httpx.Client) -> None:
@@ -220,11 +234,18 @@ def test_cohere_cuts_long_texts_at_their_end(embedder: httpx.Client) -> None:
 
 
 def test_errors_of_the_form_of_cohere(embedder: httpx.Client, classifier: httpx.Client) -> None:
+    text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    part = {"content": [text]}
     for client, body, param in (
         (embedder, {"texts": []}, "texts"),
         (embedder, {"input_type": "search_query"}, "texts"),
         (embedder, {"texts": ["a"] * 10_001}, "texts"),
-        (embedder, {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        (embedder, {"texts": ["a"], "inputs": [part]}, "texts"),
+        (embedder, {"inputs": []}, "inputs"),
+        (embedder, {"inputs": [{"content": []}]}, "inputs[0].content"),
+        (embedder, {"inputs": [part, {"content": [text, image]}]}, "inputs[1].content[1]"),
+        (embedder, {"inputs": [part, {"content": [{**text, "text": "fox " * 3000}]}], "truncate": "NONE"}, "inputs[1]"),
+        (embedder, {"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types[0]"),
         (embedder, {"texts": ["a"], "input_type": "image"}, "input_type"),
         (embedder, {"texts": ["a"], "output_dimension": SIZE + 1}, "output_dimension"),
         (classifier, {"texts": ["a"]}, "model"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.clients.environments import PINS, SCRIPTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
-UNSHOWN = {"lmeval_reference.py", "manifests_validate.mjs", "sentence_reference.py"}
+UNSHOWN = {"lmeval_reference.py", "manifests_validate.mjs", "sentence_reference.py", "sentence_saved.py"}
 """Scripts that are no client of a server."""
 
 

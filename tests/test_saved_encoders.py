@@ -75,10 +75,11 @@ def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     for name in ("cross-encoder", "modules"):
         assert model[name].capabilities == ["classify"]
         assert model[name].scores(PAIRS) == pytest.approx(wanted[name], abs=1e-5)
-    for row, dense in zip(model["sparse"].rows(wire.Sparse(), TEXTS), wanted["sparse"], strict=True):
-        found = torch.zeros(len(dense))
-        found[torch.tensor(row[::2], dtype=torch.long)] = torch.tensor(row[1::2])
-        torch.testing.assert_close(found, torch.tensor(dense), atol=1e-4, rtol=0)
+    for name in ("sparse", "router"):
+        for row, dense in zip(model[name].rows(wire.Sparse(), TEXTS), wanted[name], strict=True):
+            found = torch.zeros(len(dense))
+            found[torch.tensor(row[::2], dtype=torch.long)] = torch.tensor(row[1::2])
+            torch.testing.assert_close(found, torch.tensor(dense), atol=1e-4, rtol=0)
     for name in ("vectors", "stanford"):
         for purpose, expected in zip(("query", "document"), wanted[name], strict=True):
             for text, rows in zip(TEXTS, expected, strict=True):

@@ -462,7 +462,8 @@ class Encoder(nn.Module):
         return head(hidden)  # type: ignore[no-any-return]
 
     def vocabulary_weights(self, hidden: Tensor) -> Tensor:
-        """SPLADE: hidden: [tokens, hidden] of one sequence. -> [vocab] float32, log(1 + relu(logit)) of the largest logit."""
+        """SPLADE: hidden: [tokens, hidden] of one sequence. -> [vocab] float32, log(1 + relu(logit)) of the largest logit, or with
+        ``sparse_logs`` of 2 log(1 + that)."""
         head = self.masked_head
         assert head is not None
         largest: Tensor | None = None
@@ -470,7 +471,10 @@ class Encoder(nn.Module):
             found = linear(part, head.out.weight.float(), _float(head.out.bias)).amax(0)
             largest = found if largest is None else torch.maximum(largest, found)
         assert largest is not None
-        return largest.relu_().log1p_()
+        largest.relu_()
+        for _ in range(self.config.sparse_logs):
+            largest.log1p_()
+        return largest
 
     def token_weights(self, hidden: Tensor) -> Tensor:
         """bge-m3: hidden: [tokens, hidden]. -> [tokens] float32, at least 0."""

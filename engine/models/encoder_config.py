@@ -20,7 +20,10 @@ from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_fi
 from yardstick_llm.engine.models.pooling import (
     HF_COLBERT,
     MODULES_FILE,
+    ROUTER,
+    ROUTER_FILE,
     SPLADE,
+    SPLADE_LOGS,
     Pooling,
     load_pooling,
     max_seq_length,
@@ -384,6 +387,8 @@ class EncoderConfig(BaseConfig):
     sparse: Literal["vocabulary", "tokens", "none"] = "none"
     """Weights of vocabulary entries: the largest of a masked language model's logits over all tokens, as log(1 + relu) (SPLADE); or
     that of a head with one number for each token (bge-m3)."""
+    sparse_logs: int = 1
+    """How often SPLADE takes log(1 + x): twice for ``log1p_relu``."""
     token_vectors: int = 0
     """Length of the vector of each token; 0 where the model makes none."""
     token_head: bool = False
@@ -440,8 +445,8 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     """
     config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
     head = FAMILIES[config.architecture][1]
-    sparse = head == "sparse" and (not (directory / MODULES_FILE).is_file() or _is_splade(directory))
-    pooling = None if head == "classes" or sparse else load_pooling(directory, config.hidden_size)
+    logs = 0 if head != "sparse" else _splade_logs(directory) if (directory / MODULES_FILE).is_file() else 1
+    pooling = None if head == "classes" or logs else load_pooling(directory, config.hidden_size)
     longest = config.max_context
     if pooling is None or pooling.mode is not None:  # else queries and documents have limits of their own
         longest = min(longest, max_seq_length(directory) or longest)
@@ -450,10 +455,10 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     config = dataclasses.replace(config, max_context=max_context or longest)
     if head == "classes":
         return config
-    if sparse:
+    if logs:
         if config.family.masked_head is None:
             raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
-        return dataclasses.replace(config, sparse="vocabulary")
+        return dataclasses.replace(config, sparse="vocabulary", sparse_logs=logs)
     if pooling is None and is_gguf(directory):
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
@@ -482,17 +487,32 @@ def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig
     return dataclasses.replace(config, class_modules=pooling, classes=names, head_mean=pooling.mode == "mean")
 
 
-def _is_splade(directory: Path) -> bool:
-    """Whether the model's modules make weights of vocabulary entries. Raises :class:`ModelError` for others than SPLADE's usual."""
+def _splade_logs(directory: Path) -> int:
+    """How often the logarithm of SPLADE's weights is taken; 0 where the model's modules make none. Of a ``Router``, the route of
+    documents is read: its queries have weights from a table. Raises :class:`ModelError` for weights that are not SPLADE's usual."""
     modules = dict(read_modules(directory / MODULES_FILE))
+    if modules == {ROUTER: ""}:
+        modules = _route_of_documents(directory)
     if SPLADE not in modules:
-        return False
+        return 0
     file = f"{modules[SPLADE]}/config.json"
     keys = Keys(read_json(directory / file) if (directory / file).is_file() else {}, file)
-    for key, wanted in (("pooling_strategy", "max"), ("activation_function", "relu")):
-        if keys.text(key, wanted) != wanted:
-            raise keys.error(key, f"is {keys.text(key, wanted):.80}; only {wanted} is supported")
-    return True
+    activation = keys.text("activation_function", "relu")
+    if activation not in SPLADE_LOGS:
+        raise keys.error("activation_function", f"is {activation:.80}; only {' and '.join(SPLADE_LOGS)} are supported")
+    if keys.text("pooling_strategy", "max") != "max":
+        raise keys.error("pooling_strategy", f"is {keys.text('pooling_strategy', 'max'):.80}; only max is supported")
+    return SPLADE_LOGS[activation]
+
+
+def _route_of_documents(directory: Path) -> dict[str, str]:
+    """Name of the class and folder of each module that reads documents, where the first one is the model in ``directory``."""
+    raw = read_json(directory / ROUTER_FILE) if (directory / ROUTER_FILE).is_file() else {}
+    try:
+        route, types = raw["structure"]["document"], raw["types"]
+        return {str(types[folder]).rpartition(".")[2]: folder for folder in route} if route[0] == "" else {}
+    except (KeyError, TypeError, IndexError):
+        return {}
 
 
 def _special_tokens(directory: Path) -> tuple[int, ...]:

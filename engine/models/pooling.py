@@ -46,7 +46,9 @@ _OLD_KEYS = {
 }
 """Before release 5.4 of sentence-transformers each mode is a flag of its own."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
-SPLADE = "SpladePooling"
+SPLADE, ROUTER, ROUTER_FILE = "SpladePooling", "Router", "router_config.json"
+SPLADE_LOGS = {"relu": 1, "log1p_relu": 2}
+"""How often the logarithm of a weight is taken, by the name of the activation."""
 HF_COLBERT, INLINE = "HF_ColBERT", "linear.weight"
 """Architecture of models that Stanford's ColBERT wrote, and the tensor that makes their vectors."""
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Router, Transformer
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
 warnings.simplefilter("ignore")
@@ -56,6 +57,17 @@ chain = [Pooling(SIZE, "cls"), Dense(SIZE, SIZE, activation_function=gelu), Laye
 found["modules"] = saved(CrossEncoder(modules=[Transformer(body), *chain]), "modules").predict(pairs).tolist()
 
 found["sparse"] = saved(SparseEncoder(masked), "sparse").encode(texts).to_dense().tolist()
+
+# As OpenSearch's models are published: a table for queries, and the model of documents in the folder itself.
+queries, documents = [SparseStaticEmbedding(tokenizer)], [Transformer(masked, transformer_task="fill-mask"), SpladePooling()]
+documents[1].activation_function = "log1p_relu"
+model = saved(SparseEncoder(modules=[Router.for_query_document(queries, documents)]), "router")
+found["router"] = model.encode_document(texts).to_dense().tolist()
+inner = next((target / "router").glob("document_0_*"))
+for path in inner.iterdir():
+    path.rename(target / "router" / path.name)
+router = json.loads((target / "router" / "router_config.json").read_text().replace(inner.name, ""))
+(target / "router" / "router_config.json").write_text(json.dumps(router))
 
 projection = Dense(SIZE, 16, bias=False, activation_function=identity, module_input_name="token_embeddings")
 expanded = Transformer(body, query_expansion={"strategy": "fixed", "attend": False, "length": 16}, document_length=12)

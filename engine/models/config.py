@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration
-from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, scores_pairs
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, check_decoder, load_pooling, max_seq_length
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -281,8 +281,7 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
         )
     if pooling is None:
         return config
-    if scores_pairs(directory):
-        raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
+    check_decoder(directory)
     if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
         how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
         raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")

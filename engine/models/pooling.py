@@ -160,6 +160,19 @@ def max_seq_length(directory: Path) -> int | None:
     return None
 
 
+def check_decoder(directory: Path) -> None:
+    """Raise :class:`ModelError` for a decoder whose vectors are read in another way than its files say to all."""
+    if scores_pairs(directory):
+        raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
+    config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    own = "AutoModel" in (config.get("auto_map") or {})
+    if own and config.get("is_causal") is None and config.get("use_bidirectional_attention") is None:
+        raise ModelError(
+            "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
+            "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
+        )
+
+
 def scores_pairs(directory: Path) -> bool:
     """Whether the modules of the model in ``directory`` are those of a cross-encoder."""
     path = directory / SENTENCE_CONFIG

@@ -31,6 +31,7 @@ FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "lenvm.json",
     "modules.json",
     "config_sentence_transformers.json",
@@ -152,13 +153,15 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
         )
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
+    chat, tools = _chat_templates(directory, config.get("chat_template"))
     return wire.TokenizerFiles(
         tokenizer_json=tokenizer_json_of(directory, config),
-        chat_template=_chat_template(directory, config.get("chat_template")),
+        chat_template=chat,
         special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
         preset=_preset(directory / PRESET_FILE),
         architecture=architecture_of(directory),
         model_files=_model_files(directory),
+        tool_template=tools,
     )
 
 
@@ -200,12 +203,14 @@ def _text_of(token: object) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _chat_template(directory: Path, configured: object) -> str | None:
-    """A separate file takes precedence over ``tokenizer_config.json``, which has one template or a list of named ones."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        named = {entry["name"]: entry["template"] for entry in configured}
-        configured = named.get("default")
-    return configured if isinstance(configured, str) else None
+def _chat_templates(directory: Path, configured: object) -> tuple[str | None, str | None]:
+    """The template, and one for conversations with tools. Files of their own take precedence over ``tokenizer_config.json``, which
+    has one template or a list of named ones; processors of images write ``chat_template.json``."""
+    named = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {"default": configured}
+    if named.get("default") is None and (directory / "chat_template.json").is_file():
+        named["default"] = read_json(directory / "chat_template.json").get("chat_template")
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (directory / file).is_file():
+            named[name] = (directory / file).read_text(encoding="utf-8")
+    chat, tools = (named.get(name) for name in ("default", "tool_use"))
+    return chat if isinstance(chat, str) else None, tools if isinstance(tools, str) else None

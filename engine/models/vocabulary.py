@@ -1,4 +1,4 @@
-"""The ``tokenizer.json`` of an encoder that is published with the vocabulary alone, as transformers makes it from the same files.
+"""The ``tokenizer.json`` of a model, with what other files say of it, or made of the vocabulary alone, as transformers does.
 
 Early models have ``vocab.txt`` (BERT's WordPiece) or ``vocab.json`` and ``merges.txt`` (RoBERTa's BPE of bytes). Sources:
 ``BertTokenizer`` and ``RobertaTokenizer`` of transformers.
@@ -14,6 +14,8 @@ from yardstick_llm.engine.models.files import ModelError, read_json
 
 WORDPIECE_FILES, BPE_FILES = ("vocab.txt",), ("vocab.json", "merges.txt")
 VOCABULARY_FILES = (*WORDPIECE_FILES, *BPE_FILES)
+ADDING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+"""Classes of transformers 4 that decide which tokens are around a text."""
 WORDPIECE_TYPES, BPE_TYPES = ("bert", "distilbert", "electra"), ("roberta",)
 _ADVICE = "make one with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers."
 
@@ -25,7 +27,7 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
     """
     path = directory / "tokenizer.json"
     if path.is_file():
-        return path.read_bytes()
+        return _with_ends(path.read_bytes(), config)
     kind = read_json(directory / "config.json").get("model_type")
     names = WORDPIECE_FILES if kind in WORDPIECE_TYPES else BPE_FILES if kind in BPE_TYPES else ()
     if not names or not all((directory / name).is_file() for name in names):
@@ -38,6 +40,26 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
     except (KeyError, ValueError, OSError) as error:
         raise ModelError(f"{' and '.join(names)} in the model directory cannot be read; download the model again.") from error
     return json.dumps({"version": "1.0", "truncation": None, "padding": None, **made}).encode()
+
+
+def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
+    """``tokenizer.json`` with the tokens around a text that ``tokenizer_config.json`` asks for. Classes of transformers 4, for whose
+    sake models are published so, put them in place of those in the file."""
+    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    own = kind == "Qwen2Tokenizer" and "AutoTokenizer" in (config.get("auto_map") or {})  # its own code does the same
+    begins, ends = config.get("add_bos_token"), config.get("add_eos_token")
+    if (begins is None and ends is None) or not (own or kind in ADDING_CLASSES):
+        return document
+    asked = ("bos", not own if begins is None else begins), ("eos", ends)
+    bos, eos = ([_named(config, name, "")] * bool(adds and config.get(f"{name}_token")) for name, adds in asked)
+    try:
+        raw = json.loads(document)
+        ids = {token["content"]: token["id"] for token in raw["added_tokens"]}
+        raw["post_processor"] = _template([*bos, "A", *eos], [*bos, "A", *eos, *bos, "B", *eos], ids, second=0)
+    except (KeyError, ValueError, TypeError) as error:
+        message = "add_bos_token and add_eos_token in tokenizer_config.json name tokens that tokenizer.json does not have"
+        raise ModelError(f"{message}; correct one of the files.") from error
+    return json.dumps(raw, ensure_ascii=False).encode()
 
 
 def _wordpiece(directory: Path, config: dict[str, Any]) -> dict[str, Any]:

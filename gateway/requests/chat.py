@@ -321,7 +321,7 @@ def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt:
 def _family(model: Model) -> str:
     """Return the family of the model's tool calls. Raises :class:`InvalidRequest`."""
     chosen = model.formats.tool_parser
-    family = family_of(model.texts.template.source or "") if chosen == AUTOMATIC else chosen
+    family = family_of(model.texts.template.sources) if chosen == AUTOMATIC else chosen
     if family is None or family == NO_FORMAT:
         message = f"The format in which {model.facts.name!r} calls tools is not known, so it cannot be read; leave `tools` out."
         remedy = f"Whoever runs this server can name the format with --tool-parser: {', '.join(FAMILIES)}."
@@ -333,7 +333,7 @@ def thinking_format(model: Model) -> str | None:
     """Return the format of the model's thinking sections; None if it has none."""
     chosen = model.formats.reasoning_parser
     if chosen == AUTOMATIC:
-        return thinking_of(model.texts.template.source or "")
+        return thinking_of(model.texts.template.sources)
     return None if chosen == NO_FORMAT else chosen
 
 
@@ -431,7 +431,7 @@ def render(
         raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
     told = [message.for_template() for message in messages]
     offered = [tool.for_template() for tool in tools]
-    source = model.texts.template.source or ""
+    source = model.texts.template.sources
     controls, mark = model.texts.tokenizer.controls, ""
     parses = bool(parse_special_tokens)
     try:

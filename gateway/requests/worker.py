@@ -274,7 +274,7 @@ class ForkServer:
             return Loaded(f"the preset cannot be used: {error}")
         except Exception as error:  # the library raises bare Exception; one model must not end the text workers of all
             return Loaded(f"tokenizer.json cannot be used: {error}")
-        template = ChatTemplate(files.chat_template, files.special_tokens)
+        template = ChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
         self._texts[order.text] = TextSide(tokenizer, template, preset, tokenizer.grammar_compiler())
         with open(table, "wb", closefd=False) as file:
             file.write(packed)

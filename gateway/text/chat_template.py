@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -35,10 +35,17 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """The template of one model. It is compiled at the first ``render``, so a model with an unusable template can still score."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens``: variables of the template, such as ``bos_token`` and ``eos_token``."""
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
+        """``special_tokens``: variables of the template, such as ``bos_token`` and ``eos_token``. ``with_tools``: a template of its
+        own for conversations with tools."""
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
+
+    @property
+    def sources(self) -> str:
+        """The texts of the template, and of that for tools."""
+        return (self.source or "") + (self._with_tools.sources if self._with_tools is not None else "")
 
     def render(
         self,
@@ -51,9 +58,14 @@ class ChatTemplate:
         """Return the prompt. It contains its special tokens, so the caller must tokenise it without adding any.
 
         A template that supports content in parts (``[{"type": "text", "text": ...}]``) receives it unchanged; other templates
-        receive one text with a line for each part. ``extra`` are further variables. Raises :class:`ChatTemplateError`.
+        receive one text with a line for each part. A template that reads parts only, such as that of Llama-Guard-3-1B, receives
+        texts as parts. ``extra`` are further variables. Raises :class:`ChatTemplateError`.
         """
-        if not self._understands_parts:
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **extra)
+        if self._content == "parts":
+            messages = [_with_parts(message) for message in messages]
+        elif self._content == "text":
             messages = [_with_plain_content(message) for message in messages]
         if not self._takes_argument_objects:
             messages = [_with_argument_texts(message) for message in messages]
@@ -62,6 +74,8 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether a prompt has the tools that are given."""
+        if self._with_tools is not None:
+            return self._with_tools.shows_tools
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": _PROBE_SCHEMA}}
         try:
             return _PROBE in self._run([{"role": "user", "content": ""}], {"add_generation_prompt": True, "tools": [tool]})
@@ -100,15 +114,19 @@ class ChatTemplate:
         return template
 
     @cached_property
-    def _understands_parts(self) -> bool:
-        """Whether a text in one part renders like the plain text."""
-        plain = {"role": "user", "content": _PROBE}
-        in_parts = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-        variables = {"add_generation_prompt": True, "tools": None}
+    def _content(self) -> Literal["both", "text", "parts"]:
+        """How the content of a message is read: a text in one part renders like the plain text, or only one of them is shown."""
+        plain, in_parts = (self._probed(content) for content in (_PROBE, [{"type": "text", "text": _PROBE}]))
+        if in_parts is None or _PROBE not in in_parts:
+            return "text"
+        return "both" if plain == in_parts else "text" if plain is not None and _PROBE in plain else "parts"
+
+    def _probed(self, content: Any) -> str | None:
+        """Return a conversation of one message with this content; None if the template refuses it."""
         try:
-            return self._run([plain], variables) == self._run([in_parts], variables)
+            return self._run([{"role": "user", "content": content}], {"add_generation_prompt": True, "tools": None})
         except ChatTemplateError:
-            return False
+            return None
 
     @cached_property
     def _variables(self) -> set[str]:
@@ -148,6 +166,11 @@ def _with_argument_texts(message: Message) -> Message:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_plain_content(message: Message) -> Message:

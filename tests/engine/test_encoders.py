@@ -742,6 +742,19 @@ def test_embedding_gemma(tmp_path: Path) -> None:
     assert_equal_rows(scored.rows, normalize(vectors, dim=1).tolist(), 1e-4)
 
 
+def test_a_decoder_whose_own_code_decides_how_it_attends(tmp_path: Path) -> None:
+    """As gte-Qwen2-7B-instruct is published."""
+    directory, sent = make_whole(tmp_path, "qwen3"), texts()[:3]
+    (before,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding()))
+    own = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
+    edit(directory, is_causal=None, **own)
+    with pytest.raises(ModelError, match="add is_causal"):
+        build(directory)
+    edit(directory, is_causal=False, **own)
+    (after,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding()))
+    assert_equal_rows(after.rows, before.rows, 0)
+
+
 def test_llama_nemotron(tmp_path: Path) -> None:
     """The head reads the mean of all tokens, as the code that is published with the weights does."""
     directory = make_checkpoint(tmp_path, "llama", model_class=CLASSIFIERS["llama"], num_labels=1)

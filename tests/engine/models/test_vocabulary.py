@@ -56,6 +56,63 @@ def test_byte_pairs(tmp_path: Path) -> None:
     check(tmp_path, RobertaTokenizer.from_pretrained(tmp_path))
 
 
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        (LLAMA, ("", "")),
+        (LLAMA | {"add_eos_token": True}, ("<s>", "</s>")),
+        (LLAMA | {"add_eos_token": True, "add_bos_token": False}, ("", "</s>")),
+        (LLAMA | {"tokenizer_class": "GemmaTokenizerFast", "add_bos_token": True}, ("<s>", "")),
+        (LLAMA | {"tokenizer_class": "PreTrainedTokenizerFast", "add_eos_token": True}, ("", "")),
+        (LLAMA | {"tokenizer_class": "Qwen2Tokenizer", "add_eos_token": True}, ("", "")),
+        (
+            {**LLAMA, "tokenizer_class": "Qwen2Tokenizer", "add_eos_token": True, "auto_map": {"AutoTokenizer": ["own.py", None]}},
+            ("", "</s>"),
+        ),
+    ],
+)
+def test_tokens_around_a_text_that_classes_of_release_4_add(tmp_path: Path, config: dict[str, Any], ends: tuple[str, str]) -> None:
+    """As SFR-Embedding-Mistral and gte-Qwen2 are published: their tokenizer.json alone does not add the last token."""
+    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, {"model_type": "mistral", "architectures": ["MistralModel"]}, config)
+    made = tokenizers.Tokenizer.from_str(tokenizer_files(tmp_path).tokenizer_json.decode())
+    before, after = ([each] if each else [] for each in ends)
+    assert made.encode("a b").tokens == [*before, "a", "b", *after]
+    assert made.encode("a", "b").tokens == [*before, "a", *after, *before, "b", *after]
+
+
+def test_tokens_around_a_text_that_do_not_exist(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, {"model_type": "mistral", "architectures": ["MistralModel"]}, LLAMA | {"add_eos_token": True})
+    with pytest.raises(ModelError, match="add_bos_token and add_eos_token"):
+        tokenizer_files(tmp_path)
+
+
+def test_templates(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {})
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+
+    def found() -> tuple[str | None, str | None]:
+        files = tokenizer_files(tmp_path)
+        return files.chat_template, files.tool_template
+
+    assert found() == ("of a processor", None)
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert found() == ("plain", "tools")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("of a file")
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert found() == ("own", "of a file")
+
+
 @pytest.mark.parametrize(
     ("files", "kind", "tokenizer", "message"),
     [

@@ -152,6 +152,16 @@ def test_llama_guard(guard: Served, texts: list[str]) -> None:
     assert prompts(CLASSIFY.read(ClassifyRequest(input=texts), guard.model)) == expected
 
 
+def test_llama_guard_of_one_billion() -> None:
+    """Its template reads content in parts only, as its card gives it."""
+    in_parts = GUARD.replace("message['content']", "(message['content'] | selectattr('type', 'equalto', 'text') | first)['text']")
+    guard = Served("llama-guard-3", in_parts)
+    messages = [{"role": "user", "content": [{"type": "text", "text": TEXTS[0]}]}]
+    text = guard.reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = [guard.ids(text + "\n\n"), guard.ids(text + "\n\nunsafe\nS")]
+    assert prompts(CLASSIFY.read(ClassifyRequest(input=[TEXTS[0]]), guard.model)) == expected
+
+
 def test_the_labels_of_llama_guard(guard: Served) -> None:
     assert guard.template.fitted.labels == [guard.ids("unsafe"), guard.ids("safe")]
     assert [[id] for id in guard.template.fitted.categories] == [guard.ids(str(number)) for number in range(1, 15)]

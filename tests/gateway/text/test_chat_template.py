@@ -113,6 +113,25 @@ def test_content_in_parts_becomes_lines_where_the_template_knows_no_parts() -> N
     assert template.render([{"role": "user", "content": parts}]) == template.render([{"role": "user", "content": "red\nshoes"}])
 
 
+def test_texts_become_parts_where_the_template_reads_parts_only(byte_library: Library) -> None:
+    """Like the template of Llama-Guard-3-1B, which shows nothing of a message whose content is a text."""
+    shown = "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] | trim }};{% endfor %}"
+    source = "{% for message in messages %}{{ message['role'] }}: " + shown + "{% endfor %}"
+    parts = [{"role": "user", "content": [{"type": "text", "text": " red "}]}]
+    expected = reference(byte_library, source, parts, add_generation_prompt=True)
+    assert expected == "user: red;"
+    for content in (" red ", parts[0]["content"]):
+        assert ChatTemplate(source, SPECIAL).render([{"role": "user", "content": content}]) == expected
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    template = ChatTemplate(CHATML, SPECIAL, "{{ tools[0].function.name }} {{ messages[0].content }}")
+    assert template.shows_tools
+    assert "tools" in template.sources
+    assert template.render([USER]) == ChatTemplate(CHATML, SPECIAL).render([USER])
+    assert template.render([USER], tools=[TOOL]) == f"{TOOL['function']['name']} {USER['content']}"
+
+
 @pytest.mark.parametrize(
     "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "red", {"type": "text", "text": 3}]
 )

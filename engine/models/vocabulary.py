@@ -43,8 +43,8 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
 
 
 def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
-    """``tokenizer.json`` with the tokens around a text that ``tokenizer_config.json`` asks for. Classes of transformers 4, for whose
-    sake models are published so, put them in place of those in the file."""
+    """``tokenizer.json`` with the tokens around a text that ``tokenizer_config.json`` asks for, as
+    classes of transformers 4 put them in place of those in the file: models are published for these."""
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     own = kind == "Qwen2Tokenizer" and "AutoTokenizer" in (config.get("auto_map") or {})  # its own code does the same
     begins, ends = config.get("add_bos_token"), config.get("add_eos_token")

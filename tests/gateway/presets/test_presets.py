@@ -152,6 +152,16 @@ def test_published_models_and_their_fine_tunes_have_one_preset(
     assert fitting in ([name], []), "each has at most one"
 
 
+def test_a_causal_reranker_of_sentence_transformers_needs_a_preset() -> None:
+    """As release 5.4 and later save it; those whose names choose a preset have the same files."""
+    files = {"modules.json": b"[]", "1_LogitScore/config.json": b'{"true_token_id": 9, "false_token_id": 7}'}
+    given: dict[str, Any] = {"capabilities": LM, "beside": None, "model_files": files}
+    with pytest.raises(PresetError, match="LogitScore"):
+        choose("msmarco-relevance", "Qwen3ForCausalLM", chosen={}, **given)
+    assert choose("msmarco-relevance", "Qwen3ForCausalLM", chosen={"msmarco-relevance": "none"}, **given) is None
+    assert choose("Qwen3-Reranker-0.6B", "Qwen3ForCausalLM", chosen={}, **given) == builtin()["qwen3-reranker"]
+
+
 def test_only_encoders_of_their_own_join_pairs() -> None:
     """A decoder that is read in both directions has a prompt of its own, which a fallback does not know."""
     given: dict[str, Any] = {"capabilities": HEAD, "classes": 1, "beside": None, "chosen": {}, "encoder": True}

@@ -588,9 +588,7 @@ def of_sentence_transformers(
     if not EMBEDS.isdisjoint(capabilities):
         return base if files.keys().isdisjoint(("modules.json", _CONFIG, _COLBERT)) else _embedding(files, base)
     if base is None and any(path.endswith("LogitScore/config.json") for path in files):
-        problem = (
-            "modules.json has LogitScore: the prompt of this reranker is in its own chat template, which is not read"
-        )
+        problem = "modules.json has LogitScore: the prompt of this reranker is in its own chat template, which is not read"
         raise PresetError(f"{problem}; choose a preset for it, or `none`")
     if base is not None or "classify" not in capabilities or not (files or encoder):
         return base

@@ -69,6 +69,15 @@ class StoredCodes(Stored):
     """Reads the weight's parts. Raises :class:`ModelError` whose text continues "Tensor X in FILE ..." where they do not fit."""
 
 
+@dataclass(frozen=True)
+class StoredZeros(Stored):
+    """A tensor that a model without a place for it may leave out if all its numbers are 0."""
+
+    @classmethod
+    def of(cls, tensor: Stored) -> StoredZeros:
+        return cls(tensor.path, tensor.shape, tensor.dtype, tensor.name)
+
+
 def read_codes(stored: StoredCodes, read: Read) -> CodedWeight | Tensor:
     """The weight: codes, or a dense matrix. Raises :class:`ModelError`."""
     try:
@@ -182,17 +191,25 @@ def check(
 ) -> None:
     """Raise :class:`ModelError` unless ``stored`` has exactly the wanted tensors, in their shapes and a known dtype.
 
-    ``ignored`` may be stored or not, and so may names that begin as ``unread``, with or without :data:`BODY_PREFIX`.
+    ``ignored`` may be stored or not, and so may names that begin as ``unread``, with or without :data:`BODY_PREFIX`, and
+    :class:`StoredZeros` that are zeros.
     """
     if missing := [name for name in wanted if name not in stored]:
         raise ModelError(f"The weights lack {_some(missing)}; a file is incomplete or {_MISMATCH}.")
     known = {*wanted, *ignored}
-    if extra := [
-        found.name
+    extra = {
+        name: found
         for name, found in stored.items()
         if name not in known and not name.endswith(_OBSOLETE_BUFFER) and not name.removeprefix(BODY_PREFIX).startswith(unread)
-    ]:
-        raise ModelError(f"The weights have {_some(extra)}, which the model has no place for; {_MISMATCH}.")
+    }
+    if others := [found.name for found in extra.values() if not isinstance(found, StoredZeros)]:
+        raise ModelError(f"The weights have {_some(others)}, which the model has no place for; {_MISMATCH}.")
+    for name, read in _in_files(stored, extra):
+        if read(found := stored[name]).float().any():
+            raise ModelError(
+                f"Tensor {found.name} in {found.path.name} is not all zeros, and the model has no place for it; {_MISMATCH}, or "
+                "its format is not supported."
+            )
     for name, tensor in wanted.items():
         found = stored[name]
         if found.shape != tensor.shape:

@@ -8,6 +8,8 @@ default.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -194,6 +196,15 @@ def family_of(architecture: str) -> Family:
     """Return the flags of ``architecture``. Raises :class:`ModelError` if it is not in :data:`FAMILIES`."""
     family = FAMILIES.get(architecture)
     if family is None:
-        supported = ", ".join(FAMILIES)
-        raise ModelError(f"The architecture {architecture} in config.json is not supported; use a model with one of: {supported}.")
+        from yardstick_llm.engine.models import encoder_config  # which imports this module
+
+        raise ModelError(
+            f"The architecture {architecture:.80} in config.json is not supported; use a decoder ({_bodies(FAMILIES)}) or an "
+            f"encoder ({_bodies(encoder_config.FAMILIES)}), with a head that docs/models.md lists."
+        )
     return family
+
+
+def _bodies(architectures: Iterable[str]) -> str:
+    """First parts of the names, each once."""
+    return ", ".join(dict.fromkeys(re.sub("(For[A-Z].*|Model)$", "", name) for name in architectures))

@@ -30,7 +30,7 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import ADAPTER, SINGLE, VALUE_HEAD
 from yardstick_llm.engine.models.config import load_config
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
-from yardstick_llm.engine.models.formats.published import KEY as METHOD_KEY
+from yardstick_llm.engine.models.formats.published import KEYS as METHOD_KEYS
 from yardstick_llm.engine.models.formats.published import method_of, read_stored
 from yardstick_llm.engine.models.gguf.config import configuration
 from yardstick_llm.engine.models.lenvm import (
@@ -438,7 +438,8 @@ def write_model(model: LenVM, init: Path, out: Path, facts: dict[str, Any], adap
             write_json(out / "tokenizer_config.json", {**files.special_tokens, "chat_template": files.chat_template})
     else:
         config = read_json(init / "config.json")
-        config.pop(METHOD_KEY, None)
+        for key in METHOD_KEYS:
+            config.pop(key, None)
     with torch.no_grad():
         for part in model.modules():  # checkpoints of such models store what is added to the offset
             if isinstance(part, RMSNorm) and part.offset:

@@ -4,6 +4,7 @@ What each weight is follows from its tensors: ``weight_packed`` has signed integ
 the inputs, or two codes of FP4 (e2m1) in each byte; ``weight`` has int8 or e4m3; ``weight_scale`` has a scale for the tensor, each
 output, or each group or block. Scales of inputs, outputs, keys and values are not needed: activations are quantised with scales of
 their own rows (``input_scale`` is a constant for all rows), and keys and values as :mod:`engine.models.formats.quantization` says.
+Sparse weights, which leave zeros out, are not supported.
 Source: compressed-tensors, ``compressors/quantized_compressors``.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.checkpoint import Stored, reading
+from yardstick_llm.engine.models.checkpoint import Stored, StoredZeros, reading
 from yardstick_llm.engine.models.files import Keys
 from yardstick_llm.engine.models.formats.coded import CodedWeight, unpack
 from yardstick_llm.engine.models.formats.parts import Parts, block_side, with_weights
@@ -35,6 +36,8 @@ UNREAD = (
     ".q_scale", ".kv_scale", ".prob_scale", ".input_scale_ub", ".activation_scale",
 )  # fmt: skip
 """Ends of the names of scales of activations."""
+ZEROS = (".k_zero_point", ".v_zero_point")
+"""Ends of the names of zero points of keys and values, which symmetric formats have none of."""
 OTHERS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale")
 FP4 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 """Twice the numbers that the codes of e2m1 stand for."""
@@ -46,6 +49,9 @@ def compressed_tensors(stored: Mapping[str, Stored], keys: Keys) -> dict[str, St
     kind = keys.text("format", "dense")
     if kind not in FORMATS:
         raise keys.error("format", f"is {kind!r:.40}, which is not supported; use one of {', '.join(FORMATS)}")
+    sparsity = keys.section("sparsity_config")
+    if sparsity is not None and (sparse := sparsity.text("format", "dense")) != "dense":
+        raise sparsity.error("format", f"is {sparse!r:.40}, which is not supported; use a checkpoint without sparse weights")
     if keys.section("transform_config") is not None:
         raise keys.error("transform_config", "asks for rotations of activations, which are not supported; use a checkpoint without")
     groups = _sections(keys.section("config_groups"))
@@ -75,6 +81,7 @@ def compressed_tensors(stored: Mapping[str, Stored], keys: Keys) -> dict[str, St
             return tuple(sizes)
 
         found = with_weights(stored, "weight_packed", OTHERS, packed_shape, load, dropped=UNREAD)
+    found |= {name: StoredZeros.of(tensor) for name, tensor in found.items() if name.endswith(ZEROS)}
     return with_weights(found, "weight", OTHERS, lambda parts: parts["weight"].shape, load, beside="weight_scale")
 
 

@@ -1,9 +1,9 @@
 """GPTQ and AWQ: 4 bits (GPTQ also 2 and 8) in 32-bit words, with a scale and a zero for each group of inputs and each output.
 
 Both store the transpose of the weight. GPTQ packs it along the inputs and its zeros along the outputs; version 1 of its files
-stores zeros less one. With ``desc_act``, ``g_idx`` has the group of each input. Sources: AutoGPTQ, ``qlinear_cuda.py``; GPTQModel,
-``convert_gptq_v1_to_v2_format``. AWQ's layout ``gemm`` packs both along the outputs, in an order that suits its kernel. Source:
-AutoAWQ, ``packing_utils.py``.
+stores zeros less one. With ``desc_act``, ``g_idx`` has the group of each input. AutoGPTQ stores a bias of each projection: zeros
+where the model has none. Sources: AutoGPTQ, ``qlinear_cuda.py``; GPTQModel, ``convert_gptq_v1_to_v2_format``. AWQ's layout ``gemm``
+packs both along the outputs, in an order that suits its kernel. Source: AutoAWQ, ``packing_utils.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from yardstick_llm.engine.models.checkpoint import Stored
+from yardstick_llm.engine.models.checkpoint import Stored, StoredCodes, StoredZeros
 from yardstick_llm.engine.models.files import Keys, ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight, unpack
 from yardstick_llm.engine.models.formats.parts import FLOATS, Parts, block_side, with_weights
@@ -48,7 +48,9 @@ def gptq(stored: Mapping[str, Stored], keys: Keys) -> dict[str, Stored]:
         rows, out = parts["qweight"].shape
         return out, rows * WORD // _gptq_bits(parts)
 
-    return with_weights(stored, "qweight", ("qzeros", "scales", "g_idx"), shape, load)
+    found = with_weights(stored, "qweight", ("qzeros", "scales", "g_idx"), shape, load)
+    biases = {name.removesuffix("weight") + "bias" for name, tensor in found.items() if isinstance(tensor, StoredCodes)}
+    return found | {name: StoredZeros.of(found[name]) for name in biases & found.keys()}
 
 
 def _gptq_bits(parts: Mapping[str, Stored]) -> int:

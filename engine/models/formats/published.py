@@ -7,7 +7,7 @@ from pathlib import Path
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import Stored
-from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.files import Keys, is_gguf, read_json
 from yardstick_llm.engine.models.formats.bitsandbytes import bitsandbytes
 from yardstick_llm.engine.models.formats.compressed_tensors import compressed_tensors
 from yardstick_llm.engine.models.formats.fp8_files import fp8_files
@@ -22,7 +22,8 @@ METHODS: dict[str, Callable[[Mapping[str, Stored], Keys], dict[str, Stored]]] = 
     "awq": awq,
     "bitsandbytes": bitsandbytes,
 }
-KEY = "quantization_config"
+KEYS = "quantization_config", "compression_config"
+"""Of config.json, the first that is there. compressed-tensors wrote the second until August 2024."""
 
 
 def method_of(directory: Path) -> str | None:
@@ -47,13 +48,13 @@ def _section(directory: Path) -> tuple[str, Keys] | None:
     raw = read_json(directory / "config.json")
     keys = Keys(raw, "config.json")
     inner = keys.section("text_config")
-    section = keys.section(KEY) or (None if inner is None else inner.section(KEY))
+    section = next((found for each in (keys, inner) if each is not None for key in KEYS if (found := each.section(key))), None)
     if section is None:
         return None
     method = section.text("quant_method", "")
     if method not in METHODS:
-        raise ModelError(
-            f"quant_method in {KEY} of config.json is {method!r:.40}, which is not supported; use a checkpoint in one of "
-            f"{', '.join(METHODS)}, or in float16 or bfloat16."
+        problem = f"is {method!r:.40}, which is not supported"
+        raise section.error(
+            "quant_method", f"{problem}; use a checkpoint in one of {', '.join(METHODS)}, or in float16 or bfloat16"
         )
     return method, section

@@ -113,7 +113,7 @@ def _read(parts: tuple[Path, ...], marks: tuple[tuple[int, int], ...]) -> GGUFFi
     """``marks``: time of change and size of each part, so that a changed file is read again."""
     headers = [_read_header(part, size) for part, (_, size) in zip(parts, marks, strict=True)]
     metadata = headers[0][0]
-    expected = metadata.get("split.count", 1)
+    expected = metadata.get("split.count", 1) or 1  # llama-gguf-split --merge writes 0
     if expected != len(parts):
         raise ModelError(
             f"{parts[0].name} is the first of {expected} parts, and its name says {len(parts)}; keep the names of the parts, which"

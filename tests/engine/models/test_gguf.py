@@ -126,6 +126,19 @@ def test_numbers_are_those_of_ggml(tmp_path: Path, kind: str):
     assert np.array_equal(dense.numpy(), expected, equal_nan=True)
 
 
+def test_a_file_that_was_merged_counts_no_parts(tmp_path: Path) -> None:
+    """As ``llama-gguf-split --merge`` writes it."""
+    directory = make_checkpoint(tmp_path / "checkpoint", "llama", **SHAPE)
+    path = tmp_path / "merged.gguf"
+    write_gguf(directory, path, "Q8_0", lambda writer: writer.add_uint16("split.count", 0))
+    assert load_config(path).num_layers == 3
+    parts = [tmp_path / f"merged-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.symlink_to(path)
+    with pytest.raises(ModelError, match="is the first of 1 parts, and its name says 2"):
+        load_config(parts[0])
+
+
 def test_parts_of_a_file_and_parts_of_its_tensors(tmp_path: Path):
     directory = make_checkpoint(tmp_path / "checkpoint", "llama", **SHAPE)
     write_gguf(directory, tmp_path / "whole.gguf", "Q8_0")

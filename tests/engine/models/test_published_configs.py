@@ -255,7 +255,11 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] 
 EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "other architectures": [
-        ({"architectures": ["Glm4ForCausalLM"]}, "Glm4ForCausalLM .* is not supported; use .*LlamaForCausalLM")
+        ({"architectures": ["Glm4ForCausalLM"]}, "Glm4ForCausalLM .* is not supported; use a decoder .Llama, .* encoder .Bert, "),
+        (
+            {"architectures": ["BartForSequenceClassification"]},
+            r"^The architecture BartForSequenceClassification in config.json (?!.*For)[^;]*; [^;]{,300}Qwen2_5_VL[^;]{,250}$",
+        ),
     ],
     "`longrope`, `dynamic` and other rotations": [
         ({"rope_scaling": LONGROPE}, r"rope_type .* \(longrope\) is not supported; use default"),

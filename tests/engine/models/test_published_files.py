@@ -89,6 +89,81 @@ def broken(directory: Path, change: Callable[[dict[str, Tensor], dict[str, Any]]
 Q = "model.layers.0.self_attn.q_proj."
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen2", {}), ("mixtral", {"intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 2})]
+)
+def test_biases_of_gptq_that_are_zero_are_left_out(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """As AutoGPTQ writes them beside each projection, which Qwen2 has biases of its own for some of."""
+    source = make_checkpoint(tmp_path / "source", family, **overrides)
+    quantised, dense = write_quantised(source, tmp_path, "gptq")
+
+    def add(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            tensors.setdefault(name.replace("qweight", "bias"), torch.zeros(tensors[name].shape[1]).half())
+
+    broken(quantised, add)
+    found, expected = (load_model(directory).checkpoint_views() for directory in (quantised, dense))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    coded = load_model(quantised, quantize=stored.NAME)
+    assert (logits(coded, 8) - logits(load_model(dense), 8)).abs().max() < 1e-4
+    part = "mlp.down_proj" if family == "qwen2" else "block_sparse_moe.experts.1.w2"
+    name = f"model.layers.0.{part}.bias"
+    for value in (1e-7, float("nan")):
+        broken(quantised, lambda tensors, config, value=value: tensors[name].__setitem__(5, value))
+        with pytest.raises(ModelError, match=f"Tensor {name} in model.safetensors is not all zeros, and the model has no place"):
+            load_model(quantised)
+
+
+@pytest.mark.parametrize("name", ["gptq", "w4a16"])
+def test_other_biases_are_refused_though_they_are_zero(llama: Path, tmp_path: Path, name: str) -> None:
+    """Beside a dense weight, and in other formats."""
+    quantised, _ = write_quantised(llama, tmp_path, name, both=False)
+    place = "model.layers.1.self_attn.k_proj.bias" if name == "gptq" else Q + "bias"
+    broken(quantised, lambda tensors, config: tensors.update({place: torch.zeros(32)}))
+    with pytest.raises(ModelError, match=f"The weights have tensor {place}, which the model has no place for"):
+        load_model(quantised)
+
+
+def test_zero_points_of_keys_and_values_are_zero(llama: Path, tmp_path: Path) -> None:
+    quantised, dense = write_quantised(llama, tmp_path, "fp8 channel")
+    names = [f"model.layers.{layer}.self_attn.{which}_zero_point" for layer in range(3) for which in "kv"]
+    zeros = {name: torch.zeros(1).to(torch.float8_e4m3fn) for name in names}
+    broken(quantised, lambda tensors, config: tensors.update(zeros))
+    found, expected = (load_model(directory).checkpoint_views() for directory in (quantised, dense))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    broken(quantised, lambda tensors, config: tensors.update({names[3]: torch.ones(1, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=f"Tensor {names[3]} in model.safetensors is not all zeros"):
+        load_model(quantised)
+
+
+def test_sparse_weights_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    quantised, _ = write_quantised(llama, tmp_path, "fp8 channel", both=False)
+    broken(quantised, lambda tensors, config: config.update(sparsity_config={"format": "dense", "sparsity_structure": "2:4"}))
+    load_model(quantised)
+
+    def compress(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["sparsity_config"]["format"] = "sparse-24-bitmask"
+        tensors[Q + "compressed"] = tensors.pop(Q + "weight")
+
+    with pytest.raises(ModelError, match=r"^format in sparsity_config of quantization_config .* is 'sparse-24-bitmask'"):
+        load_model(broken(quantised, compress))
+
+
+def test_the_earlier_key_of_compressed_tensors(llama: Path, tmp_path: Path) -> None:
+    quantised, dense = write_quantised(llama, tmp_path, "w8a8")
+    raw = json.loads((quantised / "config.json").read_text())
+    config = raw.pop("quantization_config")
+    (quantised / "config.json").write_text(json.dumps(raw | {"compression_config": config}))
+    model = load_model(quantised)
+    assert model.weight_format == "weights of compressed-tensors dequantised"
+    found, expected = (each.checkpoint_views() for each in (model, load_model(dense)))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    (quantised / "config.json").write_text(json.dumps(raw | {"compression_config": config | {"quant_method": "new"}}))
+    with pytest.raises(ModelError, match=r"^quant_method in compression_config of .* is 'new', which is not"):
+        load_model(quantised)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "message"),

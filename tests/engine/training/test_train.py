@@ -19,6 +19,7 @@ from transformers import AutoModel
 from tests.attacks.watch import process_tree
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.causal import causal
+from tests.engine.models.published_files import write_quantised
 from tests.engine.training.datasets import write_dataset
 from tests.gguf_files import SHAPE, write_gguf
 from tests.processes import alive, wait_until
@@ -30,7 +31,7 @@ from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.engine.training.__main__ import main
 from yardstick_llm.engine.training.data import Dataset, read_dataset
-from yardstick_llm.engine.training.train import Trainer, TrainSettings, load_init
+from yardstick_llm.engine.training.train import Trainer, TrainSettings, load_init, write_model
 
 CPU = torch.device("cpu")
 SMALL = {"tokens_per_step": 120, "lr": 1e-3, "checks": 3, "epochs": 3}
@@ -186,6 +187,22 @@ def test_the_published_layout_is_what_was_trained(
     assert info.lenvm_gamma == facts["gamma"]
     assert info.lenvm_calibration is not None
     assert info.lenvm_calibration.states == facts["calibration"]["states"]
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_length_model_of_quantised_weights_is_dense(tmp_path: Path, init: Path, key: str) -> None:
+    quantised, _ = write_quantised(init, tmp_path, "w8a8", both=False)
+    raw = json.loads((quantised / "config.json").read_text())
+    raw[key] = raw.pop("quantization_config")
+    (quantised / "config.json").write_text(json.dumps(raw))
+    out = tmp_path / "out"
+    out.mkdir()
+    model = load_init(quantised, torch.bfloat16, 0)
+    expected = {name: tensor.clone() for name, tensor in model.decoder.checkpoint_views().items()}
+    write_model(model, quantised, out, {}, {})
+    assert key not in json.loads((out / "config.json").read_text())
+    found = load_lenvm(out, torch.bfloat16).decoder.checkpoint_views()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_small_updates_accumulate_in_master_weights(init: Path, dataset: Dataset) -> None:

@@ -55,6 +55,7 @@ IMPORTS = {
     "yardstick_llm.gateway.cli rerank": _ALL,
     "yardstick_llm.engine": _ENGINE,
     "yardstick_llm.engine.server.loop_process": _ENGINE,
+    "yardstick_llm.engine.training": ("yardstick_llm.engine.training.train",),
     "yardstick_llm.engine.runner.distributed.worker": (*_ENGINE, "yardstick_llm.engine.runner.distributed.worker"),
     "yardstick_llm.loadgen": _LOAD,
 }
@@ -64,6 +65,7 @@ _STARTERS = (
     "yardstick_llm.gateway.cli",
     "yardstick_llm.engine",
     "yardstick_llm.engine.server.loop_process",
+    "yardstick_llm.engine.training",
 )
 """Modules that start others."""
 _NOT_FOR_LIBRARIES = ("YARDSTICK_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "TOKENIZERS_", "RUST_", "MALLOC_")

@@ -35,9 +35,13 @@ from yardstick_llm.engine.server.loop_client import with_defaults
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.process.signals import ending_with
 
-_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
+_SERVER = ("litestar.plugins.attrs", "litestar.plugins.pydantic", "uvicorn.lifespan.on", "uvicorn.protocols.websockets.auto")
+_SERVER += ("uvicorn.loops.uvloop", "anyio._backends._asyncio", "httpcore")
+"""Modules that Litestar, Uvicorn and httpx import with the first application, server and client."""
+_GATEWAY = (*_SERVER, "uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
 _COMMANDS = ("rich.progress", "typer", "yardstick_llm.gateway.commands.serve", "yardstick_llm.gateway.commands.runner")
 _ENGINE = (
+    *_SERVER,
     "yardstick_llm.engine.server.options",
     "yardstick_llm.engine.server.app",
     "yardstick_llm.engine.loop.build",

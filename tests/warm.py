@@ -35,9 +35,13 @@ from yardstick_llm.engine.server.loop_client import with_defaults
 from yardstick_llm.engine.wire import TokenizerFiles
 from yardstick_llm.gateway.process.signals import ending_with
 
-_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
+_SERVER = ("litestar.plugins.attrs", "litestar.plugins.pydantic", "uvicorn.lifespan.on", "uvicorn.protocols.websockets.auto")
+_SERVER += ("uvicorn.loops.uvloop", "anyio._backends._asyncio", "httpcore")
+"""Modules that Litestar, Uvicorn and httpx import with the first application, server and client."""
+_GATEWAY = (*_SERVER, "uvloop", "httptools", "uvicorn.server", "yardstick_llm.gateway.app", "yardstick_llm.gateway.requests.worker")
 _COMMANDS = ("rich.progress", "typer", "yardstick_llm.gateway.commands.serve", "yardstick_llm.gateway.commands.runner")
 _ENGINE = (
+    *_SERVER,
     "yardstick_llm.engine.server.options",
     "yardstick_llm.engine.server.app",
     "yardstick_llm.engine.loop.build",
@@ -55,6 +59,7 @@ IMPORTS = {
     "yardstick_llm.gateway.cli rerank": _ALL,
     "yardstick_llm.engine": _ENGINE,
     "yardstick_llm.engine.server.loop_process": _ENGINE,
+    "yardstick_llm.engine.training": ("yardstick_llm.engine.training.train",),
     "yardstick_llm.engine.runner.distributed.worker": (*_ENGINE, "yardstick_llm.engine.runner.distributed.worker"),
     "yardstick_llm.loadgen": _LOAD,
 }
@@ -64,6 +69,7 @@ _STARTERS = (
     "yardstick_llm.gateway.cli",
     "yardstick_llm.engine",
     "yardstick_llm.engine.server.loop_process",
+    "yardstick_llm.engine.training",
 )
 """Modules that start others."""
 _NOT_FOR_LIBRARIES = ("YARDSTICK_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "TOKENIZERS_", "RUST_", "MALLOC_")

@@ -295,7 +295,8 @@ class Decoder(nn.Module):
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]
         """[layer] index of its rotation."""
-        frequencies = [_frequencies(rope, config.rotary_dim or config.head_dim) for rope in self._ropes]
+        with torch.device("cpu"):  # the first operation on the device `meta` imports 900 modules, in a second
+            frequencies = [_frequencies(rope, config.rotary_dim or config.head_dim) for rope in self._ropes]
         self.register_buffer("inverse_frequencies", torch.stack(frequencies), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:

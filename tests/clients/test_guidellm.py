@@ -15,12 +15,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FEW_WORKERS = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "GUIDELLM__MP_CONTEXT_TYPE": "forkserver"}
 """Each of its processes would import all of it, which takes seconds of CPU, and by default there are up to ten."""
+SOON = {"GUIDELLM__SCHEDULER_START_DELAY_NON_DISTRIBUTED": "0.1"}
+"""Seconds from the start of its worker to the first request, in place of one for each benchmark."""
 
 
 def test_a_sweep_runs_to_its_end(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     given = (demo.url, str(MODELS / "base"), str(report))
-    run_shell("guidellm_sweep.sh", *given, environment="evaluation", seconds=300, **cache | FEW_WORKERS)
+    run_shell("guidellm_sweep.sh", *given, environment="evaluation", seconds=300, **cache | FEW_WORKERS | SOON)
     benchmarks = json.loads(report.read_text())["benchmarks"]
     kinds = [benchmark["config"]["strategy"]["type_"] for benchmark in benchmarks]
     assert (kinds[:2], set(kinds[2:])) == (["synchronous", "throughput"], {"constant"})

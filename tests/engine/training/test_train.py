@@ -280,7 +280,7 @@ def test_processes_end_together_and_the_training_continues(tmp_path: Path, init:
     command = arguments(data, init, out, "--processes", "2", "--epochs", "400", "--save-minutes", "1e-9")
     process = started(command)
     wait_until((out / "training.pt").exists, 60)
-    _, other = process_tree(process.pid)
+    _, _, other, *_ = process_tree(process.pid)  # the second is the warm process
     os.kill(process.pid if killed == "the first" else other, signal.SIGKILL)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == (-signal.SIGKILL if killed == "the first" else 1)

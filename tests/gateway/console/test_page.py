@@ -189,6 +189,7 @@ def test_copying(browser: Browser, server: str, page_has: str) -> None:
     page = context.new_page()
     if page_has == "no clipboard":
         page.add_init_script("Object.defineProperty(Navigator.prototype, 'clipboard', {value: undefined})")
+    page.clock.install()
     page.goto(server)
     ready(page)
     button = page.locator("#rank-code").get_by_role("button", name="Cop")
@@ -196,6 +197,7 @@ def test_copying(browser: Browser, server: str, page_has: str) -> None:
         button.click()
     expect(button).to_have_text("Copied")
     expect(button).to_be_focused()
+    page.clock.fast_forward(1500)
     expect(button).to_have_text("Copy")
     page.fill("#rank-query", "")
     page.focus("#rank-query")

@@ -11,6 +11,9 @@ from tests.gateway.console.conftest import KEY, Open
 from tests.gateway.console.scripted import Connection, ScriptedServer
 from tests.processes import Pod
 
+SAMPLE_MS = 2000
+"""Time between two looks at the metrics."""
+
 
 def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     page.click("#tab-status")
@@ -49,11 +52,13 @@ def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -
         connection.send(200, "text/plain", "\n".join([*lines, ""]).encode())
 
     page = visit(scripted.answer(metrics=metrics, catalogues={"data": [catalogue]}))
+    page.clock.install()
     page.click("#tab-status")
     cells = page.locator("#status-item-caches td")
     expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "25 %", "500"])
     expect(page.locator("#status-catalogues td")).to_have_text(["shoes", "yardstick-demo", "400", "72,000", "9,000"])
     told |= {"scored_items_total": 140, "found_items_total": 100, "evicted_tokens_total": 560}
+    page.clock.fast_forward(SAMPLE_MS)
     expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "90 %", "60"])
 
 
@@ -86,6 +91,7 @@ def test_limits_of_the_key(visit: Open, keyed: str) -> None:
 @pytest.mark.slow
 def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> None:
     page = visit(scripted.answer())
+    page.clock.install()
     page.click("#tab-status")
     expect(page.locator("#status-error")).to_contain_text("HTTP 404")
     expect(page.locator("#status-models")).to_contain_text("yardstick-demo")
@@ -102,6 +108,7 @@ def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> N
     page.click("#tab-status")
     expect(page.locator("#status-line")).to_have_text("No engine takes requests.")
     scripted.answer(metrics=lambda c: c.connection.close())
+    page.clock.fast_forward(SAMPLE_MS)
     expect(page.locator("#status-error")).to_contain_text("cannot be reached")
 
 
@@ -131,10 +138,12 @@ def test_latency_text_workers_and_usage(visit: Open, scripted: ScriptedServer) -
         connection.send(200, "text/plain", "\n".join([*told, ""]).encode())
 
     page = visit(scripted.answer(metrics=metrics, catalogues={"data": []}))
+    page.clock.install()
     page.click("#tab-status")
     cells = page.locator("#status-latency td")
     expect(cells).to_have_text(["/v1/rerank", "<b>", "100", "200 ms", "920 ms", "980 ms", "50 ms", "95 ms"])
     counts |= {"0.1": 100, "0.2": 150, "1.0": 200, "+Inf": 200}
+    page.clock.fast_forward(SAMPLE_MS)
     expect(cells).to_have_text(["/v1/rerank", "<b>", "100", "50 ms", "95 ms", "99 ms", "50 ms", "95 ms"])
     texts = ["Waiting now", "0 requests", "", "", "Wait for a worker", "0.5 ms", "0.95 ms", "0.99 ms"]
     texts += ["Work on a request", "over 300 s", "over 300 s", "over 300 s", "Ended, since the start", "2 slow", "", ""]

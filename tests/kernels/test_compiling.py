@@ -301,12 +301,10 @@ Compile = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def compile_launch(pytestconfig: pytest.Config) -> Iterator[Compile]:
+def compile_launch() -> Iterator[Compile]:
     """Returns the kernels of a launch: name, shared (bytes of shared memory), local (bytes a thread of what its registers do not
-    hold), ptx. Triton keeps them in pytest's cache, under a hash of all that it reads to compile them."""
-    assert pytestconfig.cache is not None
-    with tempfile.TemporaryFile() as said:
-        cache = str(pytestconfig.cache.mkdir("compiled-kernels"))
+    hold), ptx."""
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile() as said:
         variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.kernels.test_compiling"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}

@@ -152,13 +152,10 @@ print(native.LANES, native.VECTORS, native.HAS_DOT)
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is of x86-64")
 @pytest.mark.parametrize(("processor", "feature"), [("haswell", "none"), ("alderlake", "avxvnni")])
-def test_a_processor_with_smaller_registers(pytestconfig: pytest.Config, tmp_path: Path, processor: str, feature: str) -> None:
-    """Its loops are kept in pytest's cache, where the next run compiles them again only if their file has changed."""
+def test_a_processor_with_smaller_registers(tmp_path: Path, processor: str, feature: str) -> None:
     if feature == "avxvnni" and not torch.cpu.get_capabilities().get("avx_vnni"):
         pytest.skip("the processor has no AVX-VNNI")
-    assert pytestconfig.cache is not None
-    loops = pytestconfig.cache.mkdir(f"loops-{processor}-{feature}")
-    environment = {"PYTHONPATH": "src", "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(loops)}
+    environment = {"PYTHONPATH": "src", "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     environment |= {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
     command = [sys.executable, "-c", OTHER, feature]
     found = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.config import ModelConfig
 from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNorm, Projected, RMSNorm, TokenHead, Unadded
 from yardstick_llm.engine.models.registry import ExpertNames, Norms, family_of
-from yardstick_llm.engine.models.rope import Rope
+from yardstick_llm.engine.models.rope import frequencies_of
 from yardstick_llm.kernels.gelu_mul import gelu_mul
 from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
@@ -295,9 +295,8 @@ class Decoder(nn.Module):
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]
         """[layer] index of its rotation."""
-        with torch.device("cpu"):  # the first operation on the device `meta` imports 900 modules, in a second
-            frequencies = [_frequencies(rope, config.rotary_dim or config.head_dim) for rope in self._ropes]
-        self.register_buffer("inverse_frequencies", torch.stack(frequencies), persistent=False)
+        frequencies = frequencies_of(self._ropes, config.rotary_dim or config.head_dim)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64. -> hidden rows after the final norm, [tokens, hidden].
@@ -414,8 +413,3 @@ class Decoder(nn.Module):
             cos, sin = angles.cos(), angles.sin()
             rotations.append((cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude))
         return rotations
-
-
-def _frequencies(rope: Rope | None, head_dim: int) -> Tensor:
-    """Radians a position, [head_dim / 2], float32; 0 without a rotation."""
-    return torch.zeros(head_dim // 2) if rope is None else rope.inverse_frequencies(head_dim)

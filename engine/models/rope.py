@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,12 @@ class FactorRope(Rope):
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         return _plain_frequencies(self.theta, head_dim) / torch.tensor(self.factors, dtype=torch.float32)
+
+
+def frequencies_of(ropes: Sequence[Rope | None], head_dim: int) -> Tensor:
+    """[ropes, head_dim / 2] radians a position, float32; 0 without a rotation."""
+    with torch.device("cpu"):  # the first operation on the device `meta` imports 900 modules, in a second
+        return torch.stack([torch.zeros(head_dim // 2) if rope is None else rope.inverse_frequencies(head_dim) for rope in ropes])
 
 
 def long_attention_factor(factor: float, original_context: int) -> float:

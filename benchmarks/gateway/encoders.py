@@ -50,7 +50,8 @@ from yardstick_llm.engine.server.loop_client import HUGE_PAGES, MALLOC
 from yardstick_llm.kernels.int8 import instructions
 
 PROGRAM = Path(__file__).with_name("encoder_process.py")
-ENVIRONMENTS = dict.fromkeys(("sentence-transformers", "onnxruntime", "openvino"), "encoder-peers") | {"infinity": "infinity"}
+LIBRARIES = ("sentence-transformers", "onnxruntime", "openvino")
+ENVIRONMENTS = dict.fromkeys(LIBRARIES, "encoder-peers") | {"infinity": "infinity"}
 """The environment of each library (``tests/clients/pins``)."""
 FORMATS = ("float32", "int8")
 OURS = "Yardstick"
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks encoders", description="Encoders over HTTP beside other libraries.")
     parser.add_argument("--layers", type=int, default=12, help="of the cross-encoder (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, help="measure a model of this family, of four layers, only")
-    parser.add_argument("--libraries", default=",".join(ENVIRONMENTS), help="(%(default)s)")
+    parser.add_argument("--libraries", default=",".join(LIBRARIES), help="of these and infinity, which takes 10 GB (%(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of these and bfloat16 (%(default)s)")
     parser.add_argument("--python", type=Path, help="an interpreter with the libraries (of environments made on first use)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")

@@ -609,7 +609,7 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     ):
         if keys.flag(key, only) is not only:
             raise keys.error(key, f"is {str(not only).lower()}, which is not supported; use another model")
-    for key in ("quantization_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
+    for key in ("quantization_config", "compression_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
         if keys.present(key):
             raise keys.error(key, "is set, which is not supported; use another model")
     if keys.text("feed_forward_type", "geglu") != "geglu":

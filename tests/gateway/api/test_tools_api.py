@@ -170,13 +170,14 @@ def test_a_response_has_a_cut_call_as_incomplete(server: Server) -> None:
 
 
 def test_malformed_calls_are_text_and_are_counted(server: Server) -> None:
-    before = metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="malformed"}')
+    counts = [f'yardstick_tool_calls_total{{format="hermes",result="{result}"}}' for result in ("malformed", "called")]
+    before = [metric(server.client, count) for count in counts]
+    server.answer("hermes", CALL)
     text = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
     answer = server.answer("hermes", text)
     assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
     assert "tool_calls" not in answer["message"]
-    assert metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="malformed"}') == before + 1
-    assert metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="called"}') > 0
+    assert [metric(server.client, count) for count in counts] == [number + 1 for number in before]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.gateway.encoders import ENVIRONMENTS
+from benchmarks.gateway.encoders import LIBRARIES
 
 
 @pytest.mark.slow
@@ -37,11 +37,11 @@ def test_it_measures_this_checkout_and_another(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_encoders_and_all_libraries_compute_the_same(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = f"--quick --formats float32 --texts 2 --libraries {','.join(ENVIRONMENTS)}"
-    assert main(["encoders", *asked.split(), "--out", str(tmp_path)]) == 0
+    """But Infinity, whose environment takes longer to install than all of them to measure."""
+    assert main(["encoders", "--quick", "--formats", "float32", "--texts", "2", "--out", str(tmp_path)]) == 0
     summary = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert summary["left_out"] == {}
-    assert {name.removesuffix(", float32") for name in summary["versions"]} == set(ENVIRONMENTS)
+    assert {name.removesuffix(", float32") for name in summary["versions"]} == set(LIBRARIES)
     assert len(summary["texts_per_s"]) == 6
     for programs in summary["texts_per_s"].values():
         assert all(rate["median"] > 0 for rate in programs.values())

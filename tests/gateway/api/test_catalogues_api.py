@@ -351,12 +351,12 @@ def test_items_expire() -> None:
     with gateways() as start, RedisServer.start() as redis:
         memory, shared = start(FakeEngine()), start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
         for client in (memory, shared):
-            create(client, "shop", ttl_seconds=0.5).raise_for_status()
+            create(client, "shop", ttl_seconds=1.2).raise_for_status()
             register(client, "shop", {"a": "one", "b": "two"})
             assert score(client, "shop", ["a", "b"]).status_code == 200
-            time.sleep(0.3)
+            time.sleep(0.7)
             register(client, "shop", {"b": "two"})
-            time.sleep(0.3)
+            time.sleep(0.7)
             assert score(client, "shop", ["b"]).status_code == 200, "registered again"
             assert score(client, "shop", ["b", "a"]).json()["error"]["param"] == "ids[1]"
             assert [item["id"] for item in client.get("/v1/catalogues/shop/items").json()["data"]] == ["b"]

@@ -754,8 +754,8 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """The first of ``architectures`` in the model's ``config.json``."""
     model_files: dict[str, bytes] = {}
     """Contents of the sentence-transformers files of the directory, by relative path: ``modules.json``,
-    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module; and of the model's
-    own ``config.json`` the keys with which a cross-encoder names its activation."""
+    ``config_sentence_transformers.json``, ``sentence_bert_config.json``, and the ``config.json`` of each module; Stanford's
+    ``artifact.metadata``; and of the model's own ``config.json`` the keys with which a cross-encoder names its activation."""
     tool_template: str | None = None
     """A chat template of its own for conversations with tools."""
 

@@ -148,7 +148,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_pair(self) -> bool:
-        """Whether the prompt of two texts is the tokeniser's pair of them."""
+        """Whether the prompt of two texts is the tokeniser's pair of them, the first with text of the preset before it."""
         pair = ("{document}",) if self.task == "classify" else ("{query}", "{document}")
         ends = len(self.template) == len(pair) and all(map(str.endswith, self.template, pair))
         fields = [placeholders(piece) for piece in self.template] == [placeholders(piece) for piece in pair]
@@ -571,6 +571,7 @@ _CONFIG, _COLBERT = "config_sentence_transformers.json", "artifact.metadata"
 _DECODERS = ("Llama", "Qwen", "Gemma", "Mistral", "Ministral", "Mixtral", "Phi", "SmolLM", "Olmo", "Granite")
 """Beginnings of the architectures of decoders, whose tokenisers join no pairs, also where all tokens attend to each other."""
 _UNCUT = (1 << 20) - 1
+"""Length of texts that nothing but the context cuts."""
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
 """Classes of torch that cross-encoders name, by their last part."""
 _File = TypeVar("_File", bound=msgspec.Struct)

@@ -77,6 +77,9 @@ def locate(model: str | Path, revision: str | None = None, files: Sequence[str] 
     if directory.is_dir() or (is_gguf(directory) and directory.is_file()):
         if revision is not None:
             raise ModelError(f"{model} is a local path, which has no revision {revision}; leave the revision out.")
+        if (directory / MODULES_FILE).is_file() and not (directory / "config.json").exists():
+            inner = next((folder for _, folder in read_modules(directory / MODULES_FILE)), "")
+            raise ModelError(f"{model} has no config.json; if it is in {inner or 'another folder'}, move the files from there.")
         return directory
     if hub_file := _HUB_FILE.fullmatch(str(model)):
         pattern = _FIRST_PART.sub(r"-*-of-\1.gguf", hub_file["file"])

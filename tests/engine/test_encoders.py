@@ -676,6 +676,17 @@ def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
         build(qwen)
 
 
+def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As early releases of sentence-transformers write it."""
+    directory = make_encoder(tmp_path, "bert")
+    (directory / "0_Transformer").mkdir()
+    (directory / "config.json").rename(directory / "0_Transformer" / "config.json")
+    modules = json.loads((directory / "modules.json").read_text())
+    (directory / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_Transformer"}, *modules[1:]]))
+    with pytest.raises(ModelError, match="if it is in 0_Transformer, move"):
+        build(directory)
+
+
 def test_dropout_changes_nothing(tmp_path: Path) -> None:
     directory, sent = make_encoder(tmp_path, "bert"), texts()[:4]
     (before,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding()))

@@ -27,10 +27,9 @@ from yardstick_llm.kernels.whole_attention import Run, work_of
 FEW_TOKENS = 128
 """Most tokens of a step whose threads share the outputs of each product, so that each reads a part of the weights; in larger ones
 they share the tokens."""
-LEAST_ALONE, MOST_ALONE = 8, 64
+LEAST_ALONE, MOST_ALONE = 8, 512
 """Small steps that one thread computes after one in which a thread had to wait for long; each time in a row twice as many. Beside
-processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step; the
-first step after the most is as long as two to four others, a few percent of them."""
+processes that keep all cores busy, a wait lasts until the scheduler lets the other thread run, which is longer than the step."""
 PIECE_NUMBERS = 1 << 17
 """Numbers of queries, keys and values that are projected before their sequences attend. They stay in a core's second cache."""
 NEVER = 1 << 62

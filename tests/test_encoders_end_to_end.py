@@ -110,7 +110,7 @@ PAIRS = [[query, document] for query in ("red shoes?", "fox " * 90) for document
 
 @pytest.fixture(scope="module")
 def reference(cross: Path) -> dict[str, Any]:
-    """What sentence-transformers computes of the texts of all tests."""
+    """Return what sentence-transformers computes for the texts of all tests."""
     folder = str(weights.minilm())
     calls: dict[str, dict[str, Any]] = {
         "plain": {"folder": folder, "texts": TEXTS},

@@ -4,7 +4,8 @@ Arguments: library, number format (``float32``, ``int8`` or ``bfloat16``), threa
 folder for the files that the library needs, such as an ONNX file, whether texts are pairs, and texts to calibrate with. Files are
 made once and found again. Then the library's version, the port and the process's id are printed as JSON. ``/v1/embeddings`` (with
 base64) and ``/v1/rerank`` take the texts of a request, checked no further than their JSON. Requests that come while a batch is
-computed are the next batch, of at most 32 texts. The process ends with its standard input.
+computed are the next batch, of at most 32 texts. The process ends with its standard input. Infinity serves with its own application
+and batches.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration
-from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, check_decoder, load_pooling, max_seq_length
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, scores_pairs
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -269,7 +269,8 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`. Raises :class:`ModelError`.
     """
-    config = parse_config(*_read_configuration(directory), max_context)
+    raw, generation = _read_configuration(directory)
+    config = parse_config(raw, generation, max_context)
     if config.vision is not None:
         vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
         config = dataclasses.replace(config, vision=vision)
@@ -281,7 +282,14 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
         )
     if pooling is None:
         return config
-    check_decoder(directory)
+    if scores_pairs(directory):
+        raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
+    own = Keys(raw, "config.json").section("auto_map")
+    if own is not None and own.present("AutoModel") and not any(Keys(raw, "config.json").present(key) for key, _ in CAUSAL_KEYS):
+        raise ModelError(
+            "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
+            "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
+        )
     if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
         how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
         raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")

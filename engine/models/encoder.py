@@ -242,14 +242,13 @@ class Encoder(nn.Module):
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self.class_head: Head | None = None
         self.masked_head: Head | None = None
-        modules = config.class_modules or config.pooling
         if config.classes and config.class_modules is None:
             self.class_head = Head(config, family.class_head, len(config.classes), dtype, dense_bias=config.head_bias)
         if config.sparse == "vocabulary" and family.masked_head is not None:
             self.masked_head = Head(config, family.masked_head, config.vocab_size, dtype, dense_bias=config.head_bias)
             if config.tied:
                 self.masked_head.out.weight = self.embed.weight
-        self.projected = Projected(() if modules is None else modules.projections)
+        self.projected = Projected(() if config.modules is None else config.modules.projections)
         self.token_weight = Linear(size, 1) if config.sparse == "tokens" else None
         """bge-m3: the weight of each token."""
         self.token_projection = Linear(size, config.token_vectors) if config.token_head else None

@@ -383,7 +383,7 @@ class EncoderConfig(BaseConfig):
     head_activation: str = "tanh"
     head_bias: bool = True
     class_modules: Pooling | None = None
-    """Of a cross-encoder without a head of its own: the modules of sentence-transformers that make its scores."""
+    """Modules of sentence-transformers that make the scores of a cross-encoder without a head of its own; None for other models."""
     sparse: Literal["vocabulary", "tokens", "none"] = "none"
     """Weights of vocabulary entries: the largest of a masked language model's logits over all tokens, as log(1 + relu) (SPLADE); or
     that of a head with one number for each token (bge-m3)."""
@@ -402,6 +402,11 @@ class EncoderConfig(BaseConfig):
     @property
     def family(self) -> EncoderFamily:
         return FAMILIES[self.architecture][0]
+
+    @property
+    def modules(self) -> Pooling | None:
+        """Pooling and projections, of vectors or of scores."""
+        return self.class_modules or self.pooling
 
     @property
     def head_dim(self) -> int:
@@ -479,7 +484,7 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
 
 
 def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig:
-    """Of a cross-encoder that is saved as a Transformer, Pooling and Dense modules, the last of which makes the scores."""
+    """Return the configuration of a cross-encoder that is saved as Transformer, Pooling and Dense. The last Dense makes scores."""
     if pooling.mode not in ("cls", "mean") or not pooling.projections:
         raise ModelError(f"{MODULES_FILE} of a cross-encoder must have Pooling of cls or mean, and Dense; use another model.")
     count = pooling.size(config.hidden_size)

@@ -104,8 +104,8 @@ def load_encoder(
     checkpoint.check(stored, wanted, apart, UNREAD)
     encoder = Encoder(config, dtype)
     checkpoint.copy(stored, encoder.checkpoint_views())
-    if (modules := config.class_modules or config.pooling) is not None:
-        _fill_projections(directory, encoder.projected, modules)
+    if config.modules is not None:
+        _fill_projections(directory, encoder.projected, config.modules)
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
         if linear is not None:
             _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
@@ -138,11 +138,14 @@ def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -
         if not projection.folder:
             stored = {INLINE: stored[INLINE]}
         # Names are linear.weight or norm.weight; before release 3 of sentence-transformers those of a Dense are the same.
-        named = [tuple(name.rpartition(".")[::2]) for name in stored]
-        of_residual = {last: each for (module, last), each in zip(named, stored.values(), strict=True) if module == "residual"}
-        if of_residual:
-            _fill_apart(of_residual, projected.residuals[str(place)])
-        _fill_apart({last: each for (module, last), each in zip(named, stored.values(), strict=True) if module != "residual"}, part)
+        own: dict[str, Stored] = {}
+        residual: dict[str, Stored] = {}
+        for name, tensor in stored.items():
+            module, _, kind = name.rpartition(".")
+            (residual if module == "residual" else own)[kind] = tensor
+        _fill_apart(own, part)
+        if residual:
+            _fill_apart(residual, projected.residuals[str(place)])
 
 
 def _fill_apart(stored: Mapping[str, Stored], part: nn.Module) -> None:
@@ -325,6 +328,8 @@ def fingerprint(
             path for each in pooling.projections if each.folder for path in sorted((directory / each.folder).glob("*model.*"))
         ]
     if is_encoder(directory):
+        if (logs := load_encoder_config(directory).sparse_logs) != 1:
+            digest.update(f"\0{logs} logarithms\0".encode())
         files += [directory / name for name in (SPARSE_HEAD, TOKEN_HEAD) if (directory / name).is_file()]
     elif (vision := load_config(directory).vision) is not None:
         digest.update(f"\0images {vision.preprocessing}\0".encode())

@@ -129,7 +129,7 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
 
 
 def _inline(directory: Path) -> Pooling | None:
-    """Of a model as Stanford's ColBERT writes it: the projection of each token's hidden state is among the model's weights."""
+    """Return the projection of a model that Stanford's ColBERT wrote. Its matrix is among the weights. None for other models."""
     config = directory / "config.json"
     if not config.is_file() or HF_COLBERT not in (read_json(config).get("architectures") or ()):
         return None
@@ -158,19 +158,6 @@ def max_seq_length(directory: Path) -> int | None:
         if path is not None and raw.get(key) is not None and not (isinstance(raw[key], (int, float)) and raw[key] >= 1 << 31):
             return Keys(raw, path.name).count(key)
     return None
-
-
-def check_decoder(directory: Path) -> None:
-    """Raise :class:`ModelError` for a decoder whose vectors are read in another way than its files say to all."""
-    if scores_pairs(directory):
-        raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
-    config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-    own = "AutoModel" in (config.get("auto_map") or {})
-    if own and config.get("is_causal") is None and config.get("use_bidirectional_attention") is None:
-        raise ModelError(
-            "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
-            "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
-        )
 
 
 def scores_pairs(directory: Path) -> bool:

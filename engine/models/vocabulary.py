@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from yardstick_llm.engine.models.files import ModelError, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, read_json
 
 WORDPIECE_FILES, BPE_FILES = ("vocab.txt",), ("vocab.json", "merges.txt")
 VOCABULARY_FILES = (*WORDPIECE_FILES, *BPE_FILES)
@@ -32,12 +32,12 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
     names = WORDPIECE_FILES if kind in WORDPIECE_TYPES else BPE_FILES if kind in BPE_TYPES else ()
     if not names or not all((directory / name).is_file() for name in names):
         raise ModelError(f"There is no tokenizer.json in the model directory, which gateways need for texts; {_ADVICE}")
-    named = str(config.get("tokenizer_class") or "Bert").removesuffix("Fast").removesuffix("Tokenizer").lower()
-    if named not in (*WORDPIECE_TYPES, *BPE_TYPES) or (directory / "added_tokens.json").is_file():
+    named = _class_of(config).removesuffix("Tokenizer").lower()
+    if named not in ("", *WORDPIECE_TYPES, *BPE_TYPES) or (directory / "added_tokens.json").is_file():
         raise ModelError(f"There is no tokenizer.json in the model directory, and its vocabulary is of another kind; {_ADVICE}")
     try:
         made = _wordpiece(directory, config) if names == WORDPIECE_FILES else _byte_pairs(directory, config)
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError, IndexError, RecursionError) as error:
         raise ModelError(f"{' and '.join(names)} in the model directory cannot be read; download the model again.") from error
     return json.dumps({"version": "1.0", "truncation": None, "padding": None, **made}).encode()
 
@@ -45,8 +45,8 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
 def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
     """``tokenizer.json`` with the tokens around a text that ``tokenizer_config.json`` asks for, as
     classes of transformers 4 put them in place of those in the file: models are published for these."""
-    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
-    own = kind == "Qwen2Tokenizer" and "AutoTokenizer" in (config.get("auto_map") or {})  # its own code does the same
+    kind, code = _class_of(config), Keys(config, "tokenizer_config.json").section("auto_map")
+    own = kind == "Qwen2Tokenizer" and code is not None and code.present("AutoTokenizer")  # its own code does the same
     begins, ends = config.get("add_bos_token"), config.get("add_eos_token")
     if (begins is None and ends is None) or not (own or kind in ADDING_CLASSES):
         return document
@@ -56,7 +56,7 @@ def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
         raw = json.loads(document)
         ids = {token["content"]: token["id"] for token in raw["added_tokens"]}
         raw["post_processor"] = _template([*bos, "A", *eos], [*bos, "A", *eos, *bos, "B", *eos], ids, second=0)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         message = "add_bos_token and add_eos_token in tokenizer_config.json name tokens that tokenizer.json does not have"
         raise ModelError(f"{message}; correct one of the files.") from error
     return json.dumps(raw, ensure_ascii=False).encode()
@@ -108,6 +108,11 @@ def _byte_pairs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
             "merges": merges[merges[0].startswith("#version") :],
         },
     }
+
+
+def _class_of(config: dict[str, Any]) -> str:
+    """Name of the tokeniser's class, with or without ``Fast`` in the file; empty where it has none."""
+    return str(config.get("tokenizer_class") or "").removesuffix("Fast")
 
 
 def _named(config: dict[str, Any], name: str, usual: str) -> str:

@@ -481,7 +481,7 @@ def _short(model: str) -> str:
 
 
 class _SentenceTransformers(msgspec.Struct, frozen=True):
-    """What is read of ``config_sentence_transformers.json``; the last ones are PyLate's."""
+    """Keys of ``config_sentence_transformers.json`` that are read. PyLate writes those from ``query_prefix`` on."""
 
     prompts: dict[str, str] | None = None
     default_prompt_name: str | None = None
@@ -529,7 +529,7 @@ class _Transformer(msgspec.Struct, frozen=True):
 
 
 class _Mask(msgspec.Struct, frozen=True):
-    """What is read of the file of the module ``MultiVectorMask``."""
+    """Keys that are read in the configuration of the module ``MultiVectorMask``."""
 
     skiplist_words: list[str] = []
     skiplist_tasks: tuple[Literal["document"]] = ("document",)
@@ -537,7 +537,7 @@ class _Mask(msgspec.Struct, frozen=True):
 
 
 class _ColBERT(msgspec.Struct, frozen=True):
-    """What is read of ``artifact.metadata``, which Stanford's ColBERT writes."""
+    """Keys that are read in ``artifact.metadata``, a file that Stanford's ColBERT writes."""
 
     query_token_id: str = "[unused0]"  # noqa: S105 - the name of a token
     doc_token_id: str = "[unused1]"  # noqa: S105
@@ -601,7 +601,7 @@ def of_sentence_transformers(
     kind = "Sigmoid" if named is None else named.rpartition(".")[2]
     if named is not None and kind not in _ACTIVATIONS:
         raise PresetError(f"the model's files name the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
-    # Identity is what CrossEncoder writes for several classes where nobody chose an activation.
+    # For several classes, CrossEncoder writes Identity if nobody chose an activation.
     activation = "softmax" if classes != 1 and (named is None or kind == "Identity") else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation

@@ -676,6 +676,20 @@ def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
         build(qwen)
 
 
+def test_other_weights_of_the_same_model_have_another_fingerprint(tmp_path: Path) -> None:
+    """The result cache of a gateway tells them apart by it."""
+    directory, found = make_encoder(tmp_path, "bert", "masked"), set[str]()
+    modules = [("Transformer", ""), ("SpladePooling", "1_SpladePooling")]
+    (directory / "modules.json").write_text(
+        json.dumps([{"type": f"sentence_transformers.{k}", "path": path} for k, path in modules])
+    )
+    (directory / "1_SpladePooling").mkdir()
+    for activation in ("relu", "log1p_relu"):
+        (directory / "1_SpladePooling" / "config.json").write_text(json.dumps({"activation_function": activation}))
+        found.add(build(directory).info.fingerprint)
+    assert len(found) == 2
+
+
 def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """As early releases of sentence-transformers write it."""
     directory = make_encoder(tmp_path, "bert")

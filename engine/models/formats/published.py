@@ -23,7 +23,7 @@ METHODS: dict[str, Callable[[Mapping[str, Stored], Keys], dict[str, Stored]]] = 
     "bitsandbytes": bitsandbytes,
 }
 KEYS = "quantization_config", "compression_config"
-"""Of config.json, the first that is there. compressed-tensors wrote the second until August 2024."""
+"""Keys of config.json that describe the format; the first one found is read. compressed-tensors wrote the second until 2024."""
 
 
 def method_of(directory: Path) -> str | None:

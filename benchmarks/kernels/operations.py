@@ -98,7 +98,9 @@ def _qk_norm_rope(gpu: Gpu) -> Iterator[Row]:
 
 @benchmark("quantize")
 def _quantize(gpu: Gpu) -> Iterator[Row]:
-    """The projections of Qwen3-0.6B and a layer of 4096. Percentages are of bfloat16's peak; FP8's is twice that."""
+    """The projections of Qwen3-0.6B and a layer of 4096. Percentages are of bfloat16's peak; FP8's is twice that. Whether one scale
+    for each of the two matrices is faster decides whether it is worth its error."""
+    one = torch.ones((), device="cuda")
     for size in (1024, 2048, 4096):
         x = random(8192, size)
         yield gpu.moved("quantize_rows", f"[8192, {size}]", 3 * x.numel(), partial(quantize_rows, x))
@@ -109,6 +111,25 @@ def _quantize(gpu: Gpu) -> Iterator[Row]:
         if supported(x.device):
             given = *quantize_rows(x), *quantize_rows(weight)
             yield gpu.computed("scaled_linear", shape, operations, partial(scaled_linear, *given))
+            scaled: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": x.dtype, "use_fast_accum": True}
+            run = partial(torch._scaled_mm, given[0], given[2].t(), **scaled)
+            yield gpu.computed("scaled_linear, one scale", shape, operations, run)
+
+
+@benchmark("residual")
+def _residual(gpu: Gpu) -> Iterator[Row]:
+    """The residual of Qwen3-0.6B, added by the norm behind o_proj and down_proj, as in the engine, or in place by their product."""
+
+    def by_norm(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> None:
+        add_rms_norm(linear(x, weight), residual, norm, 1e-6)
+
+    def by_product(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> None:
+        rms_norm(residual.addmm_(x, weight.t()), norm, 1e-6)
+
+    for size in (2048, 3072):
+        given = random(8192, size), random(1024, size) / size**0.5, random(8192, 1024), random(1024)
+        for name, run in (("linear, add_rms_norm", by_norm), ("addmm_, rms_norm", by_product)):
+            yield gpu.computed(name, f"[8192, {size}] · [1024, {size}]ᵀ", 2 * 8192 * size * 1024, partial(run, *given))
 
 
 @benchmark("fused_linear")

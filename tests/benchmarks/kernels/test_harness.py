@@ -38,7 +38,7 @@ class _Counting(Gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["label_logprobs", "lora", "quantize", "rms_norm", "weight_only"])
+@pytest.mark.parametrize("name", ["label_logprobs", "lora", "quantize", "residual", "rms_norm", "weight_only"])
 def test_arguments_fit(name: str) -> None:
     """The references take what the benchmarks give them."""
     with _Shapes():

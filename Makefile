@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 SDK_2 := openai==2.54.0 distro==1.9.0
 
 # Files that are seldom or never imported: Python compiles those that are, at that time.
-SELDOM := /(kubernetes|transformers/models|sympy|faker|networkx|tests|torch/_inductor|torch/testing|pygments/lexers)/
+SELDOM := /(kubernetes|transformers/models|sympy|faker|networkx|tests|torch/_inductor|torch/testing|pygments/lexers|openai|matplotlib|mpl_toolkits|fontTools|mypyc?|pip|setuptools|torchgen|torch/_vendor)/
 
 # Only variables on make's command line are passed on, because a shell may define its own HOST.
 given = $(if $(filter command,$(firstword $(origin $(1)))),--$(2) $($(1)))

@@ -1,4 +1,4 @@
-"""Encoders as today's sentence-transformers saves them: folders written by it, read by engine and gateway, with its numbers."""
+"""Encoders, and decoders that rank, as today's sentence-transformers saves them, read by engine and gateway, with its numbers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from yardstick_llm.engine.loop.build import build_loop
 from yardstick_llm.engine.models.source import tokenizer_files
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.gateway.presets.preset import choose, parse_preset
+from yardstick_llm.gateway.requests.endpoint import Model as TextModel
+from yardstick_llm.gateway.requests.endpoint import TextSide
+from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
+from yardstick_llm.gateway.text.chat_template import ChatTemplate
+from yardstick_llm.gateway.text.prepared import UNBOUND, Facts
 from yardstick_llm.gateway.text.preset_template import Limits, PresetTemplate
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
@@ -36,8 +41,11 @@ class Model:
         text = choose(folder.name, files.architecture, info.capabilities, chosen={}, **given)
         assert text is not None
         self.preset = parse_preset(text.encode())
-        self._template = PresetTemplate(self.preset, Tokenizer.from_files(files))
+        tokenizer = Tokenizer.from_files(files)
+        self._template = PresetTemplate(self.preset, tokenizer)
         self._limits = Limits(info.max_context, "right")
+        side = TextSide(tokenizer, ChatTemplate(files.chat_template, files.special_tokens), self._template)
+        self._texts = TextModel(Facts(folder.name, info.max_context, info.vocab_size, 64), tokenizer, UNBOUND, side)
 
     def rows(self, readout: wire.ScoreReadout, documents: Sequence[str], query: str | None = None, purpose: str = "") -> Any:
         prompt = None if query is not None else self.preset.prompt_for(purpose or None)
@@ -58,6 +66,14 @@ class Model:
         skipped = fitted.skipped if purpose == "document" else []
         return torch.tensor(row).view(len(whole.second), -1)[[token not in skipped for token in whole.second]]
 
+    def by_chat_template(self, query: str, documents: list[str], instruction: str | None = None) -> list[float]:
+        """Scores of a decoder."""
+        request = RerankRequest(query=query, documents=[*documents], instruction=instruction)
+        prepared = RERANK.read(request, self._texts)
+        fitted = self._template.fitted
+        (scored,) = run(self._loop, wire.Score("s", prepared.prefix, prepared.rows, fitted.readout))
+        return [fitted.score(row) for row in scored.rows]
+
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         (query,) = {query for query, _ in pairs}
         rows = self.rows(wire.Classes(), [document for _, document in pairs], query)
@@ -75,6 +91,9 @@ def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     for name in ("cross-encoder", "modules"):
         assert model[name].capabilities == ["classify"]
         assert model[name].scores(PAIRS) == pytest.approx(wanted[name], abs=1e-5)
+    for name in ("causal", "causal-parts"):
+        assert model[name].by_chat_template(PAIRS[0][0], TEXTS) == pytest.approx(wanted[name], abs=1e-5)
+        assert model[name].by_chat_template(PAIRS[0][0], TEXTS, "Elsewhere.") != pytest.approx(wanted[name], abs=1e-3)
     for name in ("sparse", "router"):
         for row, dense in zip(model[name].rows(wire.Sparse(), TEXTS), wanted[name], strict=True):
             found = torch.zeros(len(dense))

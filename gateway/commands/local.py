@@ -95,7 +95,7 @@ def _reading(preset: Preset) -> str:
         return "the embedding"
     if not preset.labels:
         return "the head"
-    return ", ".join("/".join((label,) if isinstance(label, str) else label) for label in preset.labels)
+    return ", ".join("/".join(label if isinstance(label, tuple) else (str(label),)) for label in preset.labels)
 
 
 def _score_of(preset: Preset) -> str:

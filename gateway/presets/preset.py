@@ -27,8 +27,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 Text = Annotated[str, msgspec.Meta(max_length=16384)]
 Pieces = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
-Group = str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
-"""A label: one token, or several whose probabilities are added."""
+Group = str | Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
+"""A label: one token, by its text or its id, or several whose probabilities are added."""
 Task = Literal["rerank", "classify", "embed"]
 Activation = Literal["softmax", "sigmoid", "difference", "none"]
 PairTruncation = Literal["longest_first", "only_first", "only_second"]
@@ -84,8 +84,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     template: Pieces = ()
     """Pieces of the prompt; each is tokenised by itself, so that no token spans two of them. ``{instruction}``, ``{query}`` and
     ``{document}`` stand for texts of the request; exactly one piece contains ``{document}``. Empty: the model's own chat template
-    renders the query as a message of the user and the document as one of the assistant; without a query, the document is the
-    user's."""
+    renders a message for each, with ``roles``; without a query, the document has the role of the query."""
     instructed: Pieces = ()
     """Used instead of ``template`` for requests with an instruction. With the task ``embed``: for queries, as ``{document}``."""
     instruction: Text = ""
@@ -103,11 +102,16 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     labels: Annotated[tuple[Group, ...], msgspec.Meta(max_length=256)] = ()
     """Tokens that are read after the prompt; the first one is the positive answer. Empty: the model's own head is read."""
+    roles: tuple[Text, Text, Text] = ("", "user", "assistant")
+    """Roles of the chat template's messages with the instruction, the query and the document; if the first one is empty, the prompt
+    has no place for an instruction."""
     label_prefix: Text = ""
     """Text that the model writes before the label, for example a newline. It is tokenised together with the end of the chat
     template."""
     add_generation_prompt: bool = True
     """Whether the chat template ends with the beginning of an answer."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template."""
     activation: Activation = "softmax"
     """The score from the labels: ``softmax`` is the probability of the first among them; ``difference`` is the logit of the first
     minus that of the second; ``none`` is the first logit, and ``sigmoid`` is the sigmoid of ``scale`` times it. From a head:
@@ -144,6 +148,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def takes_instruction(self) -> bool:
         """Whether a request's instruction has a place in the prompt."""
+        if not self.template:
+            return bool(self.roles[0])
         return "instruction" in placeholders("".join(self.instructed or self.template))
 
     @property
@@ -171,7 +177,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def flat_labels(self) -> list[str]:
         """All tokens of all labels."""
-        return [token for group in self.labels for token in ((group,) if isinstance(group, str) else group)]
+        return [str(token) for group in self.labels for token in (group if isinstance(group, tuple) else (group,))]
 
 
 PROMPTS_OF: dict[str, tuple[str, ...]] = {
@@ -203,7 +209,7 @@ def parse_preset(document: bytes) -> Preset:
         raise PresetError("`template` is missing")
     if preset.activation == "difference" and len(preset.labels) != 2:
         raise PresetError(f"`activation` difference needs two labels, not {len(preset.labels)}")
-    if preset.raw and any(not isinstance(group, str) for group in preset.labels):
+    if preset.raw and any(isinstance(group, tuple) for group in preset.labels):
         raise PresetError(f"`activation` {preset.activation} reads logits, which cannot be added; give labels of one token each")
     if preset.categories is not None and (preset.task != "classify" or not preset.labels):
         raise PresetError("`categories` need the task classify and `labels`")
@@ -288,7 +294,7 @@ class Fitted(msgspec.Struct, frozen=True):
     @property
     def names(self) -> list[str]:
         """Name of each label: its first spelling."""
-        return [(label if isinstance(label, str) else label[0]).strip() for label in self.preset.labels]
+        return [str(label[0] if isinstance(label, tuple) else label).strip() for label in self.preset.labels]
 
     def score(self, row: Sequence[float], *, raw: bool = False) -> float:
         """Return the score of one prompt, or with ``raw`` the number before the activation, from a row of :attr:`readout`. The row
@@ -506,6 +512,8 @@ class _Processing(msgspec.Struct, frozen=True):
     """The part of ``processing_kwargs`` that is read."""
 
     text: _TextProcessing = _TextProcessing()
+    chat_template: dict[str, Any] | None = None
+    """Variables of the chat template, and ``restore_suffix``, which is always so here."""
 
 
 class _Expansion(msgspec.Struct, frozen=True):
@@ -553,6 +561,13 @@ class _Pooling(msgspec.Struct, frozen=True):
     include_prompt: bool = True
 
 
+class _LogitScore(msgspec.Struct, frozen=True):
+    """The file of the module ``LogitScore`` of a causal reranker."""
+
+    true_token_id: int
+    false_token_id: int | None = None
+
+
 class _Activation(msgspec.Struct, frozen=True):
     """What is read of ``sentence_transformers`` in ``config.json``."""
 
@@ -588,28 +603,52 @@ def of_sentence_transformers(
     """
     if not EMBEDS.isdisjoint(capabilities):
         return base if files.keys().isdisjoint(("modules.json", _CONFIG, _COLBERT)) else _embedding(files, base)
-    if base is None and any(path.endswith("LogitScore/config.json") for path in files):
-        problem = "modules.json has LogitScore: the prompt of this reranker is in its own chat template, which is not read"
-        raise PresetError(f"{problem}; choose a preset for it, or `none`")
-    if base is not None or "classify" not in capabilities or not (files or encoder):
+    logits = next((path for path in files if path.endswith("LogitScore/config.json")), "")
+    if base is not None or not (logits or "classify" in capabilities) or not (files or encoder):
         return base
     config, whole = _read(files, "config.json", _Config), _read(files, _CONFIG, _SentenceTransformers)
     former = (config.sentence_transformers or _Activation()).activation_fn or config.sbert_ce_default_activation_function
     named = whole.activation_fn or former
-    if named is None and not encoder:
+    if named is None and not (encoder or logits):
         return None
     kind = "Sigmoid" if named is None else named.rpartition(".")[2]
     if named is not None and kind not in _ACTIVATIONS:
         raise PresetError(f"the model's files name the activation {named!r}; known are {', '.join(_ACTIVATIONS)}")
+    prompt = (whole.prompts or {}).get(whole.default_prompt_name or "", "")
+    if logits:
+        return _causal_reranker(files, logits, _ACTIVATIONS[kind], prompt)
     # For several classes, CrossEncoder writes Identity if nobody chose an activation.
     activation = "softmax" if classes != 1 and (named is None or kind == "Identity") else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation
     cut = truncation if truncation in ("only_first", "only_second") else fallback.pair_truncation
     made = msgspec.structs.replace(fallback, name=PUBLISHED, activation=activation, pair_truncation=cut)
-    if prompt := (whole.prompts or {}).get(whole.default_prompt_name or ""):
+    if prompt:
         made = msgspec.structs.replace(made, template=(prompt + made.template[0], *made.template[1:]))
     return parse_preset(msgspec.json.encode(made))  # checks it
+
+
+def _causal_reranker(files: Mapping[str, bytes], path: str, activation: Activation, prompt: str) -> Preset:
+    """Return the preset of a decoder whose chat template has a message each for the instruction, the query and the document, and
+    whose score is the logit of a token, or the difference of two. ``path``: the file that names them."""
+    score, transformer = _read(files, path, _LogitScore), _transformer(files)
+    variables = dict(transformer.processing_kwargs.chat_template or {})
+    variables.pop("restore_suffix", None)
+    labels, by_difference = [score.true_token_id], {"sigmoid": "softmax", "none": "difference"}
+    if score.false_token_id is not None:
+        labels.append(score.false_token_id)
+    made = {
+        "name": PUBLISHED,
+        "task": "rerank",
+        "roles": ["system", "query", "document"],
+        "instruction": prompt,
+        "labels": labels,
+        "activation": by_difference.get(activation, activation) if len(labels) == 2 else activation,
+        "add_generation_prompt": variables.pop("add_generation_prompt", False),
+        "chat_template_kwargs": variables,
+        "max_length": transformer.max_seq_length,
+    }
+    return parse_preset(msgspec.json.encode(made))
 
 
 def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:

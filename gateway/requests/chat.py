@@ -451,6 +451,15 @@ def render(
         raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
 
 
+def expect_roles(model: Model, roles: tuple[str, ...], variables: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidRequest` unless the chat template shows the texts of messages with these roles."""
+    with _time_for_template(model):
+        if model.texts.template.shows(roles, variables):
+            return
+    message = f"The model's chat template does not show messages of {' and '.join(roles)}; the operator should choose a preset."
+    raise InvalidRequest(message, param="model")
+
+
 class _time_for_template(at_most):
     """A context manager around uses of the model's chat template. Raises :class:`InvalidRequest` if it refuses, or takes too
     long."""

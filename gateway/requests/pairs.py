@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import Any, cast
 
 import msgspec
 
@@ -253,15 +254,19 @@ class Pairs:
     def _by_chat_template(self, documents: Sequence[str]) -> PrefixAndBranches:
         """Render the model's own chat template for each document."""
         preset, tokenizer = self.preset.preset, self.model.texts.tokenizer
+        if preset.roles[0]:  # which the templates of few models know
+            chat.expect_roles(self.model, preset.roles[1:], preset.chat_template_kwargs)
         rows: list[list[int]] = []
         tokens = 0
         for index, document in enumerate(documents):
-            asked = [] if self.query is None else [ChatMessage("user", self.query)]
-            messages = [*asked, ChatMessage("assistant" if asked else "user", document)]
+            texts = [document] if self.query is None else [self.query, document]
+            by_role = [*zip(preset.roles[1:], texts, strict=False)]
+            if self._instruction and preset.roles[0]:
+                by_role.insert(0, (preset.roles[0], self._instruction))
             marked = chat.render(
                 self.model,
-                messages,
-                None,
+                [ChatMessage(cast(Any, role), text) for role, text in by_role],
+                preset.chat_template_kwargs,
                 parse_special_tokens=False,
                 followed_by=[preset.label_prefix],
                 add_generation_prompt=preset.add_generation_prompt,

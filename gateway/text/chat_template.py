@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, NoReturn
@@ -41,6 +42,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
+        self._shown: dict[tuple[str, ...], bool] = {}
 
     @property
     def sources(self) -> str:
@@ -82,6 +84,14 @@ class ChatTemplate:
         except ChatTemplateError:
             return False
 
+    def shows(self, roles: tuple[str, ...], variables: Mapping[str, Any]) -> bool:
+        """Whether a prompt has the texts of messages with these roles, one each."""
+        if roles not in self._shown:
+            messages = [{"role": role, "content": f"{_PROBE} {role}"} for role in roles]
+            text = self.render(messages, **variables)
+            self._shown[roles] = all(f"{_PROBE} {role}" in text for role in roles)
+        return self._shown[roles]
+
     def reads(self, name: str) -> bool:
         """Whether the template reads the variable ``name``. Raises :class:`ChatTemplateError`."""
         self._template  # noqa: B018  raises for a template that is missing or broken
@@ -117,16 +127,20 @@ class ChatTemplate:
     def _content(self) -> Literal["both", "text", "parts"]:
         """How the content of a message is read: a text in one part renders like the plain text, or only one of them is shown."""
         plain, in_parts = (self._probed(content) for content in (_PROBE, [{"type": "text", "text": _PROBE}]))
-        if in_parts is None or _PROBE not in in_parts:
+        if in_parts is None:
             return "text"
-        return "both" if plain == in_parts else "text" if plain is not None and _PROBE in plain else "parts"
+        return "both" if plain == in_parts else "text" if plain is not None else "parts"
 
     def _probed(self, content: Any) -> str | None:
-        """Return a conversation of one message with this content; None if the template refuses it."""
-        try:
-            return self._run([{"role": "user", "content": content}], {"add_generation_prompt": True, "tools": None})
-        except ChatTemplateError:
-            return None
+        """Return a conversation of one message with this content, or of a reranker's query and document; None if the template shows
+        neither."""
+        for roles in (("user",), ("query", "document")):
+            with suppress(ChatTemplateError):
+                messages = [{"role": role, "content": content} for role in roles]
+                text = self._run(messages, {"add_generation_prompt": True, "tools": None})
+                if _PROBE in text:
+                    return text
+        return None
 
     @cached_property
     def _variables(self) -> set[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from msgspec.structs import replace as replace_struct
+
 from yardstick_llm.gateway.presets.preset import Fitted, PairTruncation, Preset, PresetError, fill, placeholders
 from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from yardstick_llm.gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
@@ -80,13 +82,15 @@ class PresetTemplate:
         self._late = self._late_tokens() if preset.late_interaction else None
         written = preset.categories.prefix.removeprefix(preset.label_prefix) if preset.categories else ""
         prefix = tokenizer.encode(written, add_special_tokens=False)
-        labels = [self._group((group,) if isinstance(group, str) else group) for group in preset.labels]
+        labels = [self._group(group if isinstance(group, tuple) else (group,)) for group in preset.labels]
         categories = [self._group((token,))[0] for token in preset.categories.names] if preset.categories else []
         words = preset.late_interaction.skiplist_words if preset.late_interaction else ()
         skipped = [id for word in words if (id := tokenizer.id_of(word)) is not None]
         unseen = preset.late_interaction is not None and not preset.late_interaction.attend_to_expansion_tokens
         expansion = self._late[2] if self._late and unseen else None
-        self.fitted = Fitted(preset, labels, categories, prefix, skipped, expansion)
+        spelled = [tokenizer.spelled([label])[0] if isinstance(label, int) else label for label in preset.labels]
+        named = replace_struct(preset, labels=tuple(spelled))
+        self.fitted = Fitted(named, labels, categories, prefix, skipped, expansion)
 
     def prompts(
         self,
@@ -276,9 +280,10 @@ class PresetTemplate:
                     ids += self._tokenizer.encode(text, limit=room, add_special_tokens=False, parse_special_tokens=False)
         return ids
 
-    def _group(self, texts: Sequence[str]) -> list[int]:
+    def _group(self, texts: Sequence[str | int]) -> list[int]:
         """Return the ids of a label. Of several spellings, those that are one token count."""
-        found = [ids[0] for text in texts if len(ids := self._tokenizer.encode(text, add_special_tokens=False)) == 1]
+        ids = [[text] if isinstance(text, int) else self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        found = [each[0] for each in ids if len(each) == 1 and self._tokenizer.spelled(each) != [""]]
         if not found:
             raise PresetError(f"the label {texts[0]!r} is not one token of this model")
         return list(dict.fromkeys(found))

@@ -11,10 +11,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -55,6 +64,26 @@ found["cross-encoder"] = saved(model, "cross-encoder").predict(pairs).tolist()
 score = Dense(SIZE, 1, activation_function=identity, module_output_name="scores")
 chain = [Pooling(SIZE, "cls"), Dense(SIZE, SIZE, activation_function=gelu), LayerNorm(SIZE), score]
 found["modules"] = saved(CrossEncoder(modules=[Transformer(body), *chain]), "modules").predict(pairs).tolist()
+
+# Templates that take contents as texts and as parts; the second one has a variable of its own.
+by_role = """{% for message in messages %}{{ message.role + ": " + CONTENT + " " }}{% endfor %}{% if add_generation_prompt %}
+{{ "relevant? " + (hint or "") }}{% endif %}"""
+shape = {"hidden_size": SIZE, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.5, **shape)
+for name, content, variables in (
+    ("causal", "message.content", {}),
+    ("causal-parts", "message.content[0].text", {"hint": "yes or no"}),
+):
+    LlamaForCausalLM(config).save_pretrained(target / "l")
+    chatting = AutoTokenizer.from_pretrained(source, model_max_length=256)
+    chatting.chat_template = by_role.replace("CONTENT", content)
+    chatting.save_pretrained(target / "l")
+    arguments = {"chat_template": {"add_generation_prompt": True, **variables}}
+    body_of_text = Transformer(str(target / "l"), transformer_task="text-generation", processing_kwargs=arguments)
+    ids = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    chain = [body_of_text, LogitScore(*ids) if name == "causal" else LogitScore(ids[0])]
+    model = CrossEncoder(modules=chain, prompts={"web": "On the web."}, default_prompt_name="web")
+    found[name] = saved(model, name).predict(pairs).tolist()
 
 found["sparse"] = saved(SparseEncoder(masked), "sparse").encode(texts).to_dense().tolist()
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.text.conftest import sentencepiece_with_bos
 from yardstick_llm.engine.wire import TokenizerFiles
-from yardstick_llm.gateway.presets.preset import builtin_presets
+from yardstick_llm.gateway.errors import InvalidRequest
+from yardstick_llm.gateway.presets.preset import Preset, builtin_presets
 from yardstick_llm.gateway.requests.endpoint import Model, TextSide
 from yardstick_llm.gateway.requests.rerank import RERANK, RerankRequest
 from yardstick_llm.gateway.requests.texts import CLASSIFY, ClassifyRequest
@@ -88,13 +89,13 @@ def library() -> tokenizers.Tokenizer:
 class Served:
     """A model with a preset and a chat template, and transformers' tokeniser with the same template."""
 
-    def __init__(self, preset: str, chat_template: str) -> None:
+    def __init__(self, preset: Preset, chat_template: str) -> None:
         document = library().to_str()
         self.reference = PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer.from_str(document), chat_template=chat_template, **VARIABLES
         )
         tokenizer = Tokenizer.from_files(TokenizerFiles(document.encode(), chat_template, VARIABLES))
-        self.template = PresetTemplate(builtin_presets()[preset], tokenizer)
+        self.template = PresetTemplate(preset, tokenizer)
         side = TextSide(tokenizer, ChatTemplate(chat_template, VARIABLES), self.template)
         self.model = Model(Facts("m", 4096, 1000, 64), tokenizer, UNBOUND, side)
 
@@ -116,17 +117,17 @@ def prompts(prepared: Prepared) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def guard() -> Served:
-    return Served("llama-guard-3", GUARD)
+    return Served(builtin_presets()["llama-guard-3"], GUARD)
 
 
 @pytest.fixture(scope="module")
 def reward() -> Served:
-    return Served("skywork-reward", LLAMA)
+    return Served(builtin_presets()["skywork-reward"], LLAMA)
 
 
 @pytest.fixture(scope="module")
 def guardian() -> Served:
-    return Served("granite-guardian-3", GRANITE)
+    return Served(builtin_presets()["granite-guardian-3"], GRANITE)
 
 
 @pytest.mark.parametrize("texts", [[text] for text in TEXTS] + [TEXTS], ids=json.dumps)
@@ -155,11 +156,24 @@ def test_llama_guard(guard: Served, texts: list[str]) -> None:
 def test_llama_guard_of_one_billion() -> None:
     """Its template reads content in parts only, as its card gives it."""
     in_parts = GUARD.replace("message['content']", "(message['content'] | selectattr('type', 'equalto', 'text') | first)['text']")
-    guard = Served("llama-guard-3", in_parts)
+    guard = Served(builtin_presets()["llama-guard-3"], in_parts)
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXTS[0]}]}]
     text = guard.reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = [guard.ids(text + "\n\n"), guard.ids(text + "\n\nunsafe\nS")]
     assert prompts(CLASSIFY.read(ClassifyRequest(input=[TEXTS[0]]), guard.model)) == expected
+
+
+@pytest.mark.parametrize("shown", ["query", "query document"])
+def test_a_template_that_leaves_out_a_text_is_an_error(shown: str) -> None:
+    """All documents would have one score."""
+    template = "{% for message in messages if message.role in '" + shown + "'.split() %}{{ message.content }}\n{% endfor %}"
+    preset = Preset(name="own", task="rerank", roles=("system", "query", "document"), labels=("Yes", "No"))
+    served, request = Served(preset, template), RerankRequest(query="What is 1 + 1?", documents=["2"])
+    if "document" in shown:
+        assert prompts(RERANK.read(request, served.model)) == [served.ids("What is 1 + 1?\n2\n")]
+    else:
+        with pytest.raises(InvalidRequest, match="query and document"):
+            RERANK.read(request, served.model)
 
 
 def test_the_labels_of_llama_guard(guard: Served) -> None:

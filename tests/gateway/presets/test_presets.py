@@ -152,12 +152,30 @@ def test_published_models_and_their_fine_tunes_have_one_preset(
     assert fitting in ([name], []), "each has at most one"
 
 
-def test_a_causal_reranker_of_sentence_transformers_needs_a_preset() -> None:
+@pytest.mark.parametrize(
+    ("score", "activation", "labels", "expected"),
+    [
+        (b'{"true_token_id": 9, "false_token_id": 7}', b"{}", (9, 7), "softmax"),
+        (b'{"true_token_id": 9, "false_token_id": 7}', b'{"activation_fn": "torch.nn.Identity"}', (9, 7), "difference"),
+        (b'{"true_token_id": 9, "false_token_id": null}', b'{"activation_fn": "torch.nn.Sigmoid"}', (9,), "sigmoid"),
+        (b'{"true_token_id": 9}', b'{"activation_fn": "torch.nn.modules.linear.Identity"}', (9,), "none"),
+    ],
+)
+def test_a_causal_reranker_of_sentence_transformers(
+    score: bytes, activation: bytes, labels: tuple[int, ...], expected: str
+) -> None:
     """As release 5.4 and later save it; those whose names choose a preset have the same files."""
-    files = {"modules.json": b"[]", "1_LogitScore/config.json": b'{"true_token_id": 9, "false_token_id": 7}'}
+    arguments = b'{"processing_kwargs": {"chat_template": {"add_generation_prompt": true, "restore_suffix": true, "think": false}}}'
+    files = {
+        "modules.json": b"[]",
+        "1_LogitScore/config.json": score,
+        "config_sentence_transformers.json": activation,
+        "sentence_bert_config.json": arguments,
+    }
     given: dict[str, Any] = {"capabilities": LM, "beside": None, "model_files": files}
-    with pytest.raises(PresetError, match="LogitScore"):
-        choose("msmarco-relevance", "Qwen3ForCausalLM", chosen={}, **given)
+    preset = parse_preset((choose("msmarco-relevance", "Qwen3ForCausalLM", chosen={}, **given) or "").encode())
+    assert (preset.labels, preset.activation, preset.takes_instruction) == (labels, expected, True)
+    assert (preset.add_generation_prompt, preset.chat_template_kwargs) == (True, {"think": False})
     assert choose("msmarco-relevance", "Qwen3ForCausalLM", chosen={"msmarco-relevance": "none"}, **given) is None
     assert choose("Qwen3-Reranker-0.6B", "Qwen3ForCausalLM", chosen={}, **given) == builtin()["qwen3-reranker"]
 
@@ -218,6 +236,7 @@ def preset(**fields: object) -> Preset:
     ("fields", "problem"),
     [
         ({"labels": (" Yes and No",)}, "not one token"),
+        ({"labels": (1 << 30,)}, "not one token"),
         ({"template": ("<|start_of_turn|>{query}: {document}",)}, "<|start_of_turn|>"),
     ],
 )

@@ -24,11 +24,12 @@ _NAMES = {
     "nomic": "NomicBert",
     "gte": "Gte",
     "deberta": "DebertaV2",
+    "eurobert": "EuroBert",
 }
 """First parts of the names of transformers' classes."""
 TYPED = ("bert", "electra", "nomic", "gte")
 """Families with several token types."""
-WITHOUT_MASKED = ("nomic", "electra", "deberta")
+WITHOUT_MASKED = ("nomic", "electra", "deberta", "eurobert")
 CONTEXT = 128
 CLASSES = 3
 _SHAPE: dict[str, Any] = {
@@ -50,6 +51,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "distilbert": {"n_layers": 3, "n_heads": 4, "dim": 64, "hidden_dim": 96},
     "modernbert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "classifier_bias": True},
     "gte": {"type_vocab_size": 2},
+    "eurobert": {"num_key_value_heads": 2, "mask_token_id": 3},
     "deberta": {
         "relative_attention": True,
         "position_biased_input": False,

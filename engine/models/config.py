@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
@@ -136,6 +136,11 @@ MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
 """``problem_type`` of classes that do not exclude each other, and of numbers that are no classes."""
 
 
+HeadPooling = Literal["cls", "last", "mean", "late"]
+"""What a classification head reads: the hidden state of the first or the last token, the mean of all, or with ``late`` the mean of
+what its inner layer makes of all."""
+
+
 @dataclass(frozen=True)
 class BaseConfig:
     """Fields that the configurations of decoders and of encoders share."""
@@ -161,9 +166,7 @@ class BaseConfig:
     """Whether classes do not exclude each other."""
     regression: bool = False
     """Whether the head's outputs are numbers and no classes."""
-    head_mean: bool = False
-    """Whether the classification head reads the mean of all hidden states, and not that of one token: the last one in decoders,
-    the first one in encoders."""
+    head_pooling: HeadPooling = "last"
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,8 @@ class ModelConfig(BaseConfig):
     """Whether all tokens attend to each other, those of a layer with a window to tokens up to half of it away."""
     class_divisor: float = 1.0
     """The logits of classes are divided by it."""
+    class_inner: bool = False
+    """Whether the classification head has an inner layer, with GELU (EuroBERT)."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
     sparse: ClassVar[str] = "none"
@@ -285,7 +290,8 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     if scores_pairs(directory):
         raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
     own = Keys(raw, "config.json").section("auto_map")
-    if own is not None and own.present("AutoModel") and not any(Keys(raw, "config.json").present(key) for key, _ in CAUSAL_KEYS):
+    says = family_of(config.architecture).bidirectional or any(Keys(raw, "config.json").present(key) for key, _ in CAUSAL_KEYS)
+    if own is not None and own.present("AutoModel") and not says:
         raise ModelError(
             "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
             "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
@@ -360,8 +366,9 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
         pad_token_id=keys.pad_token_id,
         bidirectional=family.bidirectional or any(keys.flag(key, causal) is not causal for key, causal in CAUSAL_KEYS),
-        head_mean=family.bidirectional,
+        head_pooling=_head_pooling(keys, family),
         class_divisor=keys.number("temperature", 1.0) if family.bidirectional else 1.0,
+        class_inner=family.class_inner and family.head == "classes",
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
@@ -445,6 +452,16 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
             )
     if family.bidirectional and keys.text("pooling", "avg") != "avg":
         raise keys.error("pooling", "is not supported; only avg is")
+
+
+def _head_pooling(keys: Keys, family: Family) -> HeadPooling:
+    if not family.class_inner:
+        return "mean" if family.bidirectional else "last"
+    kinds: dict[str, HeadPooling] = {"bos": "cls", "mean": "mean", "late": "late"}
+    key = "classifier_pooling" if keys.present("classifier_pooling") else "clf_pooling"  # before transformers had the class
+    if (kind := keys.text(key, "late")) not in kinds:
+        raise keys.error(key, f"is {kind:.80}; only {', '.join(kinds)} are supported")
+    return kinds[kind]
 
 
 def class_names(keys: Keys) -> tuple[str, ...]:

@@ -455,6 +455,10 @@ class Encoder(nn.Module):
         bucket = (apart > 0) * buckets + torch.where(near < exact, near, large.clamp(max=buckets - 1))
         return self.distances(bucket).movedim(-1, 0)  # type: ignore[no-any-return]
 
+    def class_rows(self, hidden: Tensor) -> Tensor:
+        """See :meth:`Decoder.class_rows`."""
+        return hidden
+
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] of first tokens, or means over sequences. -> [rows, classes], float32."""
         head = self.projected if self.class_head is None else self.class_head

@@ -489,7 +489,7 @@ def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig
         raise ModelError(f"{MODULES_FILE} of a cross-encoder must have Pooling of cls or mean, and Dense; use another model.")
     count = pooling.size(config.hidden_size)
     names = tuple(f"LABEL_{index}" for index in range(count))
-    return dataclasses.replace(config, class_modules=pooling, classes=names, head_mean=pooling.mode == "mean")
+    return dataclasses.replace(config, class_modules=pooling, classes=names, head_pooling=pooling.mode)
 
 
 def _splade_logs(directory: Path) -> int:
@@ -576,7 +576,7 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         classes=class_names(keys) if head == "classes" else (),
         multi_label=head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         regression=head == "classes" and keys.text("problem_type", "") == REGRESSION,
-        head_mean=keys.text("classifier_pooling", "cls") == "mean",
+        head_pooling="mean" if keys.text("classifier_pooling", "cls") == "mean" else "cls",
         head_activation=_head_activation(keys, family, head, activation),
         head_bias=family.model_type != "modernbert" or keys.flag("classifier_bias", False),
         tied=keys.flag("tie_word_embeddings", True),

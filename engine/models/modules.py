@@ -71,6 +71,42 @@ class TokenHead(NamedTuple):
         return soft_cap(linear(self.input(hidden), self.operand), self.cap)
 
 
+class ClassHead(nn.Module):
+    """The classification head of a decoder: a matrix, or behind an inner layer a layer with a bias. Products are in float32."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, classes = config.hidden_size, len(config.classes)
+        self.inner = Linear(size, size, dtype=dtype) if config.class_inner else None
+        self.out = Linear(size, classes, bias=config.class_inner, dtype=dtype)
+        self.late, self.divisor = config.head_pooling == "late", config.class_divisor
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> the same shape, whose mean :meth:`forward` takes if the head reads a mean."""
+        return self._activated(hidden) if self.late else hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, classes], float32."""
+        x = hidden.float() if self.late else self._activated(hidden)
+        logits = linear(x, *_in_float(self.out))
+        return logits if self.divisor == 1.0 else logits / self.divisor
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        x = hidden.float()
+        return x if self.inner is None else nn.functional.gelu(linear(x, *_in_float(self.inner)))
+
+    def views(self) -> dict[str, Tensor]:
+        """Names in checkpoints and the parameters that they fill."""
+        if self.inner is None:
+            return {"score.weight": self.out.weight}
+        parts = {"dense": self.inner, "classifier": self.out}
+        return {f"{name}.{kind}": each for name, part in parts.items() for kind, each in part.named_parameters()}
+
+
+def _in_float(part: Linear) -> tuple[Tensor, Tensor | None]:
+    return part.weight.float(), None if part.bias is None else part.bias.float()
+
+
 class RMSNorm(nn.Module):
     """The weight of a root-mean-square normalisation, ones at first.
 

@@ -189,7 +189,7 @@ def _likelihood_chunks(head: TokenHead, hidden: Tensor, targets: Tensor) -> Iter
 
 
 class ClassReadout(Readout):
-    """The head reads the hidden state of the last token, in an encoder that of the first one, or the mean of all."""
+    """See :data:`~engine.models.config.HeadPooling`."""
 
     kind = wire.Classes
 
@@ -202,16 +202,16 @@ class ClassReadout(Readout):
             return
         self.branches.append(branch)
         config, tokens = self.context.decoder.config, len(segment.tokens)
-        if config.head_mean:
+        if config.head_pooling in ("mean", "late"):
             self.hidden_rows += range(row, row + tokens)
             self._lengths.append(tokens)
         else:
-            self.hidden_rows.append(row if isinstance(config, EncoderConfig) else row + tokens - 1)
+            self.hidden_rows.append(row if config.head_pooling == "cls" else row + tokens - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
         hidden = step.hidden[self]
         if self._lengths:
-            hidden = pooled(hidden, self._lengths, "mean")
+            hidden = pooled(self.context.decoder.class_rows(hidden), self._lengths, "mean")
         parts = self.context.class_logits(hidden, self.branches)
         self._logits = [download.add(part) for part in parts]
 

@@ -45,6 +45,9 @@ MODEL_HEADER = "x-yardstick-model"
 """The name of the model, percent-encoded; sent while it is loading as well."""
 ADAPTERS_HEADER = "x-yardstick-adapters"
 """Revision of the answer of ``GET /adapters``, in ASCII. Another list and another process have another revision."""
+TASK_TOKEN = "<|task:{}|>"  # noqa: S105 - the form of a token
+"""Spelling of the token of a task. It stands for the tokeniser's own token at the beginning of a text, and an engine computes that
+text with what the task adds to the model's weights."""
 ErrorCode = Literal[
     "invalid",
     "unauthorized",

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests import weights
 from tests.clients.environments import run_client
+from tests.encoders import TASKS, load_reference, make_jina_v3
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
@@ -62,6 +65,35 @@ class Model:
         (query,) = {query for query, _ in pairs}
         rows = self.rows(wire.Classes(), [document for _, document in pairs], query)
         return [self._template.fitted.score(row) for row in rows]
+
+
+def write_unigrams(folder: Path, words: str, size: int) -> None:
+    """Write a tokeniser like that of XLM-RoBERTa, with ``size`` tokens."""
+    vocabulary = [*special_tokens, *(f"\u2581{word}" for word in words.split())]
+    vocabulary += [f"unused{number}" for number in range(size - len(vocabulary))]
+    tokenizer = tokenizers.Tokenizer(models.Unigram([(token, -1.0) for token in vocabulary], special_tokens.index("<unk>"), False))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> </s> $B </s>", [("<s>", 0), ("</s>", 2)])
+    tokenizer.add_special_tokens(special_tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+special_tokens = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+def test_prompts_of_a_model_of_several_tasks(tmp_path: Path) -> None:
+    """The name of a prompt or a purpose chooses the task's weights and its text. Without one, there are neither."""
+    published, *merged = make_jina_v3(tmp_path)
+    write_unigrams(published, "find: red blue shoes", 320)
+    library, model = tokenizers.Tokenizer.from_file(str(published / "tokenizer.json")), Model(published)
+    by_task = {name: load_reference(folder, "jina_v3", "embed") for name, folder in zip((*TASKS, ""), merged, strict=True)}
+    purposes = {"query": "retrieval.query", "document": "retrieval.passage", "": ""} | {task: task for task in TASKS}
+    for purpose, task in purposes.items():
+        ids = library.encode(("find: " if task == "retrieval.query" else "") + "red <|task:text-matching|> shoes").ids
+        with torch.inference_mode():
+            wanted = by_task[task](torch.tensor([ids])).last_hidden_state.mean(1)
+        (row,) = model.rows(wire.Embedding(normalize=False), ["red <|task:text-matching|> shoes"], purpose=purpose)
+        torch.testing.assert_close(torch.tensor([row]), wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

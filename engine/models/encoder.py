@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
-from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
+from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames, Tasks
 from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
 from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, embed, finish_layer, takes
 from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
@@ -50,6 +50,53 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By the values of :data:`~engine.models.encoder_config.ACTIVATIONS`."""
 
 
+@dataclass(slots=True)
+class StepTasks:
+    """The tasks of a step's tokens, which all parts of a model read."""
+
+    factors: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[tokens, tasks · rank]: the scale at the places of a token's task, else 0."""
+
+    def begin(self, tokens: Tensor, positions: Tensor, tasks: Tasks, vocabulary: int) -> Tensor:
+        """Find the task of each token. tokens, positions: [tokens], of the step. -> the tokens, with the one that texts begin with
+        in place of those of tasks."""
+        starts = torch.arange(len(tokens), device=tokens.device).where(positions == 0, 0).cummax(0).values
+        task = tokens[starts] - vocabulary
+        chosen = task[:, None] == torch.arange(len(tasks.names), device=tokens.device)
+        self.factors = (chosen * tasks.scale).repeat_interleave(tasks.rank, 1)
+        return tokens.where(tokens < vocabulary, tasks.first_token)
+
+
+class TaskDelta(nn.Module):
+    """What tasks add to a projection, ``B · A · x`` with the matrices of each token's task, as two thin products for all tasks."""
+
+    def __init__(self, tasks: Tasks, step: StepTasks, size: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.step = step
+        self.lora_A = nn.Parameter(torch.empty(len(tasks.names), tasks.rank, size, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(len(tasks.names), columns, tasks.rank, dtype=dtype))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add to y, [tokens, out], in place. x: [tokens, in], the projection's input."""
+        inner = x @ self.lora_A.flatten(0, 1).T
+        return y.addmm_(inner.mul_(self.step.factors), self.lora_B.transpose(1, 2).flatten(0, 1))
+
+
+class EmbeddingTaskDelta(nn.Module):
+    """What tasks add to a row of an embedding."""
+
+    def __init__(self, tasks: Tasks, step: StepTasks, rows: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.step = step
+        self.lora_A = nn.Parameter(torch.empty(len(tasks.names), rows, tasks.rank, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(len(tasks.names), tasks.rank, size, dtype=dtype))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Add to x, [tokens, size], in place. ids: [tokens], rows of the embedding."""
+        inner = self.lora_A[:, ids].transpose(0, 1).flatten(1)
+        return x.addmm_(inner.mul_(self.step.factors), self.lora_B.flatten(0, 1))
+
+
 class LayerNorm(nn.Module):
     """A layer normalisation, whose weights are allocated and not initialised."""
 
@@ -74,13 +121,23 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.qkv_proj = Linear(size, 3 * size, bias="qkv" in config.biases, dtype=dtype)
         self.o_proj = Linear(size, size, bias="out" in config.biases, dtype=dtype)
+        self.qkv_tasks: TaskDelta | None = None
+        self.o_tasks: TaskDelta | None = None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """Without the output projection. x: [tokens, hidden]; rotation: cos and sin, [tokens, head_dim / 2]. -> [tokens, hidden]"""
-        q, k, v = self.qkv_proj(x).view(len(x), 3, self.heads, -1).unbind(1)
+        qkv = self.qkv_proj(x)
+        if self.qkv_tasks is not None:
+            qkv = self.qkv_tasks(x, qkv)
+        q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
         if rotation is not None:
             q, k = rope(q, *rotation), rope(k, *rotation)
         return attend(self.layer, q, k, v).flatten(1)
+
+    def projected(self, attended: Tensor) -> Tensor:
+        """The output projection: [tokens, hidden] -> [tokens, hidden]"""
+        y: Tensor = self.o_proj(attended)
+        return y if self.o_tasks is None else self.o_tasks(attended, y)
 
 
 class FeedForward(nn.Module):
@@ -99,9 +156,14 @@ class FeedForward(nn.Module):
         self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
         """Gate ‖ up, or up ‖ gate, or up alone."""
         self.down_proj = Linear(inner, size, bias="down" in config.biases, dtype=dtype)
+        self.up_tasks: TaskDelta | None = None
+        self.down_tasks: TaskDelta | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
+        if self.up_tasks is not None and self.down_tasks is not None:
+            inner = self.activated(self.up_tasks(x, self.gate_up_proj(x)))
+            return self.down_tasks(inner, self.down_proj(inner))  # type: ignore[no-any-return]
         if self.compute is not None:
             return self.compute(self, x)
         return self.down_proj(self.activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
@@ -151,13 +213,13 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        if (finished := finish_layer(attended, x, self.parts)) is not None:
+        if self.attention.o_tasks is None and (finished := finish_layer(attended, x, self.parts)) is not None:
             return finished
         if self.before:
-            x = self.attention.o_proj(attended).add_(x)
+            x = self.attention.projected(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
         assert self.attention_norm is not None
-        x = self.attention_norm(self.attention.o_proj(attended), x)
+        x = self.attention_norm(self.attention.projected(attended), x)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
 
 
@@ -229,7 +291,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         size, family = config.hidden_size, config.family
-        self.embed = Embedding(config.vocab_size, size, dtype=dtype)
+        self.embed = Embedding(config.vocab_size - (0 if config.tasks is None else len(config.tasks.names)), size, dtype=dtype)
         self.positions = Embedding(config.positions, size, dtype=dtype) if config.positions else None
         self.types = Embedding(config.type_count, size, dtype=dtype) if config.type_count else None
         self.distances = Embedding(config.distance_buckets, config.num_heads, dtype=dtype) if config.distance_buckets else None
@@ -240,6 +302,11 @@ class Encoder(nn.Module):
         self.embedding_norm = LayerNorm(size, config, dtype)
         self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
+        self._step_tasks = StepTasks()
+        self.embed_tasks: EmbeddingTaskDelta | None = None
+        self.types_tasks: EmbeddingTaskDelta | None = None
+        if config.tasks is not None:
+            self._add_tasks(config.tasks)
         self.class_head: Head | None = None
         self.masked_head: Head | None = None
         if config.classes and config.class_modules is None:
@@ -260,6 +327,22 @@ class Encoder(nn.Module):
         self.register_buffer(
             "inverse_frequencies", torch.stack(frequencies) if frequencies else torch.empty(0, 0), persistent=False
         )
+
+    def _add_tasks(self, tasks: Tasks) -> None:
+        step, dtype, size = self._step_tasks, self.embed.weight.dtype, self.config.hidden_size
+        self.embed_tasks = EmbeddingTaskDelta(tasks, step, len(self.embed.weight), size, dtype)
+        if self.types is not None:
+            self.types_tasks = EmbeddingTaskDelta(tasks, step, len(self.types.weight), size, dtype)
+        for layer in self.layers:
+            assert isinstance(layer, EncoderLayer)
+            for part, name, tasked in (
+                (layer.attention, "qkv_proj", "qkv_tasks"),
+                (layer.attention, "o_proj", "o_tasks"),
+                (layer.mlp, "gate_up_proj", "up_tasks"),
+                (layer.mlp, "down_proj", "down_tasks"),
+            ):
+                columns, size = part.get_parameter(f"{name}.weight").shape
+                setattr(part, tasked, TaskDelta(tasks, step, size, columns, dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
@@ -289,6 +372,10 @@ class Encoder(nn.Module):
 
     def _compute(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None) -> Tensor:
         """:meth:`forward` of a step or a part of one, in one call for each thread where that can be."""
+        if self.config.tasks is not None:
+            tokens = self._step_tasks.begin(tokens, positions, self.config.tasks, len(self.embed.weight))
+            hidden = self.from_last_attention(*self.to_last_attention(tokens, positions, attend))
+            return hidden if rows is None else hidden.index_select(0, rows)
         if self.native_layers is None:
             attended, x = self.to_last_attention(tokens, positions, attend)
         else:
@@ -311,7 +398,7 @@ class Encoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
-        if compiles(self.embed.weight.detach()):
+        if compiles(self.embed.weight.detach()) and self.embed_tasks is None:
             places, kinds = (None if each is None else each.weight for each in (self.positions, self.types))
             first = self.config.first_position
             return embed(tokens, positions, first, types, self.embed.weight, places, kinds, self.embedding_norm)
@@ -320,6 +407,9 @@ class Encoder(nn.Module):
             x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
         if self.types is not None:
             x.add_(self.types.weight[0] if types is None else self.types(types))
+        if self.embed_tasks is not None:
+            x = self.embed_tasks(tokens, x)
+            x = x if self.types_tasks is None else self.types_tasks(torch.zeros_like(tokens) if types is None else types, x)
         return self.embedding_norm(x)  # type: ignore[no-any-return]
 
     def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -337,7 +427,7 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        if not (suits and all(takes(layer.parts) for layer in layers)):
+        if config.tasks is not None or not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
         relative = None if self.relative is None else [self._related(layer) for layer in range(len(layers))]
@@ -505,13 +595,18 @@ class Encoder(nn.Module):
     def _views(self) -> Iterator[tuple[str, Tensor]]:
         family = self.config.family
         for ours, stored in family.outer.items():
-            module = getattr(self, ours)
-            yield from _parts((stored,), module) if module is not None else ()
+            for module in (getattr(self, ours), getattr(self, f"{ours}_tasks", None)):
+                yield from _parts((stored,), module) if module is not None else ()
         for index, layer in enumerate(self.layers):
             prefix = family.layer.format(index)
             for ours, names in family.inner.items():
                 if ours != "attention_norm" or getattr(layer, ours) is not None:
                     yield from _parts(tuple(prefix + name for name in names), layer.get_submodule(ours))
+            assert isinstance(layer, EncoderLayer)
+            attention, mlp = layer.attention, layer.mlp
+            of_tasks = {"attention.qkv_proj": attention.qkv_tasks, "attention.o_proj": attention.o_tasks}
+            for ours, delta in (of_tasks | {"mlp.gate_up_proj": mlp.up_tasks, "mlp.down_proj": mlp.down_tasks}).items():
+                yield from () if delta is None else _parts((prefix + family.inner[ours][0],), delta)
         for head, its in ((self.class_head, family.class_head), (self.masked_head, family.masked_head)):
             if head is None or its is None:
                 continue

@@ -24,6 +24,7 @@ from yardstick_llm.engine.models.pooling import (
     ROUTER_FILE,
     SPLADE,
     SPLADE_LOGS,
+    TASKS_KEY,
     Pooling,
     load_pooling,
     max_seq_length,
@@ -64,6 +65,18 @@ class HeadNames:
     """Empty: that of the model's layers."""
     bias: str = ""
     """Name of the bias of ``out``; empty for ``out.bias``."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What a model of several tasks adds to its weights for the one that a text's first token names (jina-embeddings-v3)."""
+
+    names: tuple[str, ...]
+    """The token of a task has the id of its place here behind the vocabulary."""
+    rank: int
+    scale: float
+    first_token: int
+    """The token that a text begins with, which the token of a task stands for."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +188,15 @@ _ROBERTA_FLASH = dataclasses.replace(
     },
 )
 """Names of ``jinaai/xlm-roberta-flash-implementation``."""
+_ROBERTA_ROTARY = dataclasses.replace(
+    _ROBERTA_FLASH,
+    outer={name: stored for name, stored in _ROBERTA_FLASH.outer.items() if name != "positions"},
+    keys={"rope_theta": ("rotary_emb_base",)},
+    defaults={**_ROBERTA.defaults, "rope_theta": 1e4},
+    offset_positions=False,
+    rotary=True,
+)
+"""jina-embeddings-v3, with the same names."""
 _MPNET = dataclasses.replace(
     _ROBERTA,
     model_type="mpnet",
@@ -330,6 +352,7 @@ BODIES: dict[str, EncoderFamily] = {
     "Roberta": _ROBERTA,
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "XLMRobertaFlash": _ROBERTA_FLASH,
+    "XLMRobertaRotary": _ROBERTA_ROTARY,
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "MPNet": _MPNET,
     "Electra": _ELECTRA,
@@ -340,7 +363,8 @@ BODIES: dict[str, EncoderFamily] = {
     "Gte": _GTE,
     "New": _GTE,
 }
-"""First part of an architecture's name. That of XLMRobertaFlash is XLMRoberta in ``config.json``; its tensors have other names."""
+"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``; their tensors have
+other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
 } | {HF_COLBERT: (_BERT, "none")}
@@ -398,6 +422,7 @@ class EncoderConfig(BaseConfig):
     """Tokens without a weight in ``sparse`` of ``tokens``."""
     tied: bool = True
     """The head over the vocabulary, where there is one, is the embedding."""
+    tasks: Tasks | None = None
 
     @property
     def family(self) -> EncoderFamily:
@@ -530,6 +555,8 @@ def _special_tokens(directory: Path) -> tuple[int, ...]:
 def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     """A parsed ``config.json`` of an encoder. Raises :class:`ModelError`."""
     architecture = Keys(raw, "config.json").strings("architectures")[0]
+    if raw.get("position_embedding_type") == "rotary":
+        architecture = architecture.replace("XLMRoberta", "XLMRobertaRotary")
     family, head = FAMILIES[architecture]
     renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
     if family.relative:
@@ -552,9 +579,10 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         raise keys.error("max_position_embeddings", f"is {written}, and positions begin at {first}; correct the file")
     types = keys.whole("type_vocab_size") if "types" in family.outer else 0
     rope, local_rope = _ropes(keys, family) if rotary else (None, None)
+    tasks = _tasks(keys)
     return EncoderConfig(
         architecture=architecture,
-        vocab_size=keys.count("vocab_size"),
+        vocab_size=keys.count("vocab_size") + (0 if tasks is None else len(tasks.names)),
         hidden_size=hidden_size,
         intermediate_size=keys.count("intermediate_size"),
         num_layers=layers,
@@ -580,7 +608,15 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         head_activation=_head_activation(keys, family, head, activation),
         head_bias=family.model_type != "modernbert" or keys.flag("classifier_bias", False),
         tied=keys.flag("tie_word_embeddings", True),
+        tasks=tasks,
     )
+
+
+def _tasks(keys: Keys) -> Tasks | None:
+    if not keys.present(TASKS_KEY):
+        return None
+    names, rank = tuple(keys.strings(TASKS_KEY)), keys.count("lora_rank", 4)
+    return Tasks(names, rank, keys.number("lora_alpha", 1.0) / rank, next(iter(keys.ids("bos_token_id")), 0))
 
 
 def _activation(keys: Keys, key: str) -> str:
@@ -600,6 +636,7 @@ def _head_activation(keys: Keys, family: EncoderFamily, head: Head, activation: 
 def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     usual = "rope" if family.rotary else "alibi" if family.alibi else "absolute"
     kind = keys.text("position_embedding_type", usual)
+    kind = "rope" if kind == "rotary" else kind
     if kind != usual and family.model_type != "modernbert":  # whose files name a kind that no code reads
         raise keys.error("position_embedding_type", f"is {kind:.80}, which is not supported; use another model")
     for key, only in (

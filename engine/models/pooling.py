@@ -46,6 +46,8 @@ _OLD_KEYS = {
 }
 """Before release 5.4 of sentence-transformers each mode is a flag of its own."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+TASKS_KEY, TASKS_MODULE = "lora_adaptations", "custom_st.Transformer"
+"""Key of ``config.json`` that names the tasks of a model, and its module Transformer."""
 SPLADE, ROUTER, ROUTER_FILE = "SpladePooling", "Router", "router_config.json"
 SPLADE_LOGS = {"relu": 1, "log1p_relu": 2}
 """How often the logarithm of a weight is taken, by the name of the activation."""
@@ -105,7 +107,8 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
     names = [name for name, _ in modules]
     if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
         return None
-    if unknown := [name for name in names if name not in KNOWN_MODULES]:
+    known = (*KNOWN_MODULES, TASKS_MODULE) if read_json(directory / "config.json").get(TASKS_KEY) else KNOWN_MODULES
+    if unknown := [name for name in names if name not in known]:
         raise ModelError(
             f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
         )

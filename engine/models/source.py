@@ -170,8 +170,8 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
 
 MAX_MODEL_FILE_BYTES = 256 << 10
 CONFIG_FILE, COLBERT_FILE = "config.json", "artifact.metadata"
-ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
-"""Keys with which ``config.json`` of a cross-encoder names its activation."""
+GATEWAY_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function", "task_instructions")
+"""Keys with which ``config.json`` names the activation of a cross-encoder, and the prompts of a model of several tasks."""
 
 
 def _model_files(directory: Path) -> dict[str, bytes]:
@@ -184,7 +184,7 @@ def _model_files(directory: Path) -> dict[str, bytes]:
         if path.stat().st_size > MAX_MODEL_FILE_BYTES:
             raise ModelError(f"{name} in the model directory has more than {MAX_MODEL_FILE_BYTES >> 10} KiB; download it again.")
     config = directory / CONFIG_FILE
-    named = {key: value for key, value in read_json(config).items() if key in ACTIVATION_KEYS} if config.is_file() else {}
+    named = {key: value for key, value in read_json(config).items() if key in GATEWAY_KEYS} if config.is_file() else {}
     kept = {CONFIG_FILE: json.dumps(named).encode()} if named else {}
     return {name: path.read_bytes() for name, path in found.items()} | kept
 

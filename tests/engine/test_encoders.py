@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
-from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder, make_whole
+from tests.encoders import (
+    CLASSES,
+    CONTEXT,
+    TASKS,
+    TYPED,
+    WITHOUT_MASKED,
+    add_module,
+    load_reference,
+    make_encoder,
+    make_jina_v3,
+    make_whole,
+)
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -402,6 +413,22 @@ def test_jina_equals_its_formulas(tmp_path: Path, heads: int, slopes: list[float
     ]
     expected = [(each @ stored["classifier.weight"].T + stored["classifier.bias"]).tolist() for each in pooled]
     assert_equal_rows(scored.rows, expected, 1e-4)
+
+
+def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
+    """In one step, texts of each task have the numbers of that task's weights, merged."""
+    published, *merged = make_jina_v3(tmp_path)
+    first, rng = 0, random.Random(7)
+    sent = [[(320 + task if task < len(TASKS) else first), *some_tokens(rng, n, n)] for n in (1, 20, 90) for task in range(4)]
+    loop = build(published)
+    assert (loop.info.vocab_size, loop.info.max_context) == (323, CONTEXT)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    models = [load_reference(folder, "jina_v3", "embed") for folder in merged]
+    plain = [[first, *tokens[1:]] for tokens in sent]
+    expected = [hidden_of(models[place % 4], tokens).mean(0) for place, tokens in enumerate(plain)]
+    assert_equal_rows(scored.rows, [vector.tolist() for vector in expected], 1e-4)
+    (coded,) = run(build(published, quantize="int8"), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
 
 
 @pytest.mark.parametrize("change", [{"feed_forward_type": "original"}, {"position_embedding_type": "absolute"}])

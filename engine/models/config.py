@@ -167,6 +167,8 @@ class BaseConfig:
     regression: bool = False
     """Whether the head's outputs are numbers and no classes."""
     head_pooling: HeadPooling = "last"
+    experts: ExpertConfig | None = None
+    """None for a dense model."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,6 @@ class ModelConfig(BaseConfig):
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual."""
     logit_divisor: float = 1.0
-    experts: ExpertConfig | None = None
-    """None for a dense model."""
     vision: VisionConfig | None = None
     """None where the model reads no images."""
     bidirectional: bool = False

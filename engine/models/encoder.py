@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames, Tasks
-from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
+from yardstick_llm.engine.models.modules import Embedding, Experts, GroupedLinear, Linear, Projected
 from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, embed, finish_layer, takes
 from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
 from yardstick_llm.kernels.linear import linear
@@ -177,6 +177,33 @@ class FeedForward(nn.Module):
         return self.activation(gate).mul_(up)
 
 
+class EncoderExperts(Experts):
+    """Feed-forward layers without gates, of which a router chooses a few for each token, and a bias that all tokens get."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, None, dtype)
+        assert config.experts is not None
+        count, size, inner = config.experts.count, config.hidden_size, config.experts.size
+        self.gate_up, self.gate = GroupedLinear(count, size, inner, dtype), FUNCTIONS[config.activation]
+        self.down = GroupedLinear(count, size, inner, dtype)  # as checkpoints have it, until it is folded
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return super().forward(x) + self.bias
+
+    def views(self) -> dict[str, Tensor]:
+        """Names in checkpoints and the parts of parameters that they fill."""
+        stacked = {"w1": self.gate_up.weight.flatten(0, 1), "w2": self.down.weight.flatten(0, 1)}
+        views = {f"experts.mlp.{name}": view for name, view in stacked.items()}
+        return views | {"router.layer.weight": self.router.weight, "experts.bias": self.bias}
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Bring what a checkpoint has filled into the layout of products."""
+        self.down.weight = nn.Parameter(self.down.weight.transpose(1, 2).contiguous())
+
+
 class EncoderLayer(nn.Module):
     """One layer."""
 
@@ -184,20 +211,30 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.before = config.family.norms == "before"
         self.attention = Attention(config, layer, dtype)
-        self.mlp = FeedForward(config, dtype)
+        chosen = config.experts is not None and layer in config.experts.layers
+        self.mlp: FeedForward | EncoderExperts = EncoderExperts(config, dtype) if chosen else FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
     @property
     def parts(self) -> LayerParts:
-        """Its modules."""
+        """Its modules. Not of a layer with experts."""
         attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, FeedForward)
         first, norm, last = (
             (self.attention_norm, self.mlp_norm, None) if self.before else (None, self.attention_norm, self.mlp_norm)
         )
         assert norm is not None
         return LayerParts(first, attention.qkv_proj, attention.o_proj, norm, mlp.gate_up_proj, mlp.down_proj, last, mlp.kind)
+
+    def task_deltas(self) -> dict[str, TaskDelta]:
+        """By the name of the projection that each is added to."""
+        attention, mlp = self.attention, self.mlp
+        found = {"attention.qkv_proj": attention.qkv_tasks, "attention.o_proj": attention.o_tasks}
+        if isinstance(mlp, FeedForward):
+            found |= {"mlp.gate_up_proj": mlp.up_tasks, "mlp.down_proj": mlp.down_tasks}
+        return {name: delta for name, delta in found.items() if delta is not None}
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -213,7 +250,8 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        if self.attention.o_tasks is None and (finished := finish_layer(attended, x, self.parts)) is not None:
+        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward)
+        if whole and (finished := finish_layer(attended, x, self.parts)) is not None:
             return finished
         if self.before:
             x = self.attention.projected(attended).add_(x)
@@ -335,6 +373,7 @@ class Encoder(nn.Module):
             self.types_tasks = EmbeddingTaskDelta(tasks, step, len(self.types.weight), size, dtype)
         for layer in self.layers:
             assert isinstance(layer, EncoderLayer)
+            assert isinstance(layer.mlp, FeedForward)
             for part, name, tasked in (
                 (layer.attention, "qkv_proj", "qkv_tasks"),
                 (layer.attention, "o_proj", "o_tasks"),
@@ -427,7 +466,7 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        if config.tasks is not None or not (suits and all(takes(layer.parts) for layer in layers)):
+        if config.tasks is not None or config.experts is not None or not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
         relative = None if self.relative is None else [self._related(layer) for layer in range(len(layers))]
@@ -599,14 +638,16 @@ class Encoder(nn.Module):
                 yield from _parts((stored,), module) if module is not None else ()
         for index, layer in enumerate(self.layers):
             prefix = family.layer.format(index)
+            assert isinstance(layer, EncoderLayer)
+            if isinstance(layer.mlp, EncoderExperts):
+                yield from ((f"{prefix}mlp.{name}", view) for name, view in layer.mlp.views().items())
             for ours, names in family.inner.items():
+                if ours.startswith("mlp.") and isinstance(layer.mlp, EncoderExperts):
+                    continue
                 if ours != "attention_norm" or getattr(layer, ours) is not None:
                     yield from _parts(tuple(prefix + name for name in names), layer.get_submodule(ours))
-            assert isinstance(layer, EncoderLayer)
-            attention, mlp = layer.attention, layer.mlp
-            of_tasks = {"attention.qkv_proj": attention.qkv_tasks, "attention.o_proj": attention.o_tasks}
-            for ours, delta in (of_tasks | {"mlp.gate_up_proj": mlp.up_tasks, "mlp.down_proj": mlp.down_tasks}).items():
-                yield from () if delta is None else _parts((prefix + family.inner[ours][0],), delta)
+            for ours, delta in layer.task_deltas().items():
+                yield from _parts((prefix + family.inner[ours][0],), delta)
         for head, its in ((self.class_head, family.class_head), (self.masked_head, family.masked_head)):
             if head is None or its is None:
                 continue

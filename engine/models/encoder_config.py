@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, class_names
+from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, ExpertConfig, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
 from yardstick_llm.engine.models.pooling import (
@@ -90,7 +90,7 @@ class EncoderFamily:
     """Our names of tensors outside the layers, and those of checkpoints."""
     layer: str
     """Beginning of the names of a layer's tensors, with its number for ``{}``."""
-    inner: Mapping[str, tuple[str, ...]]
+    inner: dict[str, tuple[str, ...]]
     """Our names of a layer's tensors, and those of the parts of which checkpoints make them up."""
     class_head: HeadNames
     masked_head: HeadNames | None = None
@@ -324,6 +324,10 @@ _NOMIC = EncoderFamily(
     gated=True,
     biases=(),
 )
+_NOMIC_PLAIN = dataclasses.replace(
+    _NOMIC, inner=_NOMIC.inner | {"mlp.gate_up_proj": ("mlp.fc1",)}, defaults={**_NOMIC.defaults, "num_experts": 0}, gated=False
+)
+"""With an activation that is no gate, and experts in some layers (nomic-embed-text-v2-moe)."""
 _GTE = EncoderFamily(
     "gte",
     ("new.", "gte."),
@@ -360,11 +364,12 @@ BODIES: dict[str, EncoderFamily] = {
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
     "NomicBert": _NOMIC,
+    "NomicBertPlain": _NOMIC_PLAIN,
     "Gte": _GTE,
     "New": _GTE,
 }
-"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``; their tensors have
-other names."""
+"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``, and NomicBertPlain
+is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
 } | {HF_COLBERT: (_BERT, "none")}
@@ -379,7 +384,6 @@ class EncoderConfig(BaseConfig):
 
     eos_token_ids: ClassVar[tuple[int, ...]] = ()
     vision: ClassVar[None] = None
-    experts: ClassVar[None] = None
     lm_head: ClassVar[bool] = False
     """Whether the model predicts the next token."""
     max_context: int
@@ -557,6 +561,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     architecture = Keys(raw, "config.json").strings("architectures")[0]
     if raw.get("position_embedding_type") == "rotary":
         architecture = architecture.replace("XLMRoberta", "XLMRobertaRotary")
+    if raw.get("activation_function") in ("gelu", "gelu_new", "relu"):
+        architecture = architecture.replace("NomicBert", "NomicBertPlain")
     family, head = FAMILIES[architecture]
     renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
     if family.relative:
@@ -609,7 +615,22 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         head_bias=family.model_type != "modernbert" or keys.flag("classifier_bias", False),
         tied=keys.flag("tie_word_embeddings", True),
         tasks=tasks,
+        experts=_experts(keys, raw, layers),
     )
+
+
+def _experts(keys: Keys, raw: dict[str, Any], layers: int) -> ExpertConfig | None:
+    """Each ``moe_every_n_layers``-th layer from the second one has them."""
+    if not (keys.present("num_experts") and keys.whole("num_experts")):
+        return None
+    for key in ("expert_choice_router", "moe_normalize_expert_weights", "num_shared_experts"):
+        if raw.get(key):
+            raise keys.error(key, "is set, which is not supported; use another model")
+    count, chosen, interval = keys.count("num_experts"), keys.count("moe_top_k", 1), keys.count("moe_every_n_layers")
+    if chosen > count:
+        raise keys.error("moe_top_k", f"is {chosen}, and there are {count} experts; correct the file")
+    places = tuple(layer for layer in range(layers) if layer % interval == 1)
+    return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=False, layers=places)
 
 
 def _tasks(keys: Keys) -> Tasks | None:
@@ -652,7 +673,7 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
         if keys.flag(key, only) is not only:
             raise keys.error(key, f"is {str(not only).lower()}, which is not supported; use another model")
     for key in ("quantization_config", "compression_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
-        if keys.present(key):
+        if keys.present(key) and key not in family.defaults:
             raise keys.error(key, "is set, which is not supported; use another model")
     if keys.text("feed_forward_type", "geglu") != "geglu":
         raise keys.error("feed_forward_type", "is not supported; only geglu is")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.config import BaseConfig, ModelConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
 from yardstick_llm.engine.models.pooling import Projection
@@ -170,7 +170,7 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """Router, experts and, in some families, an expert that all tokens pass, weighted by a gate."""
 
-    def __init__(self, config: ModelConfig, shared: nn.Module | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: BaseConfig, shared: nn.Module | None, dtype: torch.dtype) -> None:
         """``shared``: the shared expert's feed-forward layer."""
         super().__init__()
         experts = config.experts

@@ -431,6 +431,83 @@ def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
     assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
 
 
+def make_nomic_moe(directory: Path, experts: int) -> dict[str, Tensor]:
+    """Write a nomic-embed-text-v2-moe as published. Returns its weights."""
+    make_encoder(directory, "nomic", type_vocab_size=1)
+    stored, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / 8
+
+    tensors = {name: tensor for name, tensor in stored.items() if "encoder" not in name and "pooler" not in name}
+    for layer in range(4):
+        at, shapes = f"encoder.layers.{layer}.", {"attn.Wqkv": (192, 64), "attn.out_proj": (64, 64)}
+        shapes |= {} if layer % 2 else {"mlp.fc1": (96, 64), "mlp.fc2": (64, 96)}
+        for name, shape in shapes.items():
+            tensors |= {f"{at}{name}.weight": drawn(*shape), f"{at}{name}.bias": drawn(shape[0])}
+        for name in ("norm1", "norm2"):
+            tensors |= {f"{at}{name}.weight": 1 + drawn(64), f"{at}{name}.bias": drawn(64)}
+        if layer % 2:
+            tensors |= {f"{at}mlp.router.layer.weight": 8 * drawn(experts, 64), f"{at}mlp.experts.bias": drawn(64)}
+            tensors |= {f"{at}mlp.experts.mlp.{name}": drawn(experts * 96, 64) for name in ("w1", "w2")}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 320, "n_embd": 64, "n_layer": 4}
+    config |= {"n_head": 4, "n_inner": 96, "n_positions": CONTEXT, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+    config |= {"rotary_emb_base": 10000.0, "rotary_emb_fraction": 1.0, "qkv_proj_bias": True, "mlp_fc1_bias": True}
+    config |= {"mlp_fc2_bias": True, "type_vocab_size": 1, "num_experts": experts, "moe_top_k": 2, "moe_every_n_layers": 2}
+    config |= {"num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False, "pad_token_id": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@torch.inference_mode()
+def nomic_moe_hidden(stored: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """[tokens, hidden] by the formulas of the published code: rotation, norms after the sums; in every other layer, the sum of two
+    experts by their probabilities, which are not divided by their sum, and one bias."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, stored[f"{name}.weight"], stored[f"{name}.bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], stored[f"{name}.weight"], stored[f"{name}.bias"], 1e-5)
+
+    def turned(x: Tensor) -> Tensor:
+        """[heads, tokens, head_dim]"""
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = norm("emb_ln", stored["embeddings.word_embeddings.weight"][tokens] + stored["embeddings.token_type_embeddings.weight"][0])
+    angles = torch.arange(len(tokens))[:, None] / 10000.0 ** (torch.arange(8) / 8)
+    cos, sin = angles.cos(), angles.sin()
+    for layer in range(4):
+        at = f"encoder.layers.{layer}"
+        q, k, v = linear(f"{at}.attn.Wqkv", x).view(len(x), 3, 4, 16).permute(1, 2, 0, 3)
+        attended = (turned(q) @ turned(k).transpose(1, 2) / 4).softmax(-1) @ v
+        x = norm(f"{at}.norm1", linear(f"{at}.attn.out_proj", attended.transpose(0, 1).flatten(1)) + x)
+        if layer % 2 == 0:
+            inner = linear(f"{at}.mlp.fc2", torch.nn.functional.gelu(linear(f"{at}.mlp.fc1", x)))
+        else:
+            up, down = (stored[f"{at}.mlp.experts.mlp.{name}"].view(-1, 96, 64) for name in ("w1", "w2"))
+            weights, chosen = (x @ stored[f"{at}.mlp.router.layer.weight"].T).softmax(1).topk(2)
+            of_experts = torch.einsum("tef,efh->teh", torch.nn.functional.gelu(torch.einsum("th,efh->tef", x, up)), down)
+            inner = (of_experts[torch.arange(len(x))[:, None], chosen] * weights[..., None]).sum(1)
+            inner = inner + stored[f"{at}.mlp.experts.bias"]
+        x = norm(f"{at}.norm2", inner + x)
+    return x
+
+
+def test_nomic_moe_equals_its_formulas(tmp_path: Path) -> None:
+    stored, sent = make_nomic_moe(tmp_path, 8), texts()
+    (scored,) = run(build(tmp_path), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [nomic_moe_hidden(stored, tokens).mean(0).tolist() for tokens in sent], 1e-4)
+    with pytest.raises(ModelError, match="--quantize int8 does not support mixtures of experts"):
+        build(tmp_path, quantize="int8")
+    for change, message in (({"moe_top_k": 9}, "moe_top_k"), ({"expert_choice_router": True}, "expert_choice_router")):
+        edit(tmp_path, **{"moe_top_k": 2, "expert_choice_router": False} | change)
+        with pytest.raises(ModelError, match=message):
+            build(tmp_path)
+
+
 @pytest.mark.parametrize("change", [{"feed_forward_type": "original"}, {"position_embedding_type": "absolute"}])
 def test_other_variants_of_jina_are_refused(tmp_path: Path, change: dict[str, str]) -> None:
     edit(make_jina(tmp_path / "m", "embed", 4), **change)

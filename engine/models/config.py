@@ -296,8 +296,8 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
             "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
             "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
         )
-    if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
-        how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
+    if not config.bidirectional and (pooling.modes not in (("last",), ("mean",)) or not pooling.include_prompt):
+        how = f"by {' and '.join(pooling.modes) or 'token'}" if pooling.include_prompt else "without the prompt"
         raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")
     if config.bidirectional and max_context is None:
         config = dataclasses.replace(config, max_context=min(config.max_context, max_seq_length(directory) or config.max_context))

@@ -514,7 +514,7 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
 
 def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig:
     """Return the configuration of a cross-encoder that is saved as Transformer, Pooling and Dense. The last Dense makes scores."""
-    if pooling.mode not in ("cls", "mean") or not pooling.projections:
+    if pooling.mode not in ("cls", "mean") or pooling.more or not pooling.projections:
         raise ModelError(f"{MODULES_FILE} of a cross-encoder must have Pooling of cls or mean, and Dense; use another model.")
     count = pooling.size(config.hidden_size)
     names = tuple(f"LABEL_{index}" for index in range(count))

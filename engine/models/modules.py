@@ -7,7 +7,7 @@ In a mixture of experts, a router chooses a few experts for each token in a laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models.config import BaseConfig, ModelConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
-from yardstick_llm.engine.models.pooling import Projection
+from yardstick_llm.engine.models.pooling import Mode, Projection
 from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
 from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
 from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
 from yardstick_llm.kernels.silu_mul import silu_mul
 from yardstick_llm.kernels.soft_cap import soft_cap
+from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class Linear(nn.Linear):
@@ -231,6 +232,35 @@ class Projected(nn.Module):
             x = function(part(x))
             x = x if added is None else x + added
         return x
+
+
+def pooled(hidden: Tensor, lengths: Sequence[int], *modes: Mode) -> Tensor:
+    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn; of a single mode of one token, that one of each.
+    -> [sequences, modes · size] float32."""
+    if modes in (("cls",), ("last",)):
+        return hidden.float()
+    found = []
+    for start, count, length, _ in runs_of(lengths):
+        part = hidden[start : start + count * length].view(count, length, -1)
+        vectors = [_pooled(part, mode) for mode in modes]
+        found.append(vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _pooled(part: Tensor, mode: Mode) -> Tensor:
+    """[sequences, length, size] -> [sequences, size] float32"""
+    length = part.shape[1]
+    if mode in ("cls", "last"):
+        return part[:, 0 if mode == "cls" else -1].float()
+    if mode == "max":
+        return part.amax(1).float()
+    if mode == "weightedmean":
+        weights = torch.arange(1, length + 1, dtype=torch.float32, device=part.device)
+        weighted: Tensor = torch.einsum("ctn,t->cn", part.float(), weights / weights.sum())
+        return weighted
+    if mode == "mean_sqrt":
+        return part.sum(1, dtype=torch.float32).div_(length**0.5)
+    return part.mean(1, dtype=torch.float32)
 
 
 PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")

@@ -9,7 +9,7 @@ of a cross-encoder make its scores. Normalisation is a choice of each request.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +39,13 @@ MODES: dict[str, Mode] = {
 """Modes by their names in sentence-transformers."""
 _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
-"""Before release 5.4 of sentence-transformers each mode is a flag of its own."""
+"""Before release 5.4 of sentence-transformers each mode is a flag of its own. The vectors of several are in this order."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
 TASKS_KEY, TASKS_MODULE = "lora_adaptations", "custom_st.Transformer"
 """Key of ``config.json`` that names the tasks of a model, and its module Transformer."""
@@ -81,13 +82,20 @@ class Pooling:
 
     mode: Mode | None
     """None: each token has a vector of its own."""
+    more: tuple[Mode, ...] = ()
+    """Further modes, whose vectors are appended to that of the first."""
     include_prompt: bool = True
     """Whether tokens of a prompt before the text are pooled too. Otherwise a request says how many they are."""
     projections: tuple[Projection, ...] = ()
 
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """All modes, in the order of their vectors."""
+        return () if self.mode is None else (self.mode, *self.more)
+
     def size(self, hidden_size: int) -> int:
         """Length of a vector."""
-        return self.projections[-1].size if self.projections else hidden_size
+        return self.projections[-1].size if self.projections else hidden_size * max(1, len(self.modes))
 
 
 def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
@@ -107,8 +115,8 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
     names = [name for name, _ in modules]
     if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
         return None
-    known = (*KNOWN_MODULES, TASKS_MODULE) if read_json(directory / "config.json").get(TASKS_KEY) else KNOWN_MODULES
-    if unknown := [name for name in names if name not in known]:
+    own = TASKS_MODULE in names and bool(read_json(directory / "config.json").get(TASKS_KEY))
+    if unknown := [name for name in names if name not in KNOWN_MODULES and not (own and name == TASKS_MODULE)]:
         raise ModelError(
             f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
         )
@@ -118,7 +126,7 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
         if any(name in ("Dense", "LayerNorm") for name in names[:place]):
             raise ModelError(f"{MODULES_FILE} has a module before Pooling that changes vectors of tokens, which is not supported.")
         pooling = _pooling(*_config(directory, *modules[place]))
-    width, projections = hidden_size, []
+    width, projections = pooling.size(hidden_size), []
     for name, folder in modules:
         if name in ("Dense", "LayerNorm"):
             projection = _projection(name, folder, *_config(directory, name, folder))
@@ -128,7 +136,7 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
                 )
             width = projection.size
             projections.append(projection)
-    return Pooling(pooling.mode, pooling.include_prompt, tuple(projections))
+    return replace(pooling, projections=tuple(projections))
 
 
 def _inline(directory: Path) -> Pooling | None:
@@ -185,15 +193,19 @@ def _config(directory: Path, name: str, folder: str) -> tuple[dict[str, Any], st
 
 def _pooling(raw: dict[str, Any], file: str) -> Pooling:
     keys = Keys(raw, file)
-    if keys.present("pooling_mode"):
-        modes = [keys.text("pooling_mode", "")]
+    if isinstance(raw.get("pooling_mode"), list):
+        names = keys.strings("pooling_mode")
+    elif keys.present("pooling_mode"):
+        names = [keys.text("pooling_mode", "")]
     else:
         flags = [key for key in raw if key.startswith("pooling_mode_") and keys.flag(key, False)]
-        modes = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
-    if len(modes) != 1 or modes[0] not in MODES:
-        found = " and ".join(modes) or "no mode"
+        flags.sort(key=[*_OLD_KEYS, *flags].index)
+        names = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
+    if not names or set(names) - set(MODES):
+        found = " and ".join(names) or "no mode"
         raise ModelError(f"{file} asks for pooling by {found}, which is not supported; use a model with {' or '.join(MODES)}.")
-    return Pooling(MODES[modes[0]], keys.flag("include_prompt", True))
+    mode, *more = (MODES[name] for name in names)
+    return Pooling(mode, tuple(more), keys.flag("include_prompt", True))
 
 
 def _projection(name: str, folder: str, raw: dict[str, Any], file: str) -> Projection:

@@ -580,6 +580,32 @@ def test_pooling(tmp_path: Path, mode: str) -> None:
     assert_equal_rows(scored.rows, [POOLED[mode](hidden_of(model, tokens)).tolist() for tokens in sent], 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "modes"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}, "cls mean last"),
+        ({"pooling_mode": ["max", "mean", "cls"]}, "max mean cls"),
+    ],
+)
+def test_pooling_of_several_modes(tmp_path: Path, config: dict[str, object], modes: str) -> None:
+    """Vectors follow each other, in the order of sentence-transformers' flags or of the list."""
+    directory, sent = make_encoder(tmp_path, "bert"), texts()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    pool = {"cls": lambda x: x[0], "last": lambda x: x[-1], "mean": lambda x: x.mean(0), "max": lambda x: x.amax(0)}
+    model, loop = load_reference(directory, "bert", "embed"), build(directory)
+    assert (loop.info.embedding_size, loop.info.pooling) == (3 * 64, modes.replace(" ", "+"))
+    expected = torch.stack([torch.cat([pool[mode](hidden_of(model, tokens)) for mode in modes.split()]) for tokens in sent])
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, expected.tolist(), 1e-4)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(dimensions=100)))
+    assert_equal_rows(scored.rows, normalize(expected[:, :100], dim=1).tolist(), 1e-4)
+    weight = torch.randn(24, 3 * 64, generator=torch.Generator().manual_seed(3)) / 8
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    add_module(directory, "Dense", {"in_features": 3 * 64, "out_features": 24, "bias": False} | identity, {"linear.weight": weight})
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, (expected @ weight.T).tolist(), 1e-4)
+
+
 def test_projections_and_prompts_left_out(tmp_path: Path) -> None:
     """Dense and LayerNorm modules follow pooling, and the mean leaves out the tokens of the prompt."""
     directory = make_encoder(tmp_path, "bert")

@@ -15,8 +15,8 @@ from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.models.encoder import Encoder
 from yardstick_llm.engine.models.encoder_config import EncoderConfig
-from yardstick_llm.engine.models.modules import TokenHead
-from yardstick_llm.engine.models.pooling import Mode, Pooling
+from yardstick_llm.engine.models.modules import TokenHead, pooled
+from yardstick_llm.engine.models.pooling import Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
@@ -25,7 +25,6 @@ from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.soft_cap import soft_cap
-from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class LabelReadout(Readout):
@@ -259,7 +258,7 @@ class EmbeddingReadout(Readout):
         mode = self._pooling.mode
         if segment.completes:
             self.branches.append(branch)
-        if mode in ("cls", "last"):
+        if mode in ("cls", "last") and not self._pooling.more:
             if segment.completes:
                 self._parts.append(_Pooled(branch, readout, 0, 1, completes=True))
                 self.hidden_rows.append(row if mode == "cls" else row + tokens - 1)
@@ -277,9 +276,9 @@ class EmbeddingReadout(Readout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         hidden, pooling = step.hidden[self], self._pooling
-        if not pooling.projections:
+        if not (pooling.projections or pooling.more):
             hidden = hidden[:, : max(part.readout.dimensions or hidden.shape[1] for part in self._parts)]
-        vectors = pooled(hidden, [part.tokens for part in self._parts], pooling.mode)
+        vectors = pooled(hidden, [part.tokens for part in self._parts], *pooling.modes)
         self._vectors = download.add(self.context.decoder.projected(vectors) if pooling.projections else vectors)
 
     def read(self, result: StepResult) -> None:
@@ -294,25 +293,6 @@ class EmbeddingReadout(Readout):
                 result.rows.append((part.branch, embedding(total / tokens, normalize=part.readout.normalize)))
             else:
                 part.branch.partial = PartialRow(tokens, total)
-
-
-def pooled(hidden: Tensor, lengths: list[int], mode: Mode | None) -> Tensor:
-    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn. -> [sequences, size] float32."""
-    if mode in ("cls", "last"):
-        return hidden.float()
-    found = []
-    for start, count, length, _ in runs_of(lengths):
-        part = hidden[start : start + count * length].view(count, length, -1)
-        if mode == "max":
-            found.append(part.amax(1).float())
-        elif mode == "weightedmean":
-            weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
-            found.append(torch.einsum("ctn,t->cn", part.float(), weights / weights.sum()))
-        elif mode == "mean_sqrt":
-            found.append(part.sum(1, dtype=torch.float32) / length**0.5)
-        else:
-            found.append(part.mean(1, dtype=torch.float32))
-    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def embedding(vector: npt.NDArray[np.float32], *, normalize: bool) -> list[float]:

@@ -18,7 +18,7 @@ from tests.encoders import TASKS, load_reference, make_jina_v3
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.gateway.presets.preset import choose, parse_preset
 from yardstick_llm.gateway.text.preset_template import Limits, PresetTemplate
@@ -33,7 +33,7 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self._loop = build_loop(EngineSettings(model=str(folder), name=folder.name))
-        info, files = self._loop.info, tokenizer_files(folder)
+        info, files = self._loop.info, tokenizer_files(locate(folder))
         self.capabilities = info.capabilities
         given = {"classes": len(info.classes), "encoder": info.encoder, "beside": None, "model_files": files.model_files}
         text = choose(folder.name, files.architecture, info.capabilities, chosen={}, **given)
@@ -102,8 +102,9 @@ def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     given = json.dumps({"texts": TEXTS, "pairs": PAIRS})
     wanted = run_client("sentence_saved.py", str(weights.minilm()), str(tmp_path), given, environment="encoder-peers")
     model = {name: Model(tmp_path / name) for name in wanted}
-    vectors = model["embedding"].rows(wire.Embedding(), TEXTS)
-    torch.testing.assert_close(torch.tensor(vectors), torch.tensor(wanted["embedding"]), atol=1e-5, rtol=0)
+    for name in ("embedding", "folder"):
+        vectors = model[name].rows(wire.Embedding(), TEXTS)
+        torch.testing.assert_close(torch.tensor(vectors), torch.tensor(wanted[name]), atol=1e-5, rtol=0)
     for name in ("cross-encoder", "modules"):
         assert model[name].capabilities == ["classify"]
         assert model[name].scores(PAIRS) == pytest.approx(wanted[name], abs=1e-5)

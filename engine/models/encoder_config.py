@@ -29,6 +29,7 @@ from yardstick_llm.engine.models.pooling import (
     load_pooling,
     max_seq_length,
     read_modules,
+    root_of,
     scores_pairs,
 )
 from yardstick_llm.engine.models.rope import NtkRope, Rope
@@ -478,8 +479,8 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`.
     """
     config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
-    head = FAMILIES[config.architecture][1]
-    logs = 0 if head != "sparse" else _splade_logs(directory) if (directory / MODULES_FILE).is_file() else 1
+    head, root = FAMILIES[config.architecture][1], root_of(directory)
+    logs = 0 if head != "sparse" else _splade_logs(root) if (root / MODULES_FILE).is_file() else 1
     pooling = None if head == "classes" or logs else load_pooling(directory, config.hidden_size)
     longest = config.max_context
     if pooling is None or pooling.mode is not None:  # else queries and documents have limits of their own
@@ -496,7 +497,7 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     if pooling is None and is_gguf(directory):
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
-        modules = [name for name, _ in read_modules(directory / MODULES_FILE)] if (directory / MODULES_FILE).is_file() else []
+        modules = [name for name, _ in read_modules(root / MODULES_FILE)] if (root / MODULES_FILE).is_file() else []
         found = f"the modules in {MODULES_FILE} ({', '.join(modules)}) have none" if modules else f"there is no {MODULES_FILE}"
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head that is read, and {found} with a Pooling or Dense "

@@ -30,7 +30,7 @@ from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, f
 from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import Projected, RMSNorm, fill_parts
-from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, load_pooling
+from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, load_pooling, root_of
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
@@ -139,7 +139,7 @@ def _plain_name(name: str, prefixes: Sequence[str]) -> str:
 
 def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -> None:
     for place, (projection, part) in enumerate(zip(pooling.projections, projected.parts, strict=True)):
-        folder = directory / projection.folder
+        folder = root_of(directory) / projection.folder if projection.folder else directory
         if (folder / SINGLE).exists():
             stored = checkpoint.read_header(folder / SINGLE)
         else:
@@ -334,7 +334,10 @@ def fingerprint(
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
         files += [
-            path for each in pooling.projections if each.folder for path in sorted((directory / each.folder).glob("*model.*"))
+            path
+            for each in pooling.projections
+            if each.folder
+            for path in sorted((root_of(directory) / each.folder).glob("*model.*"))
         ]
     if is_encoder(directory):
         if (logs := load_encoder_config(directory).sparse_logs) != 1:

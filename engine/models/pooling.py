@@ -108,10 +108,10 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
         return None if mode is None else Pooling(mode)
     if (inline := _inline(directory)) is not None:
         return inline
-    path = directory / MODULES_FILE
-    if not path.is_file():
+    root = root_of(directory)
+    if not (root / MODULES_FILE).is_file():
         return None
-    modules = read_modules(path)
+    modules = read_modules(root / MODULES_FILE)
     names = [name for name, _ in modules]
     if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
         return None
@@ -125,11 +125,11 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
         place = names.index("Pooling")
         if any(name in ("Dense", "LayerNorm") for name in names[:place]):
             raise ModelError(f"{MODULES_FILE} has a module before Pooling that changes vectors of tokens, which is not supported.")
-        pooling = _pooling(*_config(directory, *modules[place]))
+        pooling = _pooling(*_config(root, *modules[place]))
     width, projections = pooling.size(hidden_size), []
     for name, folder in modules:
         if name in ("Dense", "LayerNorm"):
-            projection = _projection(name, folder, *_config(directory, name, folder))
+            projection = _projection(name, folder, *_config(root, name, folder))
             if width and (projection.inner or projection.size) != width:
                 raise ModelError(
                     f"{folder}/config.json takes {projection.inner or projection.size} numbers, and there are {width}."
@@ -148,6 +148,20 @@ def _inline(directory: Path) -> Pooling | None:
     if found is None or len(found.shape) != 2:
         raise ModelError(f"The weights of a {HF_COLBERT} have no matrix {INLINE}; download the model again.")
     return Pooling(None, projections=(Projection("", found.shape[0], found.shape[1], bias=False),))
+
+
+def root_of(directory: Path) -> Path:
+    """The folder of ``modules.json`` and of all modules but the model in ``directory``, which early releases of
+    sentence-transformers put in a folder of its own. Raises :class:`ModelError`."""
+    above = directory.parent
+    if is_gguf(directory) or (directory / MODULES_FILE).is_file() or not (above / MODULES_FILE).is_file():
+        return directory
+    return above if inner_folder(above) == directory.name else directory
+
+
+def inner_folder(root: Path) -> str:
+    """The folder of the first module of ``modules.json`` in ``root``."""
+    return next((folder for _, folder in read_modules(root / MODULES_FILE)), "")
 
 
 def read_modules(path: Path) -> list[tuple[str, str]]:
@@ -173,7 +187,7 @@ def max_seq_length(directory: Path) -> int | None:
 
 def scores_pairs(directory: Path) -> bool:
     """Whether the modules of the model in ``directory`` are those of a cross-encoder."""
-    path = directory / SENTENCE_CONFIG
+    path = root_of(directory) / SENTENCE_CONFIG
     return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
 
 

@@ -39,7 +39,7 @@ from yardstick_llm.engine.models import encoder
 from yardstick_llm.engine.models.encoder import MOST_RELATED, Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import packed
-from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
 from yardstick_llm.engine.runner.attention.whole import WholeAttention, divide
@@ -840,12 +840,27 @@ def test_other_weights_of_the_same_model_have_another_fingerprint(tmp_path: Path
 
 def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """As early releases of sentence-transformers write it."""
-    directory = make_encoder(tmp_path, "bert")
+    directory, sent = make_encoder(tmp_path, "bert"), texts()[:4]
+    add_module(
+        directory,
+        "Dense",
+        {"in_features": 64, "out_features": 8},
+        {"linear.weight": torch.ones(8, 64), "linear.bias": torch.ones(8)},
+    )
+    before, files = build(directory), tokenizer_files(directory)
     (directory / "0_Transformer").mkdir()
-    (directory / "config.json").rename(directory / "0_Transformer" / "config.json")
+    for path in [path for path in directory.iterdir() if path.is_file() and path.name != "modules.json"]:
+        path.rename(directory / "0_Transformer" / path.name)
     modules = json.loads((directory / "modules.json").read_text())
     (directory / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_Transformer"}, *modules[1:]]))
-    with pytest.raises(ModelError, match="if it is in 0_Transformer, move"):
+    after = build(directory)
+    assert after.info == before.info
+    moved = tokenizer_files(locate(directory))
+    assert (moved.tokenizer_json, [*moved.model_files]) == (files.tokenizer_json, [*files.model_files])
+    rows = [run(loop, wire.Score("s", [], sent, wire.Embedding()))[0].rows for loop in (before, after)]
+    assert rows[0] == rows[1]
+    (directory / "0_Transformer" / "config.json").unlink()
+    with pytest.raises(ModelError, match="neither has the folder of its first module"):
         build(directory)
 
 

@@ -49,6 +49,17 @@ model = SentenceTransformer(modules=[Transformer(body), *chain], prompts={"query
 model.max_seq_length = 20
 found["embedding"] = saved(model, "embedding").encode(texts).tolist()
 
+# As releases before 2 wrote them: several modes of pooling, and the model in a folder of its own.
+saved(SentenceTransformer(modules=[Transformer(body), Pooling(SIZE, ("cls", "mean"))]), "folder")
+(target / "folder" / "0_Transformer").mkdir()
+for path in [path for path in (target / "folder").iterdir() if path.is_file() and path.name != "modules.json"]:
+    path.rename(target / "folder" / "0_Transformer" / path.name)
+modules = json.loads((target / "folder" / "modules.json").read_text())
+(target / "folder" / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_Transformer"}, *modules[1:]]))
+flags = {"word_embedding_dimension": SIZE, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
+(target / "folder" / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+found["folder"] = SentenceTransformer(str(target / "folder"), device="cpu").encode(texts, normalize_embeddings=True).tolist()
+
 model = CrossEncoder(classes, max_length=24, activation_fn=identity, prompts={"web": "On the web: "}, default_prompt_name="web")
 found["cross-encoder"] = saved(model, "cross-encoder").predict(pairs).tolist()
 

@@ -102,7 +102,7 @@ def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     given = json.dumps({"texts": TEXTS, "pairs": PAIRS})
     wanted = run_client("sentence_saved.py", str(weights.minilm()), str(tmp_path), given, environment="encoder-peers")
     model = {name: Model(tmp_path / name) for name in wanted}
-    for name in ("embedding", "folder"):
+    for name in ("embedding", "folder", "static"):
         vectors = model[name].rows(wire.Embedding(), TEXTS)
         torch.testing.assert_close(torch.tensor(vectors), torch.tensor(wanted[name]), atol=1e-5, rtol=0)
     for name in ("cross-encoder", "modules"):

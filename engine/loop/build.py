@@ -482,6 +482,8 @@ def _graphs_problem(decoder: Model) -> str | None:
     if isinstance(decoder, LeadingDecoder):
         return "a model shared by several processes is launched by each of them"
     if isinstance(decoder, Encoder):
+        if not decoder.layers:
+            return "the model is a table"
         if decoder.config.tasks is not None:
             return "the tasks of its texts are found in each step"
         biased = decoder.is_biased or decoder.slopes is not None

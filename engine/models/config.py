@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration
-from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, scores_pairs
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, read_config, scores_pairs
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -310,7 +310,7 @@ def _read_configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]
     if is_gguf(directory):
         return configuration(directory), {}
     generation = directory / "generation_config.json"
-    return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
+    return read_config(directory), read_json(generation) if generation.exists() else {}
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, max_context: int | None = None) -> ModelConfig:

@@ -337,7 +337,7 @@ class Encoder(nn.Module):
         """DeBERTa: what queries and keys of distances are made of."""
         self.relative_norm = LayerNorm(size, config, dtype) if config.distance_norm else None
         self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
-        self.embedding_norm = LayerNorm(size, config, dtype)
+        self.embedding_norm = LayerNorm(size, config, dtype) if "embedding_norm" in family.outer else None
         self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self._step_tasks = StepTasks()
@@ -411,6 +411,8 @@ class Encoder(nn.Module):
 
     def _compute(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None) -> Tensor:
         """:meth:`forward` of a step or a part of one, in one call for each thread where that can be."""
+        if not self.layers:
+            return self._embedded(tokens if rows is None else tokens[rows], positions, attend.types)
         if self.config.tasks is not None:
             tokens = self._step_tasks.begin(tokens, positions, self.config.tasks, len(self.embed.weight))
             hidden = self.from_last_attention(*self.to_last_attention(tokens, positions, attend))
@@ -437,7 +439,7 @@ class Encoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
-        if compiles(self.embed.weight.detach()) and self.embed_tasks is None:
+        if compiles(self.embed.weight.detach()) and self.embed_tasks is None and self.embedding_norm is not None:
             places, kinds = (None if each is None else each.weight for each in (self.positions, self.types))
             first = self.config.first_position
             return embed(tokens, positions, first, types, self.embed.weight, places, kinds, self.embedding_norm)
@@ -449,7 +451,7 @@ class Encoder(nn.Module):
         if self.embed_tasks is not None:
             x = self.embed_tasks(tokens, x)
             x = x if self.types_tasks is None else self.types_tasks(torch.zeros_like(tokens) if types is None else types, x)
-        return self.embedding_norm(x)  # type: ignore[no-any-return]
+        return x if self.embedding_norm is None else self.embedding_norm(x)  # type: ignore[no-any-return]
 
     def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
@@ -466,7 +468,12 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        if config.tasks is not None or config.experts is not None or not (suits and all(takes(layer.parts) for layer in layers)):
+        if (
+            not layers
+            or config.tasks is not None
+            or config.experts is not None
+            or not (suits and all(takes(layer.parts) for layer in layers))
+        ):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
         relative = None if self.relative is None else [self._related(layer) for layer in range(len(layers))]

@@ -24,10 +24,12 @@ from yardstick_llm.engine.models.pooling import (
     ROUTER_FILE,
     SPLADE,
     SPLADE_LOGS,
+    STATIC,
     TASKS_KEY,
     Pooling,
     load_pooling,
     max_seq_length,
+    read_config,
     read_modules,
     root_of,
     scores_pairs,
@@ -350,6 +352,16 @@ _GTE = EncoderFamily(
     gated=True,
     biases=("qkv", "out", "down"),
 )
+_TABLE = EncoderFamily(
+    "static",
+    (),
+    {"embed": "embedding"},
+    "",
+    {},
+    _POOLER_HEAD,
+    defaults=_SHAPE | {"num_attention_heads": 1, "num_hidden_layers": 0, "max_position_embeddings": 1 << 20},
+)
+"""A table alone, without layers. Nothing cuts its texts."""
 
 BODIES: dict[str, EncoderFamily] = {
     "Bert": _BERT,
@@ -373,7 +385,7 @@ BODIES: dict[str, EncoderFamily] = {
 is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
-} | {HF_COLBERT: (_BERT, "none")}
+} | {HF_COLBERT: (_BERT, "none"), STATIC: (_TABLE, "none")}
 """All supported architectures, by their names in ``config.json``."""
 UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
@@ -468,7 +480,7 @@ def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
     if is_gguf(directory):
         return is_encoder_file(directory)
-    keys = Keys(read_json(directory / "config.json"), "config.json")
+    keys = Keys(read_config(directory), "config.json")
     # Where there is none, that of a model of text and images is in another place.
     return keys.present("architectures") and keys.strings("architectures")[0] in FAMILIES
 
@@ -478,7 +490,7 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`.
     """
-    config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
+    config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_config(directory))
     head, root = FAMILIES[config.architecture][1], root_of(directory)
     logs = 0 if head != "sparse" else _splade_logs(root) if (root / MODULES_FILE).is_file() else 1
     pooling = None if head == "classes" or logs else load_pooling(directory, config.hidden_size)
@@ -573,7 +585,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     rotary = family.rotary or keys.text("position_embedding_type", "absolute") == "rope"
     _refuse_unsupported(keys, family)
     relative = _distances(keys) if family.relative else (0, 0, False)
-    hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    layers = keys.count("num_hidden_layers") if family.inner else 0
     if layers > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     if hidden_size % heads or (rotary and hidden_size // heads % 2):
@@ -597,7 +610,7 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         max_context=written - first,
         norm_eps=keys.number("layer_norm_eps"),
         activation=activation,
-        positions=0 if rotary or family.relative or family.alibi else written,
+        positions=written if "positions" in family.outer else 0,
         first_position=first,
         type_count=types,
         distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,

@@ -30,7 +30,7 @@ from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, f
 from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import Projected, RMSNorm, fill_parts
-from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, load_pooling, root_of
+from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, is_static, load_pooling, root_of
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
@@ -112,7 +112,7 @@ def load_encoder(
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
         if linear is not None:
             _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
-    if quantize is not None:
+    if quantize is not None and encoder.layers:
         form = FORMATS[quantize]
         form.check_shapes(encoder)
         for layer in encoder.layers:
@@ -134,7 +134,7 @@ def _plain_name(name: str, prefixes: Sequence[str]) -> str:
         ("parametrizations.weight.0.", ""),
     ):
         name = name.replace(old, new)
-    return name
+    return "embedding.weight" if name == "embeddings" else name  # of model2vec
 
 
 def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -> None:
@@ -329,7 +329,7 @@ def fingerprint(
         digest.update(f"\0keys and values in {kv_dtype}\0".encode())
     if config is not None and config.has_long_factors:
         digest.update(b"\0long factors\0")
-    if not is_gguf(directory):  # whose weights begin with their configuration
+    if not (is_gguf(directory) or is_static(directory)):  # whose weights have all of their configuration
         digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())

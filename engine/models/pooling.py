@@ -46,7 +46,9 @@ _OLD_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 """Before release 5.4 of sentence-transformers each mode is a flag of its own. The vectors of several are in this order."""
-KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+STATIC = "StaticEmbedding"
+"""Module that takes the mean of a text's rows in a table, and the architecture of a model of it, which has no ``config.json``."""
+KNOWN_MODULES = ("Transformer", STATIC, "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
 TASKS_KEY, TASKS_MODULE = "lora_adaptations", "custom_st.Transformer"
 """Key of ``config.json`` that names the tasks of a model, and its module Transformer."""
 SPLADE, ROUTER, ROUTER_FILE = "SpladePooling", "Router", "router_config.json"
@@ -113,14 +115,14 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
         return None
     modules = read_modules(root / MODULES_FILE)
     names = [name for name, _ in modules]
-    if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
+    if {"Pooling", "Dense", "MultiVectorMask", STATIC}.isdisjoint(names):
         return None
     own = TASKS_MODULE in names and bool(read_json(directory / "config.json").get(TASKS_KEY))
     if unknown := [name for name in names if name not in KNOWN_MODULES and not (own and name == TASKS_MODULE)]:
         raise ModelError(
             f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
         )
-    pooling = Pooling(None)
+    pooling = Pooling("mean" if names[0] == STATIC else None)
     if "Pooling" in names:
         place = names.index("Pooling")
         if any(name in ("Dense", "LayerNorm") for name in names[:place]):
@@ -164,6 +166,23 @@ def inner_folder(root: Path) -> str:
     return next((folder for _, folder in read_modules(root / MODULES_FILE)), "")
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, or what stands for it where the model is a :data:`STATIC` one. Raises :class:`ModelError`."""
+    if not is_static(directory):
+        return read_json(directory / "config.json")
+    stored = checkpoint.read_headers(directory, pickled=True)
+    table = next((stored[name] for name in ("embedding.weight", "embeddings") if name in stored), None)
+    if table is None or len(table.shape) != 2:
+        raise ModelError(f"The weights of a {STATIC} have no matrix embedding.weight; download the model again.")
+    return {"architectures": [STATIC], "vocab_size": table.shape[0], "hidden_size": table.shape[1]}
+
+
+def is_static(directory: Path) -> bool:
+    """Whether the model is a :data:`STATIC` one. Raises :class:`ModelError`."""
+    path = root_of(directory) / MODULES_FILE
+    return path.is_file() and [name for name, _ in read_modules(path)[:1]] == [STATIC]
+
+
 def read_modules(path: Path) -> list[tuple[str, str]]:
     """Name of the class and folder of each module. Raises :class:`ModelError`."""
     try:
@@ -176,6 +195,9 @@ def read_modules(path: Path) -> list[tuple[str, str]]:
 def max_seq_length(directory: Path) -> int | None:
     """Tokens after which sentence-transformers cuts a text: those of the module ``Transformer``, else of the tokeniser. None where
     nothing says so. Raises :class:`ModelError`."""
+    if is_static(directory):
+        cut = Keys(read_json(directory / "tokenizer.json"), "tokenizer.json").section("truncation")
+        return None if cut is None else cut.count("max_length")
     for names, key in ((SENTENCE_FILES, "max_seq_length"), ((TOKENIZER_FILE,), "model_max_length")):
         path = next((directory / name for name in names if (directory / name).is_file()), None)
         raw = read_json(path) if path is not None else {}

@@ -101,7 +101,8 @@ def _inner(directory: Path) -> Path:
     if (directory / "config.json").exists() or not (directory / MODULES_FILE).is_file():
         return directory
     inner = directory / inner_folder(directory)
-    if inner.parent != directory or not (inner / "config.json").is_file():
+    files = (inner / name for name in ("config.json", "tokenizer.json"))  # a static embedding has no configuration
+    if inner not in (directory, directory / inner.name) or not any(path.is_file() for path in files):
         raise ModelError(
             f"{directory} has no config.json, and neither has the folder of its first module; download the model again."
         )

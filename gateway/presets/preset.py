@@ -660,6 +660,7 @@ def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
     pooling = next((path for path in files if path.endswith("_Pooling/config.json")), "")
     made = msgspec.structs.replace(
         base,
+        add_special_tokens=base.add_special_tokens and b".StaticEmbedding" not in files.get("modules.json", b""),
         include_prompt=base.include_prompt and _read(files, pooling, _Pooling).include_prompt,
         prompts=prompts,
         default_prompt=chosen if chosen in prompts else "",

@@ -860,8 +860,29 @@ def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     rows = [run(loop, wire.Score("s", [], sent, wire.Embedding()))[0].rows for loop in (before, after)]
     assert rows[0] == rows[1]
     (directory / "0_Transformer" / "config.json").unlink()
-    with pytest.raises(ModelError, match="neither has the folder of its first module"):
+    with pytest.raises(ModelError, match="There is no config.json"):
         build(directory)
+
+
+@pytest.mark.parametrize(("folder", "name"), [("0_StaticEmbedding", "embedding.weight"), (".", "embeddings")])
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8", "threads": 2}], ids=["float32", "int8"])
+def test_static_embeddings(tmp_path: Path, folder: str, name: str, settings: dict[str, object]) -> None:
+    """The mean of a text's rows in a table, as sentence-transformers (static-retrieval-mrl-en-v1) and model2vec (potion) do."""
+    table, sent = torch.randn(320, 48, generator=torch.Generator().manual_seed(3)), texts()
+    (tmp_path / folder).mkdir(exist_ok=True)
+    save_file({name: table}, tmp_path / folder / "model.safetensors")
+    (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"truncation": None}))
+    if folder == ".":
+        (tmp_path / "config.json").write_text('{"model_type": "model2vec", "architectures": ["StaticModel"], "hidden_dim": 48}')
+    modules = [("StaticEmbedding", folder), ("Normalize", "1_Normalize")]
+    written = [{"idx": at, "path": path, "type": f"sentence_transformers.models.{kind}"} for at, (kind, path) in enumerate(modules)]
+    (tmp_path / "modules.json").write_text(json.dumps(written))
+    loop = build(tmp_path, max_batched_tokens=150, **settings)
+    assert (loop.info.encoder, loop.info.embedding_size, loop.info.max_context) == (True, 48, 1 << 20)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [table[tokens].mean(0).tolist() for tokens in sent], 1e-6)
+    (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"truncation": {"max_length": 9}}))
+    assert build(tmp_path).info.max_context == 9
 
 
 def test_dropout_changes_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Router, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    Router,
+    StaticEmbedding,
+    Transformer,
+)
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
@@ -59,6 +67,10 @@ modules = json.loads((target / "folder" / "modules.json").read_text())
 flags = {"word_embedding_dimension": SIZE, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
 (target / "folder" / "1_Pooling" / "config.json").write_text(json.dumps(flags))
 found["folder"] = SentenceTransformer(str(target / "folder"), device="cpu").encode(texts, normalize_embeddings=True).tolist()
+
+table = torch.randn(len(tokenizer), SIZE, generator=torch.Generator().manual_seed(2)).numpy()
+model = saved(SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=table), Normalize()]), "static")
+found["static"] = model.encode(texts).tolist()
 
 model = CrossEncoder(classes, max_length=24, activation_fn=identity, prompts={"web": "On the web: "}, default_prompt_name="web")
 found["cross-encoder"] = saved(model, "cross-encoder").predict(pairs).tolist()

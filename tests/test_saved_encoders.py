@@ -101,6 +101,7 @@ def test_prompts_of_a_model_of_several_tasks(tmp_path: Path) -> None:
 def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     given = json.dumps({"texts": TEXTS, "pairs": PAIRS})
     wanted = run_client("sentence_saved.py", str(weights.minilm()), str(tmp_path), given, environment="encoder-peers")
+    of_queries = wanted.pop("router queries")
     model = {name: Model(tmp_path / name) for name in wanted}
     for name in ("embedding", "folder", "static"):
         vectors = model[name].rows(wire.Embedding(), TEXTS)
@@ -108,8 +109,10 @@ def test_folders_of_todays_sentence_transformers(tmp_path: Path) -> None:
     for name in ("cross-encoder", "modules"):
         assert model[name].capabilities == ["classify"]
         assert model[name].scores(PAIRS) == pytest.approx(wanted[name], abs=1e-5)
-    for name in ("sparse", "router"):
-        for row, dense in zip(model[name].rows(wire.Sparse(), TEXTS), wanted[name], strict=True):
+    sparse = [(model[name].rows(wire.Sparse(), TEXTS), wanted[name]) for name in ("sparse", "router")]
+    sparse.append((model["router"].rows(wire.Sparse(query=True), TEXTS, purpose="query"), of_queries))
+    for rows, expected in sparse:
+        for row, dense in zip(rows, expected, strict=True):
             found = torch.zeros(len(dense))
             found[torch.tensor(row[::2], dtype=torch.long)] = torch.tensor(row[1::2])
             torch.testing.assert_close(found, torch.tensor(dense), atol=1e-4, rtol=0)

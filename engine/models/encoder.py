@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
 from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames, Tasks
 from yardstick_llm.engine.models.modules import Embedding, Experts, GroupedLinear, Linear, Projected
@@ -356,6 +359,8 @@ class Encoder(nn.Module):
         self.projected = Projected(() if config.modules is None else config.modules.projections)
         self.token_weight = Linear(size, 1) if config.sparse == "tokens" else None
         """bge-m3: the weight of each token."""
+        self.query_weights: Tensor | None = None
+        """[vocab] float32 on the CPU: the weight of each token of a query, where a table has them."""
         self.token_projection = Linear(size, config.token_vectors) if config.token_head else None
         """bge-m3: the vector of each token."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -620,6 +625,15 @@ class Encoder(nn.Module):
         assert self.token_weight is not None
         return self.token_weight(hidden.float()).squeeze(1).relu_()  # type: ignore[no-any-return]
 
+    def weights_of_tokens(self, tokens: Ints, weights: npt.NDArray[np.float32]) -> list[float]:
+        """tokens, weights: [tokens], of one sequence. -> each token that is not ignored, and the largest of its weights above 0."""
+        ids, places = np.unique(tokens, return_inverse=True)
+        largest = np.zeros(len(ids), np.float32)
+        np.maximum.at(largest, places, weights)
+        largest[np.isin(ids, self.config.ignored)] = 0
+        kept = np.flatnonzero(largest)
+        return id_weight_pairs(ids[kept], largest[kept])
+
     def token_vectors(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, hidden]. -> [tokens, size] float32."""
         pools = self.config.pooling is not None and self.config.pooling.mode is not None
@@ -664,6 +678,11 @@ class Encoder(nn.Module):
                 yield f"{its.out}.weight", head.out.weight
             assert head.out.bias is not None
             yield its.bias or f"{its.out}.bias", head.out.bias
+
+
+def id_weight_pairs(ids: npt.NDArray[np.integer], weights: npt.NDArray[np.float32]) -> list[float]:
+    """Each id and its weight, in turn: a row of :class:`engine.wire.Sparse`."""
+    return np.stack([ids.astype(np.float64), weights.astype(np.float64)], 1).ravel().tolist()
 
 
 Model = Decoder | Encoder

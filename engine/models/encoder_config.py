@@ -52,6 +52,8 @@ ACTIVATIONS = {
 }
 """Activations by their names in configurations. ``gelu_tanh`` is GELU, approximated by tanh."""
 MAX_LAYERS = 1024
+QUERY_TABLES = "SparseStaticEmbedding", "IDF"
+"""Modules that weigh a query's tokens by a table; the second is an earlier name of the first."""
 SPARSE_HEAD, TOKEN_HEAD = "sparse_linear.pt", "colbert_linear.pt"
 """Heads of bge-m3: weights of tokens, and vectors of tokens."""
 
@@ -386,7 +388,9 @@ is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
 } | {HF_COLBERT: (_BERT, "none"), STATIC: (_TABLE, "none")}
-"""All supported architectures, by their names in ``config.json``."""
+"""All supported architectures, by their names in ``config.json``, and those of the three bodies that have none there."""
+NAMED = tuple(name for name in FAMILIES if not name.startswith(("XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", STATIC)))
+"""Those that files name."""
 UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
 
@@ -430,13 +434,15 @@ class EncoderConfig(BaseConfig):
     that of a head with one number for each token (bge-m3)."""
     sparse_logs: int = 1
     """How often SPLADE takes log(1 + x): twice for ``log1p_relu``."""
+    query_folder: str = ""
+    """Of the table of weights of a query's tokens, beside a SPLADE that is for documents only; empty for other models."""
     token_vectors: int = 0
     """Length of the vector of each token; 0 where the model makes none."""
     token_head: bool = False
     """Whether a projection of its own makes the vectors of tokens (bge-m3). Without one, modules that pool nothing do (ColBERT), or
     they are the hidden states."""
     ignored: tuple[int, ...] = ()
-    """Tokens without a weight in ``sparse`` of ``tokens``."""
+    """Tokens without a weight in ``sparse`` of ``tokens``, and in queries with a table of weights."""
     tied: bool = True
     """The head over the vocabulary, where there is one, is the embedding."""
     tasks: Tasks | None = None
@@ -505,7 +511,8 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     if logs:
         if config.family.masked_head is None:
             raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
-        return dataclasses.replace(config, sparse="vocabulary", sparse_logs=logs)
+        config = dataclasses.replace(config, sparse="vocabulary", sparse_logs=logs, query_folder=_query_folder(root))
+        return dataclasses.replace(config, ignored=_special_tokens(directory)) if config.query_folder else config
     if pooling is None and is_gguf(directory):
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
@@ -550,6 +557,19 @@ def _splade_logs(directory: Path) -> int:
     if keys.text("pooling_strategy", "max") != "max":
         raise keys.error("pooling_strategy", f"is {keys.text('pooling_strategy', 'max'):.80}; only max is supported")
     return SPLADE_LOGS[activation]
+
+
+def _query_folder(directory: Path) -> str:
+    """Folder of the table for queries of a ``Router``; empty without one. Raises :class:`ModelError` for another route."""
+    if not (directory / MODULES_FILE).is_file() or dict(read_modules(directory / MODULES_FILE)) != {ROUTER: ""}:
+        return ""
+    raw = read_json(directory / ROUTER_FILE)
+    kinds = {str(folder): str(raw["types"].get(folder)).rpartition(".")[2] for folder in raw["structure"].get("query", ())}
+    folder = next(iter(kinds), "")
+    if len(kinds) != 1 or kinds[folder] not in QUERY_TABLES or folder != Path(folder).name:
+        found = ", ".join(kinds.values()) or "no module"
+        raise ModelError(f"{ROUTER_FILE} has {found} for queries, which is not supported; only {QUERY_TABLES[0]} is.")
+    return folder
 
 
 def _route_of_documents(directory: Path) -> dict[str, str]:

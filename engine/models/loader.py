@@ -112,6 +112,11 @@ def load_encoder(
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
         if linear is not None:
             _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
+    if config.query_folder:
+        encoder.query_weights = torch.empty(config.vocab_size)
+        table = checkpoint.read_header(root_of(directory) / config.query_folder / SINGLE)
+        checkpoint.check(table, {"weight": encoder.query_weights})
+        checkpoint.copy(table, {"weight": encoder.query_weights})
     if quantize is not None and encoder.layers:
         form = FORMATS[quantize]
         form.check_shapes(encoder)
@@ -340,8 +345,10 @@ def fingerprint(
             for path in sorted((root_of(directory) / each.folder).glob("*model.*"))
         ]
     if is_encoder(directory):
-        if (logs := load_encoder_config(directory).sparse_logs) != 1:
+        whole_config = load_encoder_config(directory)
+        if (logs := whole_config.sparse_logs) != 1:
             digest.update(f"\0{logs} logarithms\0".encode())
+        files += [root_of(directory) / whole_config.query_folder / SINGLE] if whole_config.query_folder else []
         files += [directory / name for name in (SPARSE_HEAD, TOKEN_HEAD) if (directory / name).is_file()]
     elif (vision := load_config(directory).vision) is not None:
         digest.update(f"\0images {vision.preprocessing}\0".encode())

@@ -204,7 +204,7 @@ def family_of(architecture: str) -> Family:
 
         raise ModelError(
             f"The architecture {architecture:.80} in config.json is not supported; use a decoder ({_bodies(FAMILIES)}) or an "
-            f"encoder ({_bodies(encoder_config.FAMILIES)}), with a head that docs/models.md lists."
+            f"encoder ({_bodies(encoder_config.NAMED)}), with a head that docs/models.md lists."
         )
     return family
 

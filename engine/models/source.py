@@ -42,6 +42,7 @@ FILES = [
     "0_*/*.json",
     "0_*/model.safetensors",
     "document_[0-9]_SpladePooling/config.json",
+    "query_[0-9]_*/model.safetensors",
     "[0-9]_Dense*/*model.*",
     "[0-9]_LayerNorm*/*model.*",
     "sparse_linear.pt",

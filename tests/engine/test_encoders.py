@@ -814,6 +814,11 @@ def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
     (directory / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelError, match=r"\(Router\) have none with a Pooling"):
         build(directory)
+    route = {"types": {"": "s.MLMTransformer", "1_Splade": "s.SpladePooling", "0_Dense": "s.Dense"}}
+    structure = {"structure": {"query": ["0_Dense"], "document": ["", "1_Splade"]}}
+    (directory / "router_config.json").write_text(json.dumps(route | structure))
+    with pytest.raises(ModelError, match=r"has Dense for queries, which is not supported; only SparseStaticEmbedding"):
+        build(directory)
     directory = make_encoder(tmp_path / "scores", "bert")
     (directory / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
     with pytest.raises(ModelError, match="must have Pooling of cls or mean, and Dense"):
@@ -860,7 +865,7 @@ def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     rows = [run(loop, wire.Score("s", [], sent, wire.Embedding()))[0].rows for loop in (before, after)]
     assert rows[0] == rows[1]
     (directory / "0_Transformer" / "config.json").unlink()
-    with pytest.raises(ModelError, match="There is no config.json"):
+    with pytest.raises(ModelError, match="There is no config"):
         build(directory)
 
 

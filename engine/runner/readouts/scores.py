@@ -13,8 +13,7 @@ from torch import Tensor
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
-from yardstick_llm.engine.models.encoder import Encoder
-from yardstick_llm.engine.models.encoder_config import EncoderConfig
+from yardstick_llm.engine.models.encoder import Encoder, id_weight_pairs
 from yardstick_llm.engine.models.modules import TokenHead, pooled
 from yardstick_llm.engine.models.pooling import Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
@@ -337,43 +336,49 @@ class SparseReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._tokens: list[Ints] = []
+        self._documents: list[tuple[Branch, Ints]] = []
+        self._queries: list[tuple[Branch, Ints]] = []
+        """Those whose weights are in a table."""
+        assert isinstance(context.decoder, Encoder)
+        self._encoder = context.decoder
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request, tokens = segment.request, segment.tokens
+        assert isinstance(request, ScoringRequest)
+        assert isinstance(request.readout, wire.Sparse)
         self.branches.append(branch)
-        self.hidden_rows += range(row, row + len(segment.tokens))
-        self._tokens.append(segment.tokens)
+        if request.readout.query and self._encoder.query_weights is not None:
+            self._queries.append((branch, tokens))
+            return
+        self.hidden_rows += range(row, row + len(tokens))
+        self._documents.append((branch, tokens))
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        encoder, hidden = self.context.decoder, step.hidden[self]
-        assert isinstance(encoder, Encoder)
+        if not self._documents:
+            return
+        encoder, hidden = self._encoder, step.hidden[self]
         if encoder.config.sparse == "vocabulary":
-            parts = torch.split(hidden, [tokens.size for tokens in self._tokens])
+            parts = torch.split(hidden, [tokens.size for _, tokens in self._documents])
             self._weights = download.add(torch.stack([encoder.vocabulary_weights(part) for part in parts]))
         else:
             self._weights = download.add(encoder.token_weights(hidden))
 
     def read(self, result: StepResult) -> None:
-        config, weights = self.context.decoder.config, self._weights.tensor.numpy()
-        assert isinstance(config, EncoderConfig)
-        if config.sparse == "vocabulary":
-            for branch, row in zip(self.branches, weights, strict=True):
-                ids = np.flatnonzero(row)
-                result.rows.append((branch, _pairs(ids, row[ids])))
+        table = self._encoder.query_weights
+        for branch, tokens in self._queries:
+            assert table is not None
+            result.rows.append((branch, self._encoder.weights_of_tokens(tokens, table[torch.from_numpy(tokens)].numpy())))
+        if not self._documents:
             return
-        ends = np.cumsum([tokens.size for tokens in self._tokens])
-        for branch, tokens, row in zip(self.branches, self._tokens, np.split(weights, ends[:-1]), strict=True):
-            ids, places = np.unique(tokens, return_inverse=True)
-            largest = np.zeros(len(ids), np.float32)
-            np.maximum.at(largest, places, row)
-            largest[np.isin(ids, config.ignored)] = 0
-            kept = np.flatnonzero(largest)
-            result.rows.append((branch, _pairs(ids[kept], largest[kept])))
-
-
-def _pairs(ids: npt.NDArray[np.integer], weights: npt.NDArray[np.float32]) -> list[float]:
-    """Each id and its weight, in turn."""
-    return np.stack([ids.astype(np.float64), weights.astype(np.float64)], 1).ravel().tolist()
+        weights = self._weights.tensor.numpy()
+        if self._encoder.config.sparse == "vocabulary":
+            for (branch, _), row in zip(self._documents, weights, strict=True):
+                ids = np.flatnonzero(row)
+                result.rows.append((branch, id_weight_pairs(ids, row[ids])))
+            return
+        ends = np.cumsum([tokens.size for _, tokens in self._documents])
+        for (branch, tokens), row in zip(self._documents, np.split(weights, ends[:-1]), strict=True):
+            result.rows.append((branch, self._encoder.weights_of_tokens(tokens, row)))
 
 
 class LengthValueReadout(Readout):

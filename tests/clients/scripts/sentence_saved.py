@@ -82,10 +82,12 @@ found["modules"] = saved(CrossEncoder(modules=[Transformer(body), *chain]), "mod
 found["sparse"] = saved(SparseEncoder(masked), "sparse").encode(texts).to_dense().tolist()
 
 # As OpenSearch's models are published: a table for queries, and the model of documents in the folder itself.
-queries, documents = [SparseStaticEmbedding(tokenizer)], [Transformer(masked, transformer_task="fill-mask"), SpladePooling()]
+table = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(4)).sub(0.2).relu()
+queries, documents = [SparseStaticEmbedding(tokenizer, table)], [Transformer(masked, transformer_task="fill-mask"), SpladePooling()]
 documents[1].activation_function = "log1p_relu"
 model = saved(SparseEncoder(modules=[Router.for_query_document(queries, documents)]), "router")
 found["router"] = model.encode_document(texts).to_dense().tolist()
+of_queries = model.encode_query(texts).to_dense().tolist()
 inner = next((target / "router").glob("document_0_*"))
 for path in inner.iterdir():
     path.rename(target / "router" / path.name)
@@ -108,4 +110,4 @@ models["stanford"] = MultiVectorEncoder(str(stanford), device="cpu")
 for name, model in models.items():
     queries, documents = model.encode_query(texts), model.encode_document(texts)
     found[name] = [[torch.as_tensor(each).tolist() for each in rows] for rows in (queries, documents)]
-print(json.dumps(found))
+print(json.dumps(found | {"router queries": of_queries}))

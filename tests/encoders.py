@@ -27,12 +27,14 @@ _NAMES = {
     "gte": "Gte",
     "deberta": "DebertaV2",
     "eurobert": "EuroBert",
+    "albert": "Albert",
+    "ernie": "Ernie",
     "jina_v3": "JinaEmbeddingsV3",
 }
 """First parts of the names of transformers' classes."""
-TYPED = ("bert", "electra", "nomic", "gte")
+TYPED = ("bert", "electra", "nomic", "gte", "albert", "ernie")
 """Families with several token types."""
-WITHOUT_MASKED = ("nomic", "electra", "deberta", "eurobert")
+WITHOUT_MASKED = ("nomic", "electra", "deberta", "eurobert", "albert")
 CONTEXT = 128
 CLASSES = 3
 _SHAPE: dict[str, Any] = {
@@ -50,7 +52,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
     "xlm_roberta": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
     "mpnet": {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},
-    "electra": {"embedding_size": 64},
+    "electra": {"embedding_size": 32},
+    "albert": {"embedding_size": 48},
+    "ernie": {"use_task_id": True, "task_type_vocab_size": 3},
     "distilbert": {"n_layers": 3, "n_heads": 4, "dim": 64, "hidden_dim": 96},
     "modernbert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "classifier_bias": True},
     "gte": {"type_vocab_size": 2},

@@ -331,16 +331,19 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
-        size, family = config.hidden_size, config.family
-        self.embed = Embedding(config.vocab_size - (0 if config.tasks is None else len(config.tasks.names)), size, dtype=dtype)
-        self.positions = Embedding(config.positions, size, dtype=dtype) if config.positions else None
-        self.types = Embedding(config.type_count, size, dtype=dtype) if config.type_count else None
+        size, family, width = config.hidden_size, config.family, config.embedding_size or config.hidden_size
+        self.embed = Embedding(config.vocab_size - (0 if config.tasks is None else len(config.tasks.names)), width, dtype=dtype)
+        self.positions = Embedding(config.positions, width, dtype=dtype) if config.positions else None
+        self.types = Embedding(config.type_count, width, dtype=dtype) if config.type_count else None
+        self.task_types = Embedding(config.task_types, width, dtype=dtype) if config.task_types else None
+        """Until it is folded."""
         self.distances = Embedding(config.distance_buckets, config.num_heads, dtype=dtype) if config.distance_buckets else None
         self.relative = Embedding(2 * config.distance_span, size, dtype=dtype) if config.distance_span else None
         """DeBERTa: what queries and keys of distances are made of."""
         self.relative_norm = LayerNorm(size, config, dtype) if config.distance_norm else None
         self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
-        self.embedding_norm = LayerNorm(size, config, dtype) if "embedding_norm" in family.outer else None
+        self.embedding_norm = LayerNorm(width, config, dtype) if "embedding_norm" in family.outer else None
+        self.embedding_projection = Linear(width, size, dtype=dtype) if config.embedding_size else None
         self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self._step_tasks = StepTasks()
@@ -444,6 +447,11 @@ class Encoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
+        x = self._of_tables(tokens, positions, types)
+        return x if self.embedding_projection is None else self.embedding_projection(x)
+
+    def _of_tables(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        """-> normalised sums of rows, [tokens, width]"""
         if compiles(self.embed.weight.detach()) and self.embed_tasks is None and self.embedding_norm is not None:
             places, kinds = (None if each is None else each.weight for each in (self.positions, self.types))
             first = self.config.first_position
@@ -647,6 +655,20 @@ class Encoder(nn.Module):
             return self.inverse_frequencies, self.inverse_frequencies
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies[:, None]
         return angles.cos(), angles.sin()
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Bring what a checkpoint has filled into the layout of products, and give all layers the weights that they share."""
+        if self.task_types is not None and self.types is not None:
+            self.types.weight.add_(self.task_types.weight[0])
+            self.task_types = None
+        for part in self.modules():
+            if isinstance(part, EncoderExperts):
+                part.fold()
+        if self.layers and "{}" not in self.config.family.layer:
+            filled = self.layers[-1].state_dict()
+            for layer in self.layers:
+                layer.load_state_dict(filled)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""

@@ -94,7 +94,7 @@ class EncoderFamily:
     outer: Mapping[str, str]
     """Our names of tensors outside the layers, and those of checkpoints."""
     layer: str
-    """Beginning of the names of a layer's tensors, with its number for ``{}``."""
+    """Beginning of the names of a layer's tensors, with its number for ``{}``; without that, all layers have the same weights."""
     inner: dict[str, tuple[str, ...]]
     """Our names of a layer's tensors, and those of the parts of which checkpoints make them up."""
     class_head: HeadNames
@@ -220,9 +220,43 @@ _ELECTRA = dataclasses.replace(
     _BERT,
     model_type="electra",
     prefixes=("electra.",),
+    outer=_BERT_OUTER | {"embedding_projection": "embeddings_project"},
     class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="gelu"),
     masked_head=None,
     defaults=_SHAPE | {"vocab_size": 30522, "embedding_size": 128},
+)
+_ALBERT = dataclasses.replace(
+    _BERT,
+    model_type="albert",
+    prefixes=("albert.",),
+    outer=_BERT_OUTER | {"embedding_projection": "encoder.embedding_hidden_mapping_in"},
+    layer="encoder.albert_layer_groups.0.albert_layers.0.",
+    inner={
+        "attention.qkv_proj": ("attention.query", "attention.key", "attention.value"),
+        "attention.o_proj": ("attention.dense",),
+        "attention_norm": ("attention.LayerNorm",),
+        "mlp.gate_up_proj": ("ffn",),
+        "mlp.down_proj": ("ffn_output",),
+        "mlp_norm": ("full_layer_layer_norm",),
+    },
+    class_head=HeadNames("pooler", "classifier", activation="tanh"),
+    masked_head=None,
+    defaults=_SHAPE
+    | {
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 16384,
+        "hidden_act": "gelu_new",
+    },
+)
+_ERNIE = dataclasses.replace(
+    _BERT,
+    model_type="ernie",
+    prefixes=("ernie.",),
+    outer=_BERT_OUTER | {"task_types": "embeddings.task_type_embeddings"},
+    defaults=_SHAPE | {"vocab_size": 30522, "task_type_vocab_size": 3},
 )
 _DEBERTA = dataclasses.replace(
     _BERT,
@@ -375,6 +409,8 @@ BODIES: dict[str, EncoderFamily] = {
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "MPNet": _MPNET,
     "Electra": _ELECTRA,
+    "Albert": _ALBERT,
+    "Ernie": _ERNIE,
     "DebertaV2": _DEBERTA,
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
@@ -391,7 +427,7 @@ FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
 """All supported architectures, by their names in ``config.json``, and those of the three bodies that have none there."""
 NAMED = tuple(name for name in FAMILIES if not name.startswith(("XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", STATIC)))
 """Those that files name."""
-UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
+UNREAD = ("pooler.", "predictions.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
 
 
@@ -414,6 +450,10 @@ class EncoderConfig(BaseConfig):
     """Row of the first token."""
     type_count: int = 0
     """Rows of the table of token types; 0 without a table."""
+    task_types: int = 0
+    """Rows of a table whose first row is added to each token (ERNIE); 0 without one."""
+    embedding_size: int = 0
+    """Width of the tables, if a projection makes the hidden size of it; else 0."""
     distance_buckets: int = 0
     """Rows of the table of biases by distance; 0 without one."""
     distance_span: int = 0
@@ -611,7 +651,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     if hidden_size % heads or (rotary and hidden_size // heads % 2):
         raise keys.error("hidden_size", f"({hidden_size}) is not {heads} heads of an even size; correct the file")
-    if keys.count("embedding_size", hidden_size) != hidden_size:
+    width = keys.count("embedding_size", hidden_size)
+    if width != hidden_size and "embedding_projection" not in family.outer:
         raise keys.error("embedding_size", f"is not hidden_size ({hidden_size}), which is not supported; use another model")
     written = keys.count("max_position_embeddings")
     first = (keys.pad_token_id or 0) + 1 if family.offset_positions else 0
@@ -633,6 +674,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         positions=written if "positions" in family.outer else 0,
         first_position=first,
         type_count=types,
+        task_types=keys.count("task_type_vocab_size") if "task_types" in family.outer and keys.flag("use_task_id", False) else 0,
+        embedding_size=width if width != hidden_size or family.model_type == "albert" else 0,
         distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
         distance_span=relative[0],
         distance_limit=relative[1],
@@ -706,6 +749,9 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     ):
         if keys.flag(key, only) is not only:
             raise keys.error(key, f"is {str(not only).lower()}, which is not supported; use another model")
+    for key in ("num_hidden_groups", "inner_group_num"):
+        if keys.present(key) and keys.whole(key) != 1:
+            raise keys.error(key, "is not 1, which is not supported; use another model")
     for key in ("quantization_config", "compression_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
         if keys.present(key) and key not in family.defaults:
             raise keys.error(key, "is set, which is not supported; use another model")

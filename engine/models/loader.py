@@ -19,7 +19,7 @@ from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
 from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
-from yardstick_llm.engine.models.encoder import Encoder, EncoderExperts, EncoderLayer
+from yardstick_llm.engine.models.encoder import Encoder, EncoderLayer
 from yardstick_llm.engine.models.encoder_config import SPARSE_HEAD, TOKEN_HEAD, UNREAD, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import is_gguf
 from yardstick_llm.engine.models.formats import int8
@@ -104,9 +104,7 @@ def load_encoder(
     checkpoint.check(stored, wanted, apart, UNREAD)
     encoder = Encoder(config, dtype)
     checkpoint.copy(stored, encoder.checkpoint_views())
-    for part in encoder.modules():
-        if isinstance(part, EncoderExperts):
-            part.fold()
+    encoder.fold()
     if config.modules is not None:
         _fill_projections(directory, encoder.projected, config.modules)
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):

@@ -54,7 +54,21 @@ from yardstick_llm.kernels.linear import ONEDNN
 from yardstick_llm.kernels.native import BLOCK
 from yardstick_llm.kernels.native_attention import MOST_QUERIES
 
-FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta", "eurobert")
+FAMILIES = (
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "distilbert",
+    "modernbert",
+    "mpnet",
+    "electra",
+    "nomic",
+    "gte",
+    "deberta",
+    "eurobert",
+    "albert",
+    "ernie",
+)
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 
@@ -757,7 +771,8 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], 
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type in config.json is relative_key"),
         ("bert", {"hidden_act": "mish"}, "hidden_act in config.json is mish"),
         ("bert", {"is_decoder": True}, "is_decoder in config.json is true"),
-        ("electra", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
+        ("albert", {"num_hidden_groups": 2}, "num_hidden_groups in config.json is not 1"),
+        ("bert", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
         ("bert", {"num_attention_heads": 5}, "is not 5 heads"),
         ("bert", {"hidden_size": 1 << 26}, "has shape"),
         ("bert", {"num_hidden_layers": 1 << 40}, "num_hidden_layers in config.json is"),

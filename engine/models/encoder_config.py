@@ -201,7 +201,7 @@ _ROBERTA_ROTARY = dataclasses.replace(
     offset_positions=False,
     rotary=True,
 )
-"""jina-embeddings-v3, with the same names."""
+"""jina-embeddings-v3 and jina-colbert-v2, with the same names."""
 _MPNET = dataclasses.replace(
     _ROBERTA,
     model_type="mpnet",
@@ -423,9 +423,10 @@ BODIES: dict[str, EncoderFamily] = {
 is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
-} | {HF_COLBERT: (_BERT, "none"), STATIC: (_TABLE, "none")}
-"""All supported architectures, by their names in ``config.json``, and those of the three bodies that have none there."""
-NAMED = tuple(name for name in FAMILIES if not name.startswith(("XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", STATIC)))
+} | {HF_COLBERT: (_BERT, "none"), f"{HF_COLBERT}Rotary": (_ROBERTA_ROTARY, "none"), STATIC: (_TABLE, "none")}
+"""All supported architectures, by their names in ``config.json``, and those of bodies that have none there."""
+_UNNAMED = "XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", f"{HF_COLBERT}Rotary", STATIC
+NAMED = tuple(name for name in FAMILIES if not name.startswith(_UNNAMED))
 """Those that files name."""
 UNREAD = ("pooler.", "predictions.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
@@ -633,7 +634,7 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     """A parsed ``config.json`` of an encoder. Raises :class:`ModelError`."""
     architecture = Keys(raw, "config.json").strings("architectures")[0]
     if raw.get("position_embedding_type") == "rotary":
-        architecture = architecture.replace("XLMRoberta", "XLMRobertaRotary")
+        architecture = architecture.replace("XLMRoberta", "XLMRobertaRotary").replace(HF_COLBERT, f"{HF_COLBERT}Rotary")
     if raw.get("activation_function") in ("gelu", "gelu_new", "relu"):
         architecture = architecture.replace("NomicBert", "NomicBertPlain")
     family, head = FAMILIES[architecture]

@@ -99,7 +99,7 @@ def load_encoder(
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
     with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
-    inline = INLINE if config.architecture == HF_COLBERT else ""
+    inline = INLINE if config.architecture.startswith(HF_COLBERT) else ""
     apart = [name for name in stored if name == inline or name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
     checkpoint.check(stored, wanted, apart, UNREAD)
     encoder = Encoder(config, dtype)

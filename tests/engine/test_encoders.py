@@ -445,6 +445,21 @@ def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
     assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
 
 
+def test_colbert_of_jina(tmp_path: Path) -> None:
+    """jina-colbert-v2 has the body of jina-embeddings-v3, and Stanford's matrix among its weights."""
+    published, *_, plain = make_jina_v3(tmp_path)
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) / 8
+    tensors = {f"roberta.{name}": tensor for name, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(tensors | {"linear.weight": weight}, published / "model.safetensors")
+    edit(published, architectures=["HF_ColBERT"], lora_adaptations=None)
+    (published / "modules.json").unlink()
+    model, loop, sent = load_reference(plain, "jina_v3", "embed"), build(published), texts()
+    assert (loop.info.capabilities, loop.info.token_vector_size) == (["token_vectors"], 16)
+    (vectors,) = run(loop, wire.Score("v", [], sent, wire.TokenVectors()))
+    expected = [normalize(hidden_of(model, tokens) @ weight.T, dim=1).flatten().tolist() for tokens in sent]
+    assert_equal_rows(vectors.rows, expected, 1e-4)
+
+
 def make_nomic_moe(directory: Path, experts: int) -> dict[str, Tensor]:
     """Write a nomic-embed-text-v2-moe as published. Returns its weights."""
     make_encoder(directory, "nomic", type_vocab_size=1)

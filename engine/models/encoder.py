@@ -481,12 +481,8 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        if (
-            not layers
-            or config.tasks is not None
-            or config.experts is not None
-            or not (suits and all(takes(layer.parts) for layer in layers))
-        ):
+        suits = suits and config.tasks is None and config.experts is None and len(layers) > 0
+        if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
         relative = None if self.relative is None else [self._related(layer) for layer in range(len(layers))]

@@ -632,11 +632,7 @@ def _special_tokens(directory: Path) -> tuple[int, ...]:
 
 def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     """A parsed ``config.json`` of an encoder. Raises :class:`ModelError`."""
-    architecture = Keys(raw, "config.json").strings("architectures")[0]
-    if raw.get("position_embedding_type") == "rotary":
-        architecture = architecture.replace("XLMRoberta", "XLMRobertaRotary").replace(HF_COLBERT, f"{HF_COLBERT}Rotary")
-    if raw.get("activation_function") in ("gelu", "gelu_new", "relu"):
-        architecture = architecture.replace("NomicBert", "NomicBertPlain")
+    architecture = _architecture(raw)
     family, head = FAMILIES[architecture]
     renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
     if family.relative:
@@ -709,6 +705,16 @@ def _experts(keys: Keys, raw: dict[str, Any], layers: int) -> ExpertConfig | Non
         raise keys.error("moe_top_k", f"is {chosen}, and there are {count} experts; correct the file")
     places = tuple(layer for layer in range(layers) if layer % interval == 1)
     return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=False, layers=places)
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """A key of :data:`FAMILIES`."""
+    name = Keys(raw, "config.json").strings("architectures")[0]
+    if raw.get("position_embedding_type") == "rotary":
+        name = name.replace("XLMRoberta", "XLMRobertaRotary").replace(HF_COLBERT, f"{HF_COLBERT}Rotary")
+    if raw.get("activation_function") in ("gelu", "gelu_new", "relu"):
+        name = name.replace("NomicBert", "NomicBertPlain")
+    return name
 
 
 def _tasks(keys: Keys) -> Tasks | None:

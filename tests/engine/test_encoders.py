@@ -441,8 +441,9 @@ def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
     plain = [[first, *tokens[1:]] for tokens in sent]
     expected = [hidden_of(models[place % 4], tokens).mean(0) for place, tokens in enumerate(plain)]
     assert_equal_rows(scored.rows, [vector.tolist() for vector in expected], 1e-4)
-    (coded,) = run(build(published, quantize="int8"), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
-    assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
+    for settings in ({"quantize": "int8", "threads": 2}, {"dtype": "bfloat16"}):
+        (coded,) = run(build(published, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+        assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
 
 
 def test_colbert_of_jina(tmp_path: Path) -> None:

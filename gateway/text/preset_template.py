@@ -245,7 +245,7 @@ class PresetTemplate:
         self._check(pieces, divided)
         begin, end = map(list[Part], self._affixes)
         if pieces[0].startswith(wire.TASK_TOKEN.partition("{")[0]):
-            begin = begin[1:]
+            begin = begin[1:]  # the token of a task stands for the first one
         behind = [parts for parts in (divided[at][inner + 1 :], *divided[at + 1 :]) if parts]
         return _Variant([begin, *divided[:at], divided[at][:inner]], left, right, [*behind, end])
 

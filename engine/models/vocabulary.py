@@ -18,7 +18,7 @@ WORDPIECE_FILES, BPE_FILES = ("vocab.txt",), ("vocab.json", "merges.txt")
 VOCABULARY_FILES = (*WORDPIECE_FILES, *BPE_FILES)
 ADDING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 """Classes of transformers 4 that decide which tokens are around a text."""
-WORDPIECE_TYPES, BPE_TYPES = ("bert", "distilbert", "electra"), ("roberta",)
+WORDPIECE_TYPES, BPE_TYPES = ("bert", "distilbert", "electra", "ernie"), ("roberta",)
 _ADVICE = "make one with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers."
 
 

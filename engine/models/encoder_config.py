@@ -1,9 +1,10 @@
 """Configurations of encoders: families as data, and what is read of ``config.json``.
 
 An encoder's tokens all attend to each other. To add a family that differs by these flags and names only, add an entry to
-:data:`BODIES`. Sources: the classes of Hugging Face transformers; for NomicBERT and GTE the configurations and tensor names that
-are published with the weights (``nomic-ai/nomic-embed-text-v1.5``, ``Alibaba-NLP/gte-multilingual-base``), which came before these
-classes and have other names.
+:data:`BODIES`. Sources: the classes of Hugging Face transformers; for NomicBERT, GTE and jina-embeddings-v3 the configurations and
+tensor names that are published with the weights (``nomic-ai/nomic-embed-text-v1.5``, ``nomic-embed-text-v2-moe``,
+``Alibaba-NLP/gte-multilingual-base``, ``jinaai/xlm-roberta-flash-implementation``), which came before these classes and have other
+names.
 """
 
 from __future__ import annotations

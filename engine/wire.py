@@ -45,6 +45,9 @@ MODEL_HEADER = "x-yardstick-model"
 """The name of the model, percent-encoded; sent while it is loading as well."""
 ADAPTERS_HEADER = "x-yardstick-adapters"
 """Revision of the answer of ``GET /adapters``, in ASCII. Another list and another process have another revision."""
+TASK_TOKEN = "<|task:{}|>"  # noqa: S105 - the form of a token
+"""Spelling of the token of a task. It stands for the tokeniser's own token at the beginning of a text, and an engine computes that
+text with what the task adds to the model's weights."""
 ErrorCode = Literal[
     "invalid",
     "unauthorized",
@@ -826,9 +829,12 @@ class TokenVectors(msgspec.Struct, tag="token_vectors", frozen=True, omit_defaul
     """Tokens at the end of each branch to which no token attends, as ColBERT fills up queries; fewer than the branch has."""
 
 
-class Sparse(msgspec.Struct, tag="sparse", frozen=True):
+class Sparse(msgspec.Struct, tag="sparse", frozen=True, omit_defaults=True):
     """Weights of vocabulary entries (SPLADE, bge-m3). A row has the id and the weight of each entry whose weight is not 0, in the
     order of ids. Only where ``Info.capabilities`` has ``sparse``."""
+
+    query: bool = False
+    """Whether the texts are queries, which some models weigh otherwise than documents: by a table, without computing anything."""
 
 
 class LengthValue(msgspec.Struct, tag="length_value", frozen=True):

@@ -482,6 +482,10 @@ def _graphs_problem(decoder: Model) -> str | None:
     if isinstance(decoder, LeadingDecoder):
         return "a model shared by several processes is launched by each of them"
     if isinstance(decoder, Encoder):
+        if not decoder.layers:
+            return "the model is a table"
+        if decoder.config.tasks is not None:
+            return "the tasks of its texts are found in each step"
         biased = decoder.is_biased or decoder.slopes is not None
         return "plain PyTorch computes the model's biases of attention" if biased else None
     return None if decoder.config.bidirectional else problem_of("triton", weight.device, decoder.config, weight.dtype)

@@ -94,6 +94,8 @@ def assemble_whole(
     biased = model if isinstance(model, Encoder) and by_layer and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) and by_layer else None
     cuts, narrow = prepare_loops(weight), settings.quantize == "int8"
+    if isinstance(config, EncoderConfig) and config.tasks is not None:
+        of_layers = 1  # parts of a model read the tasks of a whole step
     attention = WholeAttention(
         config.attention_specs,
         weight.device,

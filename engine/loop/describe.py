@@ -56,6 +56,6 @@ def describe(
         multi_label=config.multi_label,
         regression=config.regression,
         embedding_size=0 if config.pooling is None or config.pooling.mode is None else config.pooling.size(config.hidden_size),
-        pooling="" if config.pooling is None else config.pooling.mode or "",
+        pooling="" if config.pooling is None else "+".join(config.pooling.modes),
         token_vector_size=config.token_vectors,
     )

@@ -6,12 +6,12 @@ import dataclasses
 import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration
-from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, scores_pairs
+from yardstick_llm.engine.models.pooling import MODULES_FILE, Pooling, load_pooling, max_seq_length, read_config, scores_pairs
 from yardstick_llm.engine.models.registry import Family, Norms, family_of
 from yardstick_llm.engine.models.rope import LongRope, Rope, longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from yardstick_llm.engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
@@ -136,6 +136,11 @@ MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
 """``problem_type`` of classes that do not exclude each other, and of numbers that are no classes."""
 
 
+HeadPooling = Literal["cls", "last", "mean", "late"]
+"""What a classification head reads: the hidden state of the first or the last token, the mean of all, or with ``late`` the mean of
+what its inner layer makes of all."""
+
+
 @dataclass(frozen=True)
 class BaseConfig:
     """Fields that the configurations of decoders and of encoders share."""
@@ -161,9 +166,9 @@ class BaseConfig:
     """Whether classes do not exclude each other."""
     regression: bool = False
     """Whether the head's outputs are numbers and no classes."""
-    head_mean: bool = False
-    """Whether the classification head reads the mean of all hidden states, and not that of one token: the last one in decoders,
-    the first one in encoders."""
+    head_pooling: HeadPooling = "last"
+    experts: ExpertConfig | None = None
+    """None for a dense model."""
 
 
 @dataclass(frozen=True)
@@ -209,14 +214,14 @@ class ModelConfig(BaseConfig):
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual."""
     logit_divisor: float = 1.0
-    experts: ExpertConfig | None = None
-    """None for a dense model."""
     vision: VisionConfig | None = None
     """None where the model reads no images."""
     bidirectional: bool = False
     """Whether all tokens attend to each other, those of a layer with a window to tokens up to half of it away."""
     class_divisor: float = 1.0
     """The logits of classes are divided by it."""
+    class_inner: bool = False
+    """Whether the classification head has an inner layer, with GELU (EuroBERT)."""
     rope_sections: tuple[int, ...] = ()
     """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
     sparse: ClassVar[str] = "none"
@@ -285,13 +290,14 @@ def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     if scores_pairs(directory):
         raise ModelError(f"{MODULES_FILE} makes scores of a decoder's pooled vectors, which is not supported; use another model.")
     own = Keys(raw, "config.json").section("auto_map")
-    if own is not None and own.present("AutoModel") and not any(Keys(raw, "config.json").present(key) for key, _ in CAUSAL_KEYS):
+    says = family_of(config.architecture).bidirectional or any(Keys(raw, "config.json").present(key) for key, _ in CAUSAL_KEYS)
+    if own is not None and own.present("AutoModel") and not says:
         raise ModelError(
             "auto_map in config.json names the model's own code, which decides whether tokens attend to later ones (those of "
             "gte-Qwen2-7B-instruct do); add is_causal to config.json: false if they do, true if they do not."
         )
-    if not config.bidirectional and (pooling.mode not in ("last", "mean") or not pooling.include_prompt):
-        how = "without the prompt" if pooling.mode in ("last", "mean") else f"by {pooling.mode or 'token'}"
+    if not config.bidirectional and (pooling.modes not in (("last",), ("mean",)) or not pooling.include_prompt):
+        how = f"by {' and '.join(pooling.modes) or 'token'}" if pooling.include_prompt else "without the prompt"
         raise ModelError(f"Pooling {how} is not supported where tokens attend to earlier ones only; use a model with last or mean.")
     if config.bidirectional and max_context is None:
         config = dataclasses.replace(config, max_context=min(config.max_context, max_seq_length(directory) or config.max_context))
@@ -304,7 +310,7 @@ def _read_configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]
     if is_gguf(directory):
         return configuration(directory), {}
     generation = directory / "generation_config.json"
-    return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
+    return read_config(directory), read_json(generation) if generation.exists() else {}
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, max_context: int | None = None) -> ModelConfig:
@@ -360,8 +366,9 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         regression=family.head == "classes" and keys.text("problem_type", "") == REGRESSION,
         pad_token_id=keys.pad_token_id,
         bidirectional=family.bidirectional or any(keys.flag(key, causal) is not causal for key, causal in CAUSAL_KEYS),
-        head_mean=family.bidirectional,
+        head_pooling=_head_pooling(keys, family),
         class_divisor=keys.number("temperature", 1.0) if family.bidirectional else 1.0,
+        class_inner=family.class_inner and family.head == "classes",
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
@@ -445,6 +452,16 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
             )
     if family.bidirectional and keys.text("pooling", "avg") != "avg":
         raise keys.error("pooling", "is not supported; only avg is")
+
+
+def _head_pooling(keys: Keys, family: Family) -> HeadPooling:
+    if not family.class_inner:
+        return "mean" if family.bidirectional else "last"
+    kinds: dict[str, HeadPooling] = {"bos": "cls", "mean": "mean", "late": "late"}
+    key = "classifier_pooling" if keys.present("classifier_pooling") else "clf_pooling"  # before transformers had the class
+    if (kind := keys.text(key, "late")) not in kinds:
+        raise keys.error(key, f"is {kind:.80}; only {', '.join(kinds)} are supported")
+    return kinds[kind]
 
 
 def class_names(keys: Keys) -> tuple[str, ...]:

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from yardstick_llm.engine.models.config import ModelConfig
-from yardstick_llm.engine.models.modules import Embedding, Experts, Linear, NoNorm, Projected, RMSNorm, TokenHead, Unadded
+from yardstick_llm.engine.models.modules import (
+    ClassHead,
+    Embedding,
+    Experts,
+    Linear,
+    NoNorm,
+    Projected,
+    RMSNorm,
+    TokenHead,
+    Unadded,
+)
 from yardstick_llm.engine.models.registry import ExpertNames, Norms, family_of
 from yardstick_llm.engine.models.rope import frequencies_of
 from yardstick_llm.kernels.gelu_mul import gelu_mul
-from yardstick_llm.kernels.linear import Weight, linear
+from yardstick_llm.kernels.linear import Weight
 from yardstick_llm.kernels.lora_layout import LoraDelta
 from yardstick_llm.kernels.rms_norm import rms_norm
 from yardstick_llm.kernels.rope import rope
@@ -283,8 +293,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config, dtype)
         own_head = config.lm_head and not config.tied
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
-        classes = len(config.classes)
-        self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
+        self.class_head = ClassHead(config, dtype) if config.classes else None
         self.packed_head: Weight | None = None
         """:attr:`head_weight` in the layout of a library, or codes as a file has them; None where it multiplies as it is."""
         self.projected = Projected(() if config.pooling is None else config.pooling.projections)
@@ -357,8 +366,11 @@ class Decoder(nn.Module):
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""
         assert self.class_head is not None
-        logits = linear(hidden.float(), self.class_head.weight.float())
-        return logits if self.config.class_divisor == 1.0 else logits / self.config.class_divisor
+        return self.class_head(hidden)  # type: ignore[no-any-return]
+
+    def class_rows(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as :meth:`forward` returns them. -> the same shape, what the head reads the mean of."""
+        return hidden if self.class_head is None else self.class_head.rows(hidden)
 
     @property
     def head_weight(self) -> Tensor:
@@ -388,7 +400,7 @@ class Decoder(nn.Module):
         if self.head is not None:
             views["lm_head.weight"] = self.head.weight
         if self.class_head is not None:
-            views["score.weight"] = self.class_head.weight
+            views |= self.class_head.views()
         return {name: view.detach() for name, view in views.items()}
 
     def layer_views(self, index: int, layer: nn.Module | None = None) -> dict[str, Tensor]:

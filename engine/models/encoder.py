@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from yardstick_llm.engine.ints import Ints
 from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer, PlainAttend
-from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames
-from yardstick_llm.engine.models.modules import Embedding, Linear, Projected
+from yardstick_llm.engine.models.encoder_config import EncoderConfig, HeadNames, Tasks
+from yardstick_llm.engine.models.modules import Embedding, Experts, GroupedLinear, Linear, Projected
 from yardstick_llm.kernels.encoder_layers import Activation, EncoderLayers, LayerParts, SpinBarrier, embed, finish_layer, takes
 from yardstick_llm.kernels.int8 import GATE_FIRST, GATE_SECOND, UNGATED
 from yardstick_llm.kernels.linear import linear
@@ -50,6 +53,53 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By the values of :data:`~engine.models.encoder_config.ACTIVATIONS`."""
 
 
+@dataclass(slots=True)
+class StepTasks:
+    """The tasks of a step's tokens, which all parts of a model read."""
+
+    factors: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[tokens, tasks · rank]: the scale at the places of a token's task, else 0."""
+
+    def begin(self, tokens: Tensor, positions: Tensor, tasks: Tasks, vocabulary: int) -> Tensor:
+        """Find the task of each token. tokens, positions: [tokens], of the step. -> the tokens, with the one that texts begin with
+        in place of those of tasks."""
+        starts = torch.arange(len(tokens), device=tokens.device).where(positions == 0, 0).cummax(0).values
+        task = tokens[starts] - vocabulary
+        chosen = task[:, None] == torch.arange(len(tasks.names), device=tokens.device)
+        self.factors = (chosen * tasks.scale).repeat_interleave(tasks.rank, 1)
+        return tokens.where(tokens < vocabulary, tasks.first_token)
+
+
+class TaskDelta(nn.Module):
+    """What tasks add to a projection, ``B · A · x`` with the matrices of each token's task, as two thin products for all tasks."""
+
+    def __init__(self, tasks: Tasks, step: StepTasks, size: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.step = step
+        self.lora_A = nn.Parameter(torch.empty(len(tasks.names), tasks.rank, size, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(len(tasks.names), columns, tasks.rank, dtype=dtype))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add to y, [tokens, out], in place. x: [tokens, in], the projection's input."""
+        inner = x @ self.lora_A.flatten(0, 1).T
+        return y.addmm_(inner.mul_(self.step.factors), self.lora_B.transpose(1, 2).flatten(0, 1))
+
+
+class EmbeddingTaskDelta(nn.Module):
+    """What tasks add to a row of an embedding."""
+
+    def __init__(self, tasks: Tasks, step: StepTasks, rows: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.step = step
+        self.lora_A = nn.Parameter(torch.empty(len(tasks.names), rows, tasks.rank, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(len(tasks.names), tasks.rank, size, dtype=dtype))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Add to x, [tokens, size], in place. ids: [tokens], rows of the embedding."""
+        inner = self.lora_A[:, ids].transpose(0, 1).flatten(1)
+        return x.addmm_(inner.mul_(self.step.factors), self.lora_B.flatten(0, 1))
+
+
 class LayerNorm(nn.Module):
     """A layer normalisation, whose weights are allocated and not initialised."""
 
@@ -74,13 +124,23 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.qkv_proj = Linear(size, 3 * size, bias="qkv" in config.biases, dtype=dtype)
         self.o_proj = Linear(size, size, bias="out" in config.biases, dtype=dtype)
+        self.qkv_tasks: TaskDelta | None = None
+        self.o_tasks: TaskDelta | None = None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """Without the output projection. x: [tokens, hidden]; rotation: cos and sin, [tokens, head_dim / 2]. -> [tokens, hidden]"""
-        q, k, v = self.qkv_proj(x).view(len(x), 3, self.heads, -1).unbind(1)
+        qkv = self.qkv_proj(x)
+        if self.qkv_tasks is not None:
+            qkv = self.qkv_tasks(x, qkv)
+        q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
         if rotation is not None:
             q, k = rope(q, *rotation), rope(k, *rotation)
         return attend(self.layer, q, k, v).flatten(1)
+
+    def projected(self, attended: Tensor) -> Tensor:
+        """The output projection: [tokens, hidden] -> [tokens, hidden]"""
+        y: Tensor = self.o_proj(attended)
+        return y if self.o_tasks is None else self.o_tasks(attended, y)
 
 
 class FeedForward(nn.Module):
@@ -99,9 +159,14 @@ class FeedForward(nn.Module):
         self.gate_up_proj = Linear(size, (1 + self.gated) * inner, bias="up" in config.biases, dtype=dtype)
         """Gate ‖ up, or up ‖ gate, or up alone."""
         self.down_proj = Linear(inner, size, bias="down" in config.biases, dtype=dtype)
+        self.up_tasks: TaskDelta | None = None
+        self.down_tasks: TaskDelta | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
+        if self.up_tasks is not None and self.down_tasks is not None:
+            inner = self.activated(self.up_tasks(x, self.gate_up_proj(x)))
+            return self.down_tasks(inner, self.down_proj(inner))  # type: ignore[no-any-return]
         if self.compute is not None:
             return self.compute(self, x)
         return self.down_proj(self.activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
@@ -115,6 +180,33 @@ class FeedForward(nn.Module):
         return self.activation(gate).mul_(up)
 
 
+class EncoderExperts(Experts):
+    """Feed-forward layers without gates, of which a router chooses a few for each token, and a bias that all tokens get."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, None, dtype)
+        assert config.experts is not None
+        count, size, inner = config.experts.count, config.hidden_size, config.experts.size
+        self.gate_up, self.gate = GroupedLinear(count, size, inner, dtype), FUNCTIONS[config.activation]
+        self.down = GroupedLinear(count, size, inner, dtype)  # as checkpoints have it, until it is folded
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return super().forward(x) + self.bias
+
+    def views(self) -> dict[str, Tensor]:
+        """Names in checkpoints and the parts of parameters that they fill."""
+        stacked = {"w1": self.gate_up.weight.flatten(0, 1), "w2": self.down.weight.flatten(0, 1)}
+        views = {f"experts.mlp.{name}": view for name, view in stacked.items()}
+        return views | {"router.layer.weight": self.router.weight, "experts.bias": self.bias}
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Bring what a checkpoint has filled into the layout of products."""
+        self.down.weight = nn.Parameter(self.down.weight.transpose(1, 2).contiguous())
+
+
 class EncoderLayer(nn.Module):
     """One layer."""
 
@@ -122,20 +214,30 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.before = config.family.norms == "before"
         self.attention = Attention(config, layer, dtype)
-        self.mlp = FeedForward(config, dtype)
+        chosen = config.experts is not None and layer in config.experts.layers
+        self.mlp: FeedForward | EncoderExperts = EncoderExperts(config, dtype) if chosen else FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
     @property
     def parts(self) -> LayerParts:
-        """Its modules."""
+        """Its modules. Not of a layer with experts."""
         attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, FeedForward)
         first, norm, last = (
             (self.attention_norm, self.mlp_norm, None) if self.before else (None, self.attention_norm, self.mlp_norm)
         )
         assert norm is not None
         return LayerParts(first, attention.qkv_proj, attention.o_proj, norm, mlp.gate_up_proj, mlp.down_proj, last, mlp.kind)
+
+    def task_deltas(self) -> dict[str, TaskDelta]:
+        """By the name of the projection that each is added to."""
+        attention, mlp = self.attention, self.mlp
+        found = {"attention.qkv_proj": attention.qkv_tasks, "attention.o_proj": attention.o_tasks}
+        if isinstance(mlp, FeedForward):
+            found |= {"mlp.gate_up_proj": mlp.up_tasks, "mlp.down_proj": mlp.down_tasks}
+        return {name: delta for name, delta in found.items() if delta is not None}
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attend: PlainAttend) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -151,13 +253,14 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        if (finished := finish_layer(attended, x, self.parts)) is not None:
+        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward)
+        if whole and (finished := finish_layer(attended, x, self.parts)) is not None:
             return finished
         if self.before:
-            x = self.attention.o_proj(attended).add_(x)
+            x = self.attention.projected(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
         assert self.attention_norm is not None
-        x = self.attention_norm(self.attention.o_proj(attended), x)
+        x = self.attention_norm(self.attention.projected(attended), x)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
 
 
@@ -228,18 +331,26 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
-        size, family = config.hidden_size, config.family
-        self.embed = Embedding(config.vocab_size, size, dtype=dtype)
-        self.positions = Embedding(config.positions, size, dtype=dtype) if config.positions else None
-        self.types = Embedding(config.type_count, size, dtype=dtype) if config.type_count else None
+        size, family, width = config.hidden_size, config.family, config.embedding_size or config.hidden_size
+        self.embed = Embedding(config.vocab_size - (0 if config.tasks is None else len(config.tasks.names)), width, dtype=dtype)
+        self.positions = Embedding(config.positions, width, dtype=dtype) if config.positions else None
+        self.types = Embedding(config.type_count, width, dtype=dtype) if config.type_count else None
+        self.task_types = Embedding(config.task_types, width, dtype=dtype) if config.task_types else None
+        """Until it is folded."""
         self.distances = Embedding(config.distance_buckets, config.num_heads, dtype=dtype) if config.distance_buckets else None
         self.relative = Embedding(2 * config.distance_span, size, dtype=dtype) if config.distance_span else None
         """DeBERTa: what queries and keys of distances are made of."""
         self.relative_norm = LayerNorm(size, config, dtype) if config.distance_norm else None
         self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
-        self.embedding_norm = LayerNorm(size, config, dtype)
+        self.embedding_norm = LayerNorm(width, config, dtype) if "embedding_norm" in family.outer else None
+        self.embedding_projection = Linear(width, size, dtype=dtype) if config.embedding_size else None
         self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
+        self._step_tasks = StepTasks()
+        self.embed_tasks: EmbeddingTaskDelta | None = None
+        self.types_tasks: EmbeddingTaskDelta | None = None
+        if config.tasks is not None:
+            self._add_tasks(config.tasks)
         self.class_head: Head | None = None
         self.masked_head: Head | None = None
         if config.classes and config.class_modules is None:
@@ -251,6 +362,8 @@ class Encoder(nn.Module):
         self.projected = Projected(() if config.modules is None else config.modules.projections)
         self.token_weight = Linear(size, 1) if config.sparse == "tokens" else None
         """bge-m3: the weight of each token."""
+        self.query_weights: Tensor | None = None
+        """[vocab] float32 on the CPU: the weight of each token of a query, where a table has them."""
         self.token_projection = Linear(size, config.token_vectors) if config.token_head else None
         """bge-m3: the vector of each token."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -260,6 +373,23 @@ class Encoder(nn.Module):
         self.register_buffer(
             "inverse_frequencies", torch.stack(frequencies) if frequencies else torch.empty(0, 0), persistent=False
         )
+
+    def _add_tasks(self, tasks: Tasks) -> None:
+        step, dtype, size = self._step_tasks, self.embed.weight.dtype, self.config.hidden_size
+        self.embed_tasks = EmbeddingTaskDelta(tasks, step, len(self.embed.weight), size, dtype)
+        if self.types is not None:
+            self.types_tasks = EmbeddingTaskDelta(tasks, step, len(self.types.weight), size, dtype)
+        for layer in self.layers:
+            assert isinstance(layer, EncoderLayer)
+            assert isinstance(layer.mlp, FeedForward)
+            for part, name, tasked in (
+                (layer.attention, "qkv_proj", "qkv_tasks"),
+                (layer.attention, "o_proj", "o_tasks"),
+                (layer.mlp, "gate_up_proj", "up_tasks"),
+                (layer.mlp, "down_proj", "down_tasks"),
+            ):
+                columns, size = part.get_parameter(f"{name}.weight").shape
+                setattr(part, tasked, TaskDelta(tasks, step, size, columns, dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
@@ -289,6 +419,12 @@ class Encoder(nn.Module):
 
     def _compute(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None) -> Tensor:
         """:meth:`forward` of a step or a part of one, in one call for each thread where that can be."""
+        if not self.layers:
+            return self._embedded(tokens if rows is None else tokens[rows], positions, attend.types)
+        if self.config.tasks is not None:
+            tokens = self._step_tasks.begin(tokens, positions, self.config.tasks, len(self.embed.weight))
+            hidden = self.from_last_attention(*self.to_last_attention(tokens, positions, attend))
+            return hidden if rows is None else hidden.index_select(0, rows)
         if self.native_layers is None:
             attended, x = self.to_last_attention(tokens, positions, attend)
         else:
@@ -311,7 +447,12 @@ class Encoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """-> the input of the first layer, [tokens, hidden]"""
-        if compiles(self.embed.weight.detach()):
+        x = self._of_tables(tokens, positions, types)
+        return x if self.embedding_projection is None else self.embedding_projection(x)
+
+    def _of_tables(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        """-> normalised sums of rows, [tokens, width]"""
+        if compiles(self.embed.weight.detach()) and self.embed_tasks is None and self.embedding_norm is not None:
             places, kinds = (None if each is None else each.weight for each in (self.positions, self.types))
             first = self.config.first_position
             return embed(tokens, positions, first, types, self.embed.weight, places, kinds, self.embedding_norm)
@@ -320,7 +461,10 @@ class Encoder(nn.Module):
             x.add_(self.positions(positions + self.config.first_position if self.config.first_position else positions))
         if self.types is not None:
             x.add_(self.types.weight[0] if types is None else self.types(types))
-        return self.embedding_norm(x)  # type: ignore[no-any-return]
+        if self.embed_tasks is not None:
+            x = self.embed_tasks(tokens, x)
+            x = x if self.types_tasks is None else self.types_tasks(torch.zeros_like(tokens) if types is None else types, x)
+        return x if self.embedding_norm is None else self.embedding_norm(x)  # type: ignore[no-any-return]
 
     def from_last_attention(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of :meth:`forward`, from what :meth:`to_last_attention` returns."""
@@ -337,6 +481,7 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
+        suits = suits and config.tasks is None and config.experts is None and len(layers) > 0
         if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
@@ -455,6 +600,10 @@ class Encoder(nn.Module):
         bucket = (apart > 0) * buckets + torch.where(near < exact, near, large.clamp(max=buckets - 1))
         return self.distances(bucket).movedim(-1, 0)  # type: ignore[no-any-return]
 
+    def class_rows(self, hidden: Tensor) -> Tensor:
+        """See :meth:`Decoder.class_rows`."""
+        return hidden
+
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] of first tokens, or means over sequences. -> [rows, classes], float32."""
         head = self.projected if self.class_head is None else self.class_head
@@ -480,6 +629,15 @@ class Encoder(nn.Module):
         assert self.token_weight is not None
         return self.token_weight(hidden.float()).squeeze(1).relu_()  # type: ignore[no-any-return]
 
+    def weights_of_tokens(self, tokens: Ints, weights: npt.NDArray[np.float32]) -> list[float]:
+        """tokens, weights: [tokens], of one sequence. -> each token that is not ignored, and the largest of its weights above 0."""
+        ids, places = np.unique(tokens, return_inverse=True)
+        largest = np.zeros(len(ids), np.float32)
+        np.maximum.at(largest, places, weights)
+        largest[np.isin(ids, self.config.ignored)] = 0
+        kept = np.flatnonzero(largest)
+        return id_weight_pairs(ids[kept], largest[kept])
+
     def token_vectors(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, hidden]. -> [tokens, size] float32."""
         pools = self.config.pooling is not None and self.config.pooling.mode is not None
@@ -494,6 +652,20 @@ class Encoder(nn.Module):
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies[:, None]
         return angles.cos(), angles.sin()
 
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Bring what a checkpoint has filled into the layout of products, and give all layers the weights that they share."""
+        if self.task_types is not None and self.types is not None:
+            self.types.weight.add_(self.task_types.weight[0])
+            self.task_types = None
+        for part in self.modules():
+            if isinstance(part, EncoderExperts):
+                part.fold()
+        if self.layers and "{}" not in self.config.family.layer:
+            filled = self.layers[-1].state_dict()
+            for layer in self.layers:
+                layer.load_state_dict(filled)
+
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""
         return {name: view.detach() for name, view in self._views()}
@@ -501,13 +673,20 @@ class Encoder(nn.Module):
     def _views(self) -> Iterator[tuple[str, Tensor]]:
         family = self.config.family
         for ours, stored in family.outer.items():
-            module = getattr(self, ours)
-            yield from _parts((stored,), module) if module is not None else ()
+            for module in (getattr(self, ours), getattr(self, f"{ours}_tasks", None)):
+                yield from _parts((stored,), module) if module is not None else ()
         for index, layer in enumerate(self.layers):
             prefix = family.layer.format(index)
+            assert isinstance(layer, EncoderLayer)
+            if isinstance(layer.mlp, EncoderExperts):
+                yield from ((f"{prefix}mlp.{name}", view) for name, view in layer.mlp.views().items())
             for ours, names in family.inner.items():
+                if ours.startswith("mlp.") and isinstance(layer.mlp, EncoderExperts):
+                    continue
                 if ours != "attention_norm" or getattr(layer, ours) is not None:
                     yield from _parts(tuple(prefix + name for name in names), layer.get_submodule(ours))
+            for ours, delta in layer.task_deltas().items():
+                yield from _parts((prefix + family.inner[ours][0],), delta)
         for head, its in ((self.class_head, family.class_head), (self.masked_head, family.masked_head)):
             if head is None or its is None:
                 continue
@@ -517,6 +696,11 @@ class Encoder(nn.Module):
                 yield f"{its.out}.weight", head.out.weight
             assert head.out.bias is not None
             yield its.bias or f"{its.out}.bias", head.out.bias
+
+
+def id_weight_pairs(ids: npt.NDArray[np.integer], weights: npt.NDArray[np.float32]) -> list[float]:
+    """Each id and its weight, in turn: a row of :class:`engine.wire.Sparse`."""
+    return np.stack([ids.astype(np.float64), weights.astype(np.float64)], 1).ravel().tolist()
 
 
 Model = Decoder | Encoder

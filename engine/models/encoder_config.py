@@ -1,9 +1,10 @@
 """Configurations of encoders: families as data, and what is read of ``config.json``.
 
 An encoder's tokens all attend to each other. To add a family that differs by these flags and names only, add an entry to
-:data:`BODIES`. Sources: the classes of Hugging Face transformers; for NomicBERT and GTE the configurations and tensor names that
-are published with the weights (``nomic-ai/nomic-embed-text-v1.5``, ``Alibaba-NLP/gte-multilingual-base``), which came before these
-classes and have other names.
+:data:`BODIES`. Sources: the classes of Hugging Face transformers; for NomicBERT, GTE and jina-embeddings-v3 the configurations and
+tensor names that are published with the weights (``nomic-ai/nomic-embed-text-v1.5``, ``nomic-embed-text-v2-moe``,
+``Alibaba-NLP/gte-multilingual-base``, ``jinaai/xlm-roberta-flash-implementation``), which came before these classes and have other
+names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, class_names
+from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, ExpertConfig, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
 from yardstick_llm.engine.models.pooling import (
@@ -24,10 +25,14 @@ from yardstick_llm.engine.models.pooling import (
     ROUTER_FILE,
     SPLADE,
     SPLADE_LOGS,
+    STATIC,
+    TASKS_KEY,
     Pooling,
     load_pooling,
     max_seq_length,
+    read_config,
     read_modules,
+    root_of,
     scores_pairs,
 )
 from yardstick_llm.engine.models.rope import NtkRope, Rope
@@ -48,6 +53,8 @@ ACTIVATIONS = {
 }
 """Activations by their names in configurations. ``gelu_tanh`` is GELU, approximated by tanh."""
 MAX_LAYERS = 1024
+QUERY_TABLES = "SparseStaticEmbedding", "IDF"
+"""Modules that weigh a query's tokens by a table; the second is an earlier name of the first."""
 SPARSE_HEAD, TOKEN_HEAD = "sparse_linear.pt", "colbert_linear.pt"
 """Heads of bge-m3: weights of tokens, and vectors of tokens."""
 
@@ -67,6 +74,18 @@ class HeadNames:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """What a model of several tasks adds to its weights for the one that a text's first token names (jina-embeddings-v3)."""
+
+    names: tuple[str, ...]
+    """The token of a task has the id of its place here behind the vocabulary."""
+    rank: int
+    scale: float
+    first_token: int
+    """The token that a text begins with, which the token of a task stands for."""
+
+
+@dataclass(frozen=True)
 class EncoderFamily:
     """Flags and names of a kind of encoder."""
 
@@ -76,8 +95,8 @@ class EncoderFamily:
     outer: Mapping[str, str]
     """Our names of tensors outside the layers, and those of checkpoints."""
     layer: str
-    """Beginning of the names of a layer's tensors, with its number for ``{}``."""
-    inner: Mapping[str, tuple[str, ...]]
+    """Beginning of the names of a layer's tensors, with its number for ``{}``; without that, all layers have the same weights."""
+    inner: dict[str, tuple[str, ...]]
     """Our names of a layer's tensors, and those of the parts of which checkpoints make them up."""
     class_head: HeadNames
     masked_head: HeadNames | None = None
@@ -175,6 +194,15 @@ _ROBERTA_FLASH = dataclasses.replace(
     },
 )
 """Names of ``jinaai/xlm-roberta-flash-implementation``."""
+_ROBERTA_ROTARY = dataclasses.replace(
+    _ROBERTA_FLASH,
+    outer={name: stored for name, stored in _ROBERTA_FLASH.outer.items() if name != "positions"},
+    keys={"rope_theta": ("rotary_emb_base",)},
+    defaults={**_ROBERTA.defaults, "rope_theta": 1e4},
+    offset_positions=False,
+    rotary=True,
+)
+"""jina-embeddings-v3 and jina-colbert-v2, with the same names."""
 _MPNET = dataclasses.replace(
     _ROBERTA,
     model_type="mpnet",
@@ -193,9 +221,43 @@ _ELECTRA = dataclasses.replace(
     _BERT,
     model_type="electra",
     prefixes=("electra.",),
+    outer=_BERT_OUTER | {"embedding_projection": "embeddings_project"},
     class_head=HeadNames("classifier.dense", "classifier.out_proj", activation="gelu"),
     masked_head=None,
     defaults=_SHAPE | {"vocab_size": 30522, "embedding_size": 128},
+)
+_ALBERT = dataclasses.replace(
+    _BERT,
+    model_type="albert",
+    prefixes=("albert.",),
+    outer=_BERT_OUTER | {"embedding_projection": "encoder.embedding_hidden_mapping_in"},
+    layer="encoder.albert_layer_groups.0.albert_layers.0.",
+    inner={
+        "attention.qkv_proj": ("attention.query", "attention.key", "attention.value"),
+        "attention.o_proj": ("attention.dense",),
+        "attention_norm": ("attention.LayerNorm",),
+        "mlp.gate_up_proj": ("ffn",),
+        "mlp.down_proj": ("ffn_output",),
+        "mlp_norm": ("full_layer_layer_norm",),
+    },
+    class_head=HeadNames("pooler", "classifier", activation="tanh"),
+    masked_head=None,
+    defaults=_SHAPE
+    | {
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 16384,
+        "hidden_act": "gelu_new",
+    },
+)
+_ERNIE = dataclasses.replace(
+    _BERT,
+    model_type="ernie",
+    prefixes=("ernie.",),
+    outer=_BERT_OUTER | {"task_types": "embeddings.task_type_embeddings"},
+    defaults=_SHAPE | {"vocab_size": 30522, "task_type_vocab_size": 3},
 )
 _DEBERTA = dataclasses.replace(
     _BERT,
@@ -302,6 +364,10 @@ _NOMIC = EncoderFamily(
     gated=True,
     biases=(),
 )
+_NOMIC_PLAIN = dataclasses.replace(
+    _NOMIC, inner=_NOMIC.inner | {"mlp.gate_up_proj": ("mlp.fc1",)}, defaults={**_NOMIC.defaults, "num_experts": 0}, gated=False
+)
+"""With an activation that is no gate, and experts in some layers (nomic-embed-text-v2-moe)."""
 _GTE = EncoderFamily(
     "gte",
     ("new.", "gte."),
@@ -323,6 +389,16 @@ _GTE = EncoderFamily(
     gated=True,
     biases=("qkv", "out", "down"),
 )
+_TABLE = EncoderFamily(
+    "static",
+    (),
+    {"embed": "embedding"},
+    "",
+    {},
+    _POOLER_HEAD,
+    defaults=_SHAPE | {"num_attention_heads": 1, "num_hidden_layers": 0, "max_position_embeddings": 1 << 20},
+)
+"""A table alone, without layers. Nothing cuts its texts."""
 
 BODIES: dict[str, EncoderFamily] = {
     "Bert": _BERT,
@@ -330,22 +406,30 @@ BODIES: dict[str, EncoderFamily] = {
     "Roberta": _ROBERTA,
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "XLMRobertaFlash": _ROBERTA_FLASH,
+    "XLMRobertaRotary": _ROBERTA_ROTARY,
     "Camembert": dataclasses.replace(_ROBERTA, model_type="camembert", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "MPNet": _MPNET,
     "Electra": _ELECTRA,
+    "Albert": _ALBERT,
+    "Ernie": _ERNIE,
     "DebertaV2": _DEBERTA,
     "DistilBert": _DISTILBERT,
     "ModernBert": _MODERNBERT,
     "NomicBert": _NOMIC,
+    "NomicBertPlain": _NOMIC_PLAIN,
     "Gte": _GTE,
     "New": _GTE,
 }
-"""First part of an architecture's name. That of XLMRobertaFlash is XLMRoberta in ``config.json``; its tensors have other names."""
+"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``, and NomicBertPlain
+is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
-} | {HF_COLBERT: (_BERT, "none")}
-"""All supported architectures, by their names in ``config.json``."""
-UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
+} | {HF_COLBERT: (_BERT, "none"), f"{HF_COLBERT}Rotary": (_ROBERTA_ROTARY, "none"), STATIC: (_TABLE, "none")}
+"""All supported architectures, by their names in ``config.json``, and those of bodies that have none there."""
+_UNNAMED = "XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", f"{HF_COLBERT}Rotary", STATIC
+NAMED = tuple(name for name in FAMILIES if not name.startswith(_UNNAMED))
+"""Those that files name."""
+UNREAD = ("pooler.", "predictions.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")
 """Beginnings of the names of heads that may be stored and are not read."""
 
 
@@ -355,7 +439,6 @@ class EncoderConfig(BaseConfig):
 
     eos_token_ids: ClassVar[tuple[int, ...]] = ()
     vision: ClassVar[None] = None
-    experts: ClassVar[None] = None
     lm_head: ClassVar[bool] = False
     """Whether the model predicts the next token."""
     max_context: int
@@ -369,6 +452,10 @@ class EncoderConfig(BaseConfig):
     """Row of the first token."""
     type_count: int = 0
     """Rows of the table of token types; 0 without a table."""
+    task_types: int = 0
+    """Rows of a table whose first row is added to each token (ERNIE); 0 without one."""
+    embedding_size: int = 0
+    """Width of the tables, if a projection makes the hidden size of it; else 0."""
     distance_buckets: int = 0
     """Rows of the table of biases by distance; 0 without one."""
     distance_span: int = 0
@@ -389,15 +476,18 @@ class EncoderConfig(BaseConfig):
     that of a head with one number for each token (bge-m3)."""
     sparse_logs: int = 1
     """How often SPLADE takes log(1 + x): twice for ``log1p_relu``."""
+    query_folder: str = ""
+    """Of the table of weights of a query's tokens, beside a SPLADE that is for documents only; empty for other models."""
     token_vectors: int = 0
     """Length of the vector of each token; 0 where the model makes none."""
     token_head: bool = False
     """Whether a projection of its own makes the vectors of tokens (bge-m3). Without one, modules that pool nothing do (ColBERT), or
     they are the hidden states."""
     ignored: tuple[int, ...] = ()
-    """Tokens without a weight in ``sparse`` of ``tokens``."""
+    """Tokens without a weight in ``sparse`` of ``tokens``, and in queries with a table of weights."""
     tied: bool = True
     """The head over the vocabulary, where there is one, is the embedding."""
+    tasks: Tasks | None = None
 
     @property
     def family(self) -> EncoderFamily:
@@ -438,7 +528,7 @@ def is_encoder(directory: Path) -> bool:
     """Whether the architecture of the model in ``directory`` is an encoder's. Raises :class:`ModelError`."""
     if is_gguf(directory):
         return is_encoder_file(directory)
-    keys = Keys(read_json(directory / "config.json"), "config.json")
+    keys = Keys(read_config(directory), "config.json")
     # Where there is none, that of a model of text and images is in another place.
     return keys.present("architectures") and keys.strings("architectures")[0] in FAMILIES
 
@@ -448,9 +538,9 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
 
     ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`.
     """
-    config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_json(directory / "config.json"))
-    head = FAMILIES[config.architecture][1]
-    logs = 0 if head != "sparse" else _splade_logs(directory) if (directory / MODULES_FILE).is_file() else 1
+    config = parse_encoder_config(configuration(directory) if is_gguf(directory) else read_config(directory))
+    head, root = FAMILIES[config.architecture][1], root_of(directory)
+    logs = 0 if head != "sparse" else _splade_logs(root) if (root / MODULES_FILE).is_file() else 1
     pooling = None if head == "classes" or logs else load_pooling(directory, config.hidden_size)
     longest = config.max_context
     if pooling is None or pooling.mode is not None:  # else queries and documents have limits of their own
@@ -463,11 +553,12 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
     if logs:
         if config.family.masked_head is None:
             raise ModelError(f"The head of a {config.architecture} is not supported; use a model with a Pooling module.")
-        return dataclasses.replace(config, sparse="vocabulary", sparse_logs=logs)
+        config = dataclasses.replace(config, sparse="vocabulary", sparse_logs=logs, query_folder=_query_folder(root))
+        return dataclasses.replace(config, ignored=_special_tokens(directory)) if config.query_folder else config
     if pooling is None and is_gguf(directory):
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
-        modules = [name for name, _ in read_modules(directory / MODULES_FILE)] if (directory / MODULES_FILE).is_file() else []
+        modules = [name for name, _ in read_modules(root / MODULES_FILE)] if (root / MODULES_FILE).is_file() else []
         found = f"the modules in {MODULES_FILE} ({', '.join(modules)}) have none" if modules else f"there is no {MODULES_FILE}"
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head that is read, and {found} with a Pooling or Dense "
@@ -485,11 +576,11 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
 
 def _scored_by_modules(config: EncoderConfig, pooling: Pooling) -> EncoderConfig:
     """Return the configuration of a cross-encoder that is saved as Transformer, Pooling and Dense. The last Dense makes scores."""
-    if pooling.mode not in ("cls", "mean") or not pooling.projections:
+    if pooling.mode not in ("cls", "mean") or pooling.more or not pooling.projections:
         raise ModelError(f"{MODULES_FILE} of a cross-encoder must have Pooling of cls or mean, and Dense; use another model.")
     count = pooling.size(config.hidden_size)
     names = tuple(f"LABEL_{index}" for index in range(count))
-    return dataclasses.replace(config, class_modules=pooling, classes=names, head_mean=pooling.mode == "mean")
+    return dataclasses.replace(config, class_modules=pooling, classes=names, head_pooling=pooling.mode)
 
 
 def _splade_logs(directory: Path) -> int:
@@ -508,6 +599,19 @@ def _splade_logs(directory: Path) -> int:
     if keys.text("pooling_strategy", "max") != "max":
         raise keys.error("pooling_strategy", f"is {keys.text('pooling_strategy', 'max'):.80}; only max is supported")
     return SPLADE_LOGS[activation]
+
+
+def _query_folder(directory: Path) -> str:
+    """Folder of the table for queries of a ``Router``; empty without one. Raises :class:`ModelError` for another route."""
+    if not (directory / MODULES_FILE).is_file() or dict(read_modules(directory / MODULES_FILE)) != {ROUTER: ""}:
+        return ""
+    raw = read_json(directory / ROUTER_FILE)
+    kinds = {str(folder): str(raw["types"].get(folder)).rpartition(".")[2] for folder in raw["structure"].get("query", ())}
+    folder = next(iter(kinds), "")
+    if len(kinds) != 1 or kinds[folder] not in QUERY_TABLES or folder != Path(folder).name:
+        found = ", ".join(kinds.values()) or "no module"
+        raise ModelError(f"{ROUTER_FILE} has {found} for queries, which is not supported; only {QUERY_TABLES[0]} is.")
+    return folder
 
 
 def _route_of_documents(directory: Path) -> dict[str, str]:
@@ -529,7 +633,7 @@ def _special_tokens(directory: Path) -> tuple[int, ...]:
 
 def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     """A parsed ``config.json`` of an encoder. Raises :class:`ModelError`."""
-    architecture = Keys(raw, "config.json").strings("architectures")[0]
+    architecture = _architecture(raw)
     family, head = FAMILIES[architecture]
     renamed = {ours: raw[name] for ours, names in family.keys.items() for name in names if raw.get(name) is not None}
     if family.relative:
@@ -539,12 +643,14 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     rotary = family.rotary or keys.text("position_embedding_type", "absolute") == "rope"
     _refuse_unsupported(keys, family)
     relative = _distances(keys) if family.relative else (0, 0, False)
-    hidden_size, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    layers = keys.count("num_hidden_layers") if family.inner else 0
     if layers > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     if hidden_size % heads or (rotary and hidden_size // heads % 2):
         raise keys.error("hidden_size", f"({hidden_size}) is not {heads} heads of an even size; correct the file")
-    if keys.count("embedding_size", hidden_size) != hidden_size:
+    width = keys.count("embedding_size", hidden_size)
+    if width != hidden_size and "embedding_projection" not in family.outer:
         raise keys.error("embedding_size", f"is not hidden_size ({hidden_size}), which is not supported; use another model")
     written = keys.count("max_position_embeddings")
     first = (keys.pad_token_id or 0) + 1 if family.offset_positions else 0
@@ -552,9 +658,10 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         raise keys.error("max_position_embeddings", f"is {written}, and positions begin at {first}; correct the file")
     types = keys.whole("type_vocab_size") if "types" in family.outer else 0
     rope, local_rope = _ropes(keys, family) if rotary else (None, None)
+    tasks = _tasks(keys)
     return EncoderConfig(
         architecture=architecture,
-        vocab_size=keys.count("vocab_size"),
+        vocab_size=keys.count("vocab_size") + (0 if tasks is None else len(tasks.names)),
         hidden_size=hidden_size,
         intermediate_size=keys.count("intermediate_size"),
         num_layers=layers,
@@ -562,9 +669,11 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         max_context=written - first,
         norm_eps=keys.number("layer_norm_eps"),
         activation=activation,
-        positions=0 if rotary or family.relative or family.alibi else written,
+        positions=written if "positions" in family.outer else 0,
         first_position=first,
         type_count=types,
+        task_types=keys.count("task_type_vocab_size") if "task_types" in family.outer and keys.flag("use_task_id", False) else 0,
+        embedding_size=width if width != hidden_size or family.model_type == "albert" else 0,
         distance_buckets=keys.count("relative_attention_num_buckets") if "distances" in family.outer else 0,
         distance_span=relative[0],
         distance_limit=relative[1],
@@ -576,11 +685,44 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
         classes=class_names(keys) if head == "classes" else (),
         multi_label=head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         regression=head == "classes" and keys.text("problem_type", "") == REGRESSION,
-        head_mean=keys.text("classifier_pooling", "cls") == "mean",
+        head_pooling="mean" if keys.text("classifier_pooling", "cls") == "mean" else "cls",
         head_activation=_head_activation(keys, family, head, activation),
         head_bias=family.model_type != "modernbert" or keys.flag("classifier_bias", False),
         tied=keys.flag("tie_word_embeddings", True),
+        tasks=tasks,
+        experts=_experts(keys, raw, layers),
     )
+
+
+def _experts(keys: Keys, raw: dict[str, Any], layers: int) -> ExpertConfig | None:
+    """Each ``moe_every_n_layers``-th layer from the second one has them."""
+    if not (keys.present("num_experts") and keys.whole("num_experts")):
+        return None
+    for key in ("expert_choice_router", "moe_normalize_expert_weights", "num_shared_experts"):
+        if raw.get(key):
+            raise keys.error(key, "is set, which is not supported; use another model")
+    count, chosen, interval = keys.count("num_experts"), keys.count("moe_top_k", 1), keys.count("moe_every_n_layers")
+    if chosen > count:
+        raise keys.error("moe_top_k", f"is {chosen}, and there are {count} experts; correct the file")
+    places = tuple(layer for layer in range(layers) if layer % interval == 1)
+    return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=False, layers=places)
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """A key of :data:`FAMILIES`."""
+    name = Keys(raw, "config.json").strings("architectures")[0]
+    if raw.get("position_embedding_type") == "rotary":
+        name = name.replace("XLMRoberta", "XLMRobertaRotary").replace(HF_COLBERT, f"{HF_COLBERT}Rotary")
+    if raw.get("activation_function") in ("gelu", "gelu_new", "relu"):
+        name = name.replace("NomicBert", "NomicBertPlain")
+    return name
+
+
+def _tasks(keys: Keys) -> Tasks | None:
+    if not keys.present(TASKS_KEY):
+        return None
+    names, rank = tuple(keys.strings(TASKS_KEY)), keys.count("lora_rank", 4)
+    return Tasks(names, rank, keys.number("lora_alpha", 1.0) / rank, next(iter(keys.ids("bos_token_id")), 0))
 
 
 def _activation(keys: Keys, key: str) -> str:
@@ -600,6 +742,7 @@ def _head_activation(keys: Keys, family: EncoderFamily, head: Head, activation: 
 def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     usual = "rope" if family.rotary else "alibi" if family.alibi else "absolute"
     kind = keys.text("position_embedding_type", usual)
+    kind = "rope" if kind == "rotary" else kind
     if kind != usual and family.model_type != "modernbert":  # whose files name a kind that no code reads
         raise keys.error("position_embedding_type", f"is {kind:.80}, which is not supported; use another model")
     for key, only in (
@@ -614,8 +757,11 @@ def _refuse_unsupported(keys: Keys, family: EncoderFamily) -> None:
     ):
         if keys.flag(key, only) is not only:
             raise keys.error(key, f"is {str(not only).lower()}, which is not supported; use another model")
+    for key in ("num_hidden_groups", "inner_group_num"):
+        if keys.present(key) and keys.whole(key) != 1:
+            raise keys.error(key, "is not 1, which is not supported; use another model")
     for key in ("quantization_config", "compression_config", "rotary_scaling_factor", "num_experts", "rotary_emb_scale_base"):
-        if keys.present(key):
+        if keys.present(key) and key not in family.defaults:
             raise keys.error(key, "is set, which is not supported; use another model")
     if keys.text("feed_forward_type", "geglu") != "geglu":
         raise keys.error("feed_forward_type", "is not supported; only geglu is")

@@ -30,7 +30,7 @@ from yardstick_llm.engine.models.formats.quantization import FORMATS, bounded, f
 from yardstick_llm.engine.models.gguf.config import stored_tensors
 from yardstick_llm.engine.models.gguf.file import read_gguf
 from yardstick_llm.engine.models.modules import Projected, RMSNorm, fill_parts
-from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, load_pooling
+from yardstick_llm.engine.models.pooling import HF_COLBERT, INLINE, Pooling, is_static, load_pooling, root_of
 from yardstick_llm.engine.models.registry import family_of
 from yardstick_llm.engine.models.source import locate
 from yardstick_llm.engine.models.vision.tower import VisionDecoder
@@ -99,17 +99,23 @@ def load_encoder(
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
     with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
-    inline = INLINE if config.architecture == HF_COLBERT else ""
+    inline = INLINE if config.architecture.startswith(HF_COLBERT) else ""
     apart = [name for name in stored if name == inline or name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
     checkpoint.check(stored, wanted, apart, UNREAD)
     encoder = Encoder(config, dtype)
     checkpoint.copy(stored, encoder.checkpoint_views())
+    encoder.fold()
     if config.modules is not None:
         _fill_projections(directory, encoder.projected, config.modules)
     for file, linear in ((SPARSE_HEAD, encoder.token_weight), (TOKEN_HEAD, encoder.token_projection)):
         if linear is not None:
             _fill_apart(checkpoint.read_pickled_header(directory / file), linear)
-    if quantize is not None:
+    if config.query_folder:
+        encoder.query_weights = torch.empty(config.vocab_size)
+        table = checkpoint.read_header(root_of(directory) / config.query_folder / SINGLE)
+        checkpoint.check(table, {"weight": encoder.query_weights})
+        checkpoint.copy(table, {"weight": encoder.query_weights})
+    if quantize is not None and encoder.layers:
         form = FORMATS[quantize]
         form.check_shapes(encoder)
         for layer in encoder.layers:
@@ -121,16 +127,22 @@ def load_encoder(
 
 
 def _plain_name(name: str, prefixes: Sequence[str]) -> str:
-    """``name`` without the name of the body, and with the names of a norm's parts that releases of transformers from 2 on write."""
+    """``name`` without the name of the body, and with the names of a norm's parts that releases of transformers from 2 on write; of
+    a parametrised weight, the name without this."""
     name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
-    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+    for old, new in (
+        ("LayerNorm.gamma", "LayerNorm.weight"),
+        ("LayerNorm.beta", "LayerNorm.bias"),
+        ("parametrizations.weight.original", "weight"),
+        ("parametrizations.weight.0.", ""),
+    ):
         name = name.replace(old, new)
-    return name
+    return "embedding.weight" if name == "embeddings" else name  # of model2vec
 
 
 def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -> None:
     for place, (projection, part) in enumerate(zip(pooling.projections, projected.parts, strict=True)):
-        folder = directory / projection.folder
+        folder = root_of(directory) / projection.folder if projection.folder else directory
         if (folder / SINGLE).exists():
             stored = checkpoint.read_header(folder / SINGLE)
         else:
@@ -320,16 +332,21 @@ def fingerprint(
         digest.update(f"\0keys and values in {kv_dtype}\0".encode())
     if config is not None and config.has_long_factors:
         digest.update(b"\0long factors\0")
-    if not is_gguf(directory):  # whose weights begin with their configuration
+    if not (is_gguf(directory) or is_static(directory)):  # whose weights have all of their configuration
         digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
         files += [
-            path for each in pooling.projections if each.folder for path in sorted((directory / each.folder).glob("*model.*"))
+            path
+            for each in pooling.projections
+            if each.folder
+            for path in sorted((root_of(directory) / each.folder).glob("*model.*"))
         ]
     if is_encoder(directory):
-        if (logs := load_encoder_config(directory).sparse_logs) != 1:
+        whole_config = load_encoder_config(directory)
+        if (logs := whole_config.sparse_logs) != 1:
             digest.update(f"\0{logs} logarithms\0".encode())
+        files += [root_of(directory) / whole_config.query_folder / SINGLE] if whole_config.query_folder else []
         files += [directory / name for name in (SPARSE_HEAD, TOKEN_HEAD) if (directory / name).is_file()]
     elif (vision := load_config(directory).vision) is not None:
         digest.update(f"\0images {vision.preprocessing}\0".encode())

@@ -7,22 +7,23 @@ In a mixture of experts, a router chooses a few experts for each token in a laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from yardstick_llm.engine.models.config import ModelConfig
+from yardstick_llm.engine.models.config import BaseConfig, ModelConfig
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
-from yardstick_llm.engine.models.pooling import Projection
+from yardstick_llm.engine.models.pooling import Mode, Projection
 from yardstick_llm.kernels.grouped_experts import Blocks, block_pairs, grouped_linear, route
 from yardstick_llm.kernels.linear import Weight, linear
 from yardstick_llm.kernels.lora_layout import LoraDelta
 from yardstick_llm.kernels.rms_norm import add_rms_norm, rms_norm
 from yardstick_llm.kernels.silu_mul import silu_mul
 from yardstick_llm.kernels.soft_cap import soft_cap
+from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class Linear(nn.Linear):
@@ -69,6 +70,42 @@ class TokenHead(NamedTuple):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as the decoder returns them. -> [rows, vocab]"""
         return soft_cap(linear(self.input(hidden), self.operand), self.cap)
+
+
+class ClassHead(nn.Module):
+    """The classification head of a decoder: a matrix, or behind an inner layer a layer with a bias. Products are in float32."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, classes = config.hidden_size, len(config.classes)
+        self.inner = Linear(size, size, dtype=dtype) if config.class_inner else None
+        self.out = Linear(size, classes, bias=config.class_inner, dtype=dtype)
+        self.late, self.divisor = config.head_pooling == "late", config.class_divisor
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> the same shape, whose mean :meth:`forward` takes if the head reads a mean."""
+        return self._activated(hidden) if self.late else hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, classes], float32."""
+        x = hidden.float() if self.late else self._activated(hidden)
+        logits = linear(x, *_in_float(self.out))
+        return logits if self.divisor == 1.0 else logits / self.divisor
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        x = hidden.float()
+        return x if self.inner is None else nn.functional.gelu(linear(x, *_in_float(self.inner)))
+
+    def views(self) -> dict[str, Tensor]:
+        """Names in checkpoints and the parameters that they fill."""
+        if self.inner is None:
+            return {"score.weight": self.out.weight}
+        parts = {"dense": self.inner, "classifier": self.out}
+        return {f"{name}.{kind}": each for name, part in parts.items() for kind, each in part.named_parameters()}
+
+
+def _in_float(part: Linear) -> tuple[Tensor, Tensor | None]:
+    return part.weight.float(), None if part.bias is None else part.bias.float()
 
 
 class RMSNorm(nn.Module):
@@ -134,7 +171,7 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """Router, experts and, in some families, an expert that all tokens pass, weighted by a gate."""
 
-    def __init__(self, config: ModelConfig, shared: nn.Module | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: BaseConfig, shared: nn.Module | None, dtype: torch.dtype) -> None:
         """``shared``: the shared expert's feed-forward layer."""
         super().__init__()
         experts = config.experts
@@ -195,6 +232,35 @@ class Projected(nn.Module):
             x = function(part(x))
             x = x if added is None else x + added
         return x
+
+
+def pooled(hidden: Tensor, lengths: Sequence[int], *modes: Mode) -> Tensor:
+    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn; of a single mode of one token, that one of each.
+    -> [sequences, modes · size] float32."""
+    if modes in (("cls",), ("last",)):
+        return hidden.float()
+    found = []
+    for start, count, length, _ in runs_of(lengths):
+        part = hidden[start : start + count * length].view(count, length, -1)
+        vectors = [_pooled(part, mode) for mode in modes]
+        found.append(vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _pooled(part: Tensor, mode: Mode) -> Tensor:
+    """[sequences, length, size] -> [sequences, size] float32"""
+    length = part.shape[1]
+    if mode in ("cls", "last"):
+        return part[:, 0 if mode == "cls" else -1].float()
+    if mode == "max":
+        return part.amax(1).float()
+    if mode == "weightedmean":
+        weights = torch.arange(1, length + 1, dtype=torch.float32, device=part.device)
+        weighted: Tensor = torch.einsum("ctn,t->cn", part.float(), weights / weights.sum())
+        return weighted
+    if mode == "mean_sqrt":
+        return part.sum(1, dtype=torch.float32).div_(length**0.5)
+    return part.mean(1, dtype=torch.float32)
 
 
 PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")

@@ -9,7 +9,7 @@ of a cross-encoder make its scores. Normalisation is a choice of each request.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,13 +39,18 @@ MODES: dict[str, Mode] = {
 """Modes by their names in sentence-transformers."""
 _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
-"""Before release 5.4 of sentence-transformers each mode is a flag of its own."""
-KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+"""Before release 5.4 of sentence-transformers each mode is a flag of its own. The vectors of several are in this order."""
+STATIC = "StaticEmbedding"
+"""Module that takes the mean of a text's rows in a table, and the architecture of a model of it, which has no ``config.json``."""
+KNOWN_MODULES = ("Transformer", STATIC, "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+TASKS_KEY, TASKS_MODULE = "lora_adaptations", "custom_st.Transformer"
+"""Key of ``config.json`` that names the tasks of a model, and its module Transformer."""
 SPLADE, ROUTER, ROUTER_FILE = "SpladePooling", "Router", "router_config.json"
 SPLADE_LOGS = {"relu": 1, "log1p_relu": 2}
 """How often the logarithm of a weight is taken, by the name of the activation."""
@@ -79,13 +84,20 @@ class Pooling:
 
     mode: Mode | None
     """None: each token has a vector of its own."""
+    more: tuple[Mode, ...] = ()
+    """Further modes, whose vectors are appended to that of the first."""
     include_prompt: bool = True
     """Whether tokens of a prompt before the text are pooled too. Otherwise a request says how many they are."""
     projections: tuple[Projection, ...] = ()
 
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """All modes, in the order of their vectors."""
+        return () if self.mode is None else (self.mode, *self.more)
+
     def size(self, hidden_size: int) -> int:
         """Length of a vector."""
-        return self.projections[-1].size if self.projections else hidden_size
+        return self.projections[-1].size if self.projections else hidden_size * max(1, len(self.modes))
 
 
 def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
@@ -98,34 +110,35 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
         return None if mode is None else Pooling(mode)
     if (inline := _inline(directory)) is not None:
         return inline
-    path = directory / MODULES_FILE
-    if not path.is_file():
+    root = root_of(directory)
+    if not (root / MODULES_FILE).is_file():
         return None
-    modules = read_modules(path)
+    modules = read_modules(root / MODULES_FILE)
     names = [name for name, _ in modules]
-    if {"Pooling", "Dense", "MultiVectorMask"}.isdisjoint(names):
+    if {"Pooling", "Dense", "MultiVectorMask", STATIC}.isdisjoint(names):
         return None
-    if unknown := [name for name in names if name not in KNOWN_MODULES]:
+    own = TASKS_MODULE in names and bool(read_json(directory / "config.json").get(TASKS_KEY))
+    if unknown := [name for name in names if name not in KNOWN_MODULES and not (own and name == TASKS_MODULE)]:
         raise ModelError(
             f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
         )
-    pooling = Pooling(None)
+    pooling = Pooling("mean" if names[0] == STATIC else None)
     if "Pooling" in names:
         place = names.index("Pooling")
         if any(name in ("Dense", "LayerNorm") for name in names[:place]):
             raise ModelError(f"{MODULES_FILE} has a module before Pooling that changes vectors of tokens, which is not supported.")
-        pooling = _pooling(*_config(directory, *modules[place]))
-    width, projections = hidden_size, []
+        pooling = _pooling(*_config(root, *modules[place]))
+    width, projections = pooling.size(hidden_size), []
     for name, folder in modules:
         if name in ("Dense", "LayerNorm"):
-            projection = _projection(name, folder, *_config(directory, name, folder))
+            projection = _projection(name, folder, *_config(root, name, folder))
             if width and (projection.inner or projection.size) != width:
                 raise ModelError(
                     f"{folder}/config.json takes {projection.inner or projection.size} numbers, and there are {width}."
                 )
             width = projection.size
             projections.append(projection)
-    return Pooling(pooling.mode, pooling.include_prompt, tuple(projections))
+    return replace(pooling, projections=tuple(projections))
 
 
 def _inline(directory: Path) -> Pooling | None:
@@ -137,6 +150,37 @@ def _inline(directory: Path) -> Pooling | None:
     if found is None or len(found.shape) != 2:
         raise ModelError(f"The weights of a {HF_COLBERT} have no matrix {INLINE}; download the model again.")
     return Pooling(None, projections=(Projection("", found.shape[0], found.shape[1], bias=False),))
+
+
+def root_of(directory: Path) -> Path:
+    """The folder of ``modules.json`` and of all modules but the model in ``directory``, which early releases of
+    sentence-transformers put in a folder of its own. Raises :class:`ModelError`."""
+    above = directory.parent
+    if is_gguf(directory) or (directory / MODULES_FILE).is_file() or not (above / MODULES_FILE).is_file():
+        return directory
+    return above if inner_folder(above) == directory.name else directory
+
+
+def inner_folder(root: Path) -> str:
+    """The folder of the first module of ``modules.json`` in ``root``."""
+    return next((folder for _, folder in read_modules(root / MODULES_FILE)), "")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, or what stands for it where the model is a :data:`STATIC` one. Raises :class:`ModelError`."""
+    if not is_static(directory):
+        return read_json(directory / "config.json")
+    stored = checkpoint.read_headers(directory, pickled=True)
+    table = next((stored[name] for name in ("embedding.weight", "embeddings") if name in stored), None)
+    if table is None or len(table.shape) != 2:
+        raise ModelError(f"The weights of a {STATIC} have no matrix embedding.weight; download the model again.")
+    return {"architectures": [STATIC], "vocab_size": table.shape[0], "hidden_size": table.shape[1]}
+
+
+def is_static(directory: Path) -> bool:
+    """Whether the model is a :data:`STATIC` one. Raises :class:`ModelError`."""
+    path = root_of(directory) / MODULES_FILE
+    return path.is_file() and [name for name, _ in read_modules(path)[:1]] == [STATIC]
 
 
 def read_modules(path: Path) -> list[tuple[str, str]]:
@@ -151,6 +195,9 @@ def read_modules(path: Path) -> list[tuple[str, str]]:
 def max_seq_length(directory: Path) -> int | None:
     """Tokens after which sentence-transformers cuts a text: those of the module ``Transformer``, else of the tokeniser. None where
     nothing says so. Raises :class:`ModelError`."""
+    if is_static(directory):
+        cut = Keys(read_json(directory / "tokenizer.json"), "tokenizer.json").section("truncation")
+        return None if cut is None else cut.count("max_length")
     for names, key in ((SENTENCE_FILES, "max_seq_length"), ((TOKENIZER_FILE,), "model_max_length")):
         path = next((directory / name for name in names if (directory / name).is_file()), None)
         raw = read_json(path) if path is not None else {}
@@ -162,7 +209,7 @@ def max_seq_length(directory: Path) -> int | None:
 
 def scores_pairs(directory: Path) -> bool:
     """Whether the modules of the model in ``directory`` are those of a cross-encoder."""
-    path = directory / SENTENCE_CONFIG
+    path = root_of(directory) / SENTENCE_CONFIG
     return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
 
 
@@ -182,15 +229,19 @@ def _config(directory: Path, name: str, folder: str) -> tuple[dict[str, Any], st
 
 def _pooling(raw: dict[str, Any], file: str) -> Pooling:
     keys = Keys(raw, file)
-    if keys.present("pooling_mode"):
-        modes = [keys.text("pooling_mode", "")]
+    if isinstance(raw.get("pooling_mode"), list):
+        names = keys.strings("pooling_mode")
+    elif keys.present("pooling_mode"):
+        names = [keys.text("pooling_mode", "")]
     else:
         flags = [key for key in raw if key.startswith("pooling_mode_") and keys.flag(key, False)]
-        modes = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
-    if len(modes) != 1 or modes[0] not in MODES:
-        found = " and ".join(modes) or "no mode"
+        flags.sort(key=[*_OLD_KEYS, *flags].index)
+        names = [_OLD_KEYS.get(key, key.removeprefix("pooling_mode_")) for key in flags]
+    if not names or set(names) - set(MODES):
+        found = " and ".join(names) or "no mode"
         raise ModelError(f"{file} asks for pooling by {found}, which is not supported; use a model with {' or '.join(MODES)}.")
-    return Pooling(MODES[modes[0]], keys.flag("include_prompt", True))
+    mode, *more = (MODES[name] for name in names)
+    return Pooling(mode, tuple(more), keys.flag("include_prompt", True))
 
 
 def _projection(name: str, folder: str, raw: dict[str, Any], file: str) -> Projection:

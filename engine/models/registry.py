@@ -54,6 +54,7 @@ _GRANITE = _shape(32000, 4096, 11008, 32, 32, None, 2048, eos_token_id=2) | {
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _shape(32000, 4096, 11008, 32, 32, None, 2048, eos_token_id=2),
+    "eurobert": _shape(128256, 768, 3072, 12, 12, None, 8192, eos_token_id=128001, pad_token_id=128001) | {"rms_norm_eps": 1e-5},
     "qwen2": _shape(151936, 4096, 22016, 32, 32, 32, 32768, **_LATE),
     "qwen3": _shape(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128, **_LATE),
     "gemma": _shape(256000, 3072, 24576, 28, 16, 16, 8192, **_GEMMA_VALUES),
@@ -138,6 +139,8 @@ class Family:
     """Beginnings of the names of tensors that are not loaded: of a tower whose images are not supported."""
     bidirectional: bool = False
     """All tokens attend to each other, and the classification head reads the mean of all hidden states."""
+    class_inner: bool = False
+    """The classification head has an inner layer, and the configuration says what it reads."""
     head: Head = "lm"
 
     @property
@@ -153,6 +156,7 @@ _GEMMA_3 = dataclasses.replace(_GEMMA, model_type="gemma3_text", norms="around",
 BODIES: dict[str, Family] = {
     "Llama": Family("llama"),
     "LlamaBidirectional": Family("llama", bidirectional=True),
+    "EuroBert": Family("eurobert", bidirectional=True, class_inner=True),
     "Qwen2": Family("qwen2", qkv_bias_only=True),
     "Qwen3": Family("qwen3", qk_norm=True),
     "Gemma": _GEMMA,
@@ -174,7 +178,7 @@ BODIES: dict[str, Family] = {
 
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classes", "Model": "none"}
 """Second part of an architecture's name."""
-_ABSENT = {"Gemma3ForSequenceClassification", "Gemma3Model", "LlamaBidirectionalForCausalLM"}
+_ABSENT = {"Gemma3ForSequenceClassification", "Gemma3Model", "LlamaBidirectionalForCausalLM", "EuroBertForCausalLM"}
 """Names that Hugging Face transformers gives to models of text and images, whose text models have others, and names that no model
 has. They are refused."""
 
@@ -200,7 +204,7 @@ def family_of(architecture: str) -> Family:
 
         raise ModelError(
             f"The architecture {architecture:.80} in config.json is not supported; use a decoder ({_bodies(FAMILIES)}) or an "
-            f"encoder ({_bodies(encoder_config.FAMILIES)}), with a head that docs/models.md lists."
+            f"encoder ({_bodies(encoder_config.NAMED)}), with a head that docs/models.md lists."
         )
     return family
 

@@ -14,7 +14,7 @@ from yardstick_llm.engine.models.checkpoint import ADAPTER, PICKLED, SINGLE, VAL
 from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
-from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILES, read_modules
+from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILES, inner_folder, read_modules, root_of
 from yardstick_llm.engine.models.vocabulary import VOCABULARY_FILES, tokenizer_json_of
 from yardstick_llm.engine.settings import EngineSettings
 
@@ -39,7 +39,10 @@ FILES = [
     "artifact.metadata",
     "router_config.json",
     "[0-9]_*/config.json",
+    "0_*/*.json",
+    "0_*/model.safetensors",
     "document_[0-9]_SpladePooling/config.json",
+    "query_[0-9]_*/model.safetensors",
     "[0-9]_Dense*/*model.*",
     "[0-9]_LayerNorm*/*model.*",
     "sparse_linear.pt",
@@ -77,10 +80,7 @@ def locate(model: str | Path, revision: str | None = None, files: Sequence[str] 
     if directory.is_dir() or (is_gguf(directory) and directory.is_file()):
         if revision is not None:
             raise ModelError(f"{model} is a local path, which has no revision {revision}; leave the revision out.")
-        if (directory / MODULES_FILE).is_file() and not (directory / "config.json").exists():
-            inner = next((folder for _, folder in read_modules(directory / MODULES_FILE)), "")
-            raise ModelError(f"{model} has no config.json; if it is in {inner or 'another folder'}, move the files from there.")
-        return directory
+        return _inner(directory)
     if hub_file := _HUB_FILE.fullmatch(str(model)):
         pattern = _FIRST_PART.sub(r"-*-of-\1.gguf", hub_file["file"])
         path = _download(hub_file["hub_id"], revision, [pattern]) / hub_file["file"]
@@ -94,7 +94,20 @@ def locate(model: str | Path, revision: str | None = None, files: Sequence[str] 
             f"{model} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B, or a GGUF file: its path, or"
             " ORG/NAME:FILE.gguf on the hub."
         )
-    return _download(str(model), revision, files)
+    return _inner(_download(str(model), revision, files))
+
+
+def _inner(directory: Path) -> Path:
+    """The folder of the model itself, which early releases of sentence-transformers put below that of its modules."""
+    if (directory / "config.json").exists() or not (directory / MODULES_FILE).is_file():
+        return directory
+    inner = directory / inner_folder(directory)
+    files = (inner / name for name in ("config.json", "tokenizer.json"))  # a static embedding has no configuration
+    if inner not in (directory, directory / inner.name) or not any(path.is_file() for path in files):
+        raise ModelError(
+            f"{directory} has no config.json, and neither has the folder of its first module; download the model again."
+        )
+    return inner
 
 
 def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
@@ -110,9 +123,9 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
 
     try:
         directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
-        missing = [] if SINGLE not in files or any(directory.glob("*.safetensors")) else [PICKLED]
-        if "tokenizer.json" in files and not (directory / "tokenizer.json").is_file():
-            missing += VOCABULARY_FILES
+        missing = [] if SINGLE not in files or _holds(directory, "*.safetensors") else [PICKLED, f"0_*/{PICKLED}"]
+        if "tokenizer.json" in files and not _holds(directory, "tokenizer.json"):
+            missing += [*VOCABULARY_FILES, "0_*/vocab.txt"]
         if missing:
             snapshot_download(hub_id, revision=directory.name, allow_patterns=missing)
         return directory
@@ -129,6 +142,11 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
             f"There is no directory {hub_id}, and it cannot be downloaded from the hub ({type(error).__name__}); "
             "check the name and the network, or give a local directory."
         ) from None
+
+
+def _holds(directory: Path, pattern: str) -> bool:
+    """Whether there is such a file beside ``modules.json``, or in the folder of the first module."""
+    return any((*directory.glob(pattern), *directory.glob(f"0_*/{pattern}")))
 
 
 def located(settings: EngineSettings) -> EngineSettings:
@@ -170,21 +188,24 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
 
 MAX_MODEL_FILE_BYTES = 256 << 10
 CONFIG_FILE, COLBERT_FILE = "config.json", "artifact.metadata"
-ACTIVATION_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
-"""Keys with which ``config.json`` of a cross-encoder names its activation."""
+GATEWAY_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function", "task_instructions")
+"""Keys with which ``config.json`` names the activation of a cross-encoder, and the prompts of a model of several tasks."""
 
 
 def _model_files(directory: Path) -> dict[str, bytes]:
     """See :attr:`engine.wire.TokenizerFiles.model_files`. Raises :class:`ModelError`."""
-    names = [MODULES_FILE, SENTENCE_CONFIG, *SENTENCE_FILES, COLBERT_FILE]
-    if (directory / MODULES_FILE).is_file():
-        names += [f"{folder}/config.json" for _, folder in read_modules(directory / MODULES_FILE) if folder == Path(folder).name]
-    found = {name: directory / name for name in names if (directory / name).is_file() and name != "/config.json"}
+    root = root_of(directory)
+    names = [MODULES_FILE, SENTENCE_CONFIG, COLBERT_FILE]
+    if (root / MODULES_FILE).is_file():
+        folders = [folder for _, folder in read_modules(root / MODULES_FILE) if folder == Path(folder).name]
+        names += [f"{folder}/config.json" for folder in folders if root / folder != directory]
+    paths = {name: root / name for name in names} | {name: directory / name for name in SENTENCE_FILES}
+    found = {name: path for name, path in paths.items() if path.is_file()}
     for name, path in found.items():
         if path.stat().st_size > MAX_MODEL_FILE_BYTES:
             raise ModelError(f"{name} in the model directory has more than {MAX_MODEL_FILE_BYTES >> 10} KiB; download it again.")
     config = directory / CONFIG_FILE
-    named = {key: value for key, value in read_json(config).items() if key in ACTIVATION_KEYS} if config.is_file() else {}
+    named = {key: value for key, value in read_json(config).items() if key in GATEWAY_KEYS} if config.is_file() else {}
     kept = {CONFIG_FILE: json.dumps(named).encode()} if named else {}
     return {name: path.read_bytes() for name, path in found.items()} | kept
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from yardstick_llm.engine.models.files import Keys, ModelError, read_json
+from yardstick_llm.engine.models.pooling import TASKS_KEY
+from yardstick_llm.engine.wire import TASK_TOKEN
 
 WORDPIECE_FILES, BPE_FILES = ("vocab.txt",), ("vocab.json", "merges.txt")
 VOCABULARY_FILES = (*WORDPIECE_FILES, *BPE_FILES)
 ADDING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 """Classes of transformers 4 that decide which tokens are around a text."""
-WORDPIECE_TYPES, BPE_TYPES = ("bert", "distilbert", "electra"), ("roberta",)
+WORDPIECE_TYPES, BPE_TYPES = ("bert", "distilbert", "electra", "ernie"), ("roberta",)
 _ADVICE = "make one with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers."
 
 
@@ -27,7 +29,7 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
     """
     path = directory / "tokenizer.json"
     if path.is_file():
-        return _with_ends(path.read_bytes(), config)
+        return _with_tasks(_with_ends(path.read_bytes(), config), directory / "config.json")
     kind = read_json(directory / "config.json").get("model_type")
     names = WORDPIECE_FILES if kind in WORDPIECE_TYPES else BPE_FILES if kind in BPE_TYPES else ()
     if not names or not all((directory / name).is_file() for name in names):
@@ -40,6 +42,21 @@ def tokenizer_json_of(directory: Path, config: dict[str, Any]) -> bytes:
     except (KeyError, ValueError, OSError, IndexError, RecursionError) as error:
         raise ModelError(f"{' and '.join(names)} in the model directory cannot be read; download the model again.") from error
     return json.dumps({"version": "1.0", "truncation": None, "padding": None, **made}).encode()
+
+
+def _with_tasks(document: bytes, config: Path) -> bytes:
+    """``tokenizer.json`` with a control token for each task of the model (:class:`~engine.models.encoder_config.Tasks`)."""
+    keys = Keys(read_json(config) if config.is_file() else {}, config.name)
+    if not keys.present(TASKS_KEY):
+        return document
+    raw = json.loads(document)
+    known = {*(token["id"] for token in raw["added_tokens"])} | {*range(len(raw["model"]["vocab"]))}
+    if len(known) != (size := keys.count("vocab_size")):
+        raise keys.error("vocab_size", f"is {size}, and tokenizer.json has {len(known)} tokens; download the model again")
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for place, name in enumerate(keys.strings(TASKS_KEY)):
+        raw["added_tokens"].append({"id": size + place, "content": TASK_TOKEN.format(name), **flags, "special": True})
+    return json.dumps(raw).encode()
 
 
 def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, he
 from yardstick_llm.gateway.api.texts import (
     check_numbers,
     class_names,
+    is_query,
     probabilities,
     readout_of,
     require,
@@ -84,7 +85,8 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
 
     @post_json("/embed_sparse", TeiRequest, "scoring")
     async def embed_sparse(request: Request[Any, Any, Any], data: JSONBody[Body[TeiRequest]]) -> Response[Any]:
-        """Return a weight for some tokens of the vocabulary, for each text, in the form of Text Embeddings Inference."""
+        """Return a weight for some tokens of the vocabulary, for each text, in the form of Text Embeddings Inference. With
+        `prompt_name` `query`, a model that has weights of its own for a query's tokens returns these."""
         return await answer(request, data, EmbeddingsRequest, wire.Sparse())
 
     async def answer(
@@ -102,6 +104,8 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
             message = f"{request.scope['path']} does not take this; see /schema for its fields, and the endpoint / for all forms."
             raise InvalidRequest(message, param="query" if fields.inputs is None else "inputs")
         embeds = isinstance(asked, EmbeddingsRequest)
+        if isinstance(asks, wire.Sparse) and isinstance(asked, EmbeddingsRequest):
+            asks = wire.Sparse(query=is_query(asked))
         readout = asks or (readout_of(model, asked) if isinstance(asked, EmbeddingsRequest) else fitted.readout)
         prepared = await body.read(model)
         if embeds:

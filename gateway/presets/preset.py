@@ -575,11 +575,13 @@ class _Activation(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What is read of ``config.json`` for a cross-encoder."""
+    """What is read of ``config.json`` for a cross-encoder, and for a model of several tasks."""
 
     sentence_transformers: _Activation | None = None
     sbert_ce_default_activation_function: str | None = None
     """Name of ``activation_fn`` before release 4."""
+    task_instructions: dict[str, str] = {}
+    """Prompt of each task."""
 
 
 _CONFIG, _COLBERT = "config_sentence_transformers.json", "artifact.metadata"
@@ -687,13 +689,17 @@ def _embedding(files: Mapping[str, bytes], base: Preset | None) -> Preset:
         raise PresetError(f"{_CONFIG} names the similarity {similarity!r}, which is unknown")
     if base is None:
         base = Preset(name=PUBLISHED, task="embed", template=("{document}",), add_special_tokens=True)
-    prompts = (config.prompts or {}) | base.prompts
+    tasks = {
+        name: wire.TASK_TOKEN.format(name) + text for name, text in _read(files, "config.json", _Config).task_instructions.items()
+    }
+    prompts = (config.prompts or {}) | tasks | base.prompts
     if base.instructed:
         prompts.pop("query", None)  # the template has it, with a place for another instruction
     chosen = base.default_prompt or config.default_prompt_name or ""
     pooling = next((path for path in files if path.endswith("_Pooling/config.json")), "")
     made = msgspec.structs.replace(
         base,
+        add_special_tokens=base.add_special_tokens and b".StaticEmbedding" not in files.get("modules.json", b""),
         include_prompt=base.include_prompt and _read(files, pooling, _Pooling).include_prompt,
         prompts=prompts,
         default_prompt=chosen if chosen in prompts else "",

@@ -225,7 +225,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("add_special_tokens", ("classify", "embeddings"), "send token ids for a prompt without special tokens", (True,)),
     Refused("use_activation", ("embeddings",), "use `normalize`", (True,)),
     Refused("normalized", ("embeddings",), "use `normalize`", (True,)),
-    Refused("task", ("embeddings",), "use `input_type`", ("retrieval.passage",)),
+    Refused("task", ("embeddings",), "use `prompt_name`"),
     Refused("embedding_type", ("embeddings",), "use `encoding_format`", ("float",)),
     Refused("embed_dtype", ("embeddings",), FLOAT32, ("float32",)),
     Refused("output_dtype", ("embeddings",), FLOAT32, ("float",)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as replace_struct
 
+from yardstick_llm.engine import wire
 from yardstick_llm.gateway.presets.preset import Fitted, PairTruncation, Preset, PresetError, fill, placeholders
 from yardstick_llm.gateway.text.prepared import UNBOUND, Bounds, TooManyTokens
 from yardstick_llm.gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
@@ -247,6 +248,8 @@ class PresetTemplate:
         left, _, right = text.partition("{document}")
         self._check(pieces, divided)
         begin, end = map(list[Part], self._affixes)
+        if pieces[0].startswith(wire.TASK_TOKEN.partition("{")[0]):
+            begin = begin[1:]  # the token of a task stands for the first one
         behind = [parts for parts in (divided[at][inner + 1 :], *divided[at + 1 :]) if parts]
         return _Variant([begin, *divided[:at], divided[at][:inner]], left, right, [*behind, end])
 

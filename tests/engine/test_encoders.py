@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
-from tests.encoders import CLASSES, CONTEXT, TYPED, WITHOUT_MASKED, add_module, load_reference, make_encoder, make_whole
+from tests.encoders import (
+    CLASSES,
+    CONTEXT,
+    TASKS,
+    TYPED,
+    WITHOUT_MASKED,
+    add_module,
+    load_reference,
+    make_encoder,
+    make_jina_v3,
+    make_whole,
+)
 from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import run
 from yardstick_llm.engine import wire
@@ -28,7 +39,7 @@ from yardstick_llm.engine.models import encoder
 from yardstick_llm.engine.models.encoder import MOST_RELATED, Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import packed
-from yardstick_llm.engine.models.source import tokenizer_files
+from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
 from yardstick_llm.engine.runner.attention.whole import WholeAttention, divide
@@ -43,7 +54,21 @@ from yardstick_llm.kernels.linear import ONEDNN
 from yardstick_llm.kernels.native import BLOCK
 from yardstick_llm.kernels.native_attention import MOST_QUERIES
 
-FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic", "gte", "deberta")
+FAMILIES = (
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "distilbert",
+    "modernbert",
+    "mpnet",
+    "electra",
+    "nomic",
+    "gte",
+    "deberta",
+    "eurobert",
+    "albert",
+    "ernie",
+)
 LENGTHS = (1, 2, 7, 7, 7, 16, 17, 40, 99, CONTEXT)
 
 
@@ -80,9 +105,11 @@ def test_embeddings_equal_transformers(tmp_path: Path, family: str) -> None:
     model = load_reference(directory, family, "embed")
     expected = [hidden_of(model, tokens).mean(0) for tokens in sent]
     loop = build(directory, max_batched_tokens=150)
-    assert (loop.info.encoder, loop.info.capabilities, loop.info.max_context) == (True, ["embed", "token_vectors"], CONTEXT)
-    (vectors,) = run(loop, wire.Score("tokens", [], sent[:4], wire.TokenVectors(normalize=False)))
-    assert_equal_rows(vectors.rows, [hidden_of(model, tokens).flatten().tolist() for tokens in sent[:4]], 1e-4)
+    outputs = ["embed"] if family == "eurobert" else ["embed", "token_vectors"]
+    assert (loop.info.encoder, loop.info.capabilities, loop.info.max_context) == (True, outputs, CONTEXT)
+    if "token_vectors" in outputs:
+        (vectors,) = run(loop, wire.Score("tokens", [], sent[:4], wire.TokenVectors(normalize=False)))
+        assert_equal_rows(vectors.rows, [hidden_of(model, tokens).flatten().tolist() for tokens in sent[:4]], 1e-4)
     (packed,) = run(loop, wire.Score("packed", [], sent, wire.Embedding(normalize=False)))
     assert_equal_rows(packed.rows, [vector.tolist() for vector in expected], 1e-4)
     assert packed.computed_tokens == sum(LENGTHS)
@@ -402,6 +429,115 @@ def test_jina_equals_its_formulas(tmp_path: Path, heads: int, slopes: list[float
     assert_equal_rows(scored.rows, expected, 1e-4)
 
 
+def test_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
+    """In one step, texts of each task have the numbers of that task's weights, merged."""
+    published, *merged = make_jina_v3(tmp_path)
+    first, rng = 0, random.Random(7)
+    sent = [[(320 + task if task < len(TASKS) else first), *some_tokens(rng, n, n)] for n in (1, 20, 90) for task in range(4)]
+    loop = build(published)
+    assert (loop.info.vocab_size, loop.info.max_context) == (323, CONTEXT)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    models = [load_reference(folder, "jina_v3", "embed") for folder in merged]
+    plain = [[first, *tokens[1:]] for tokens in sent]
+    expected = [hidden_of(models[place % 4], tokens).mean(0) for place, tokens in enumerate(plain)]
+    assert_equal_rows(scored.rows, [vector.tolist() for vector in expected], 1e-4)
+    for settings in ({"quantize": "int8", "threads": 2}, {"dtype": "bfloat16"}):
+        (coded,) = run(build(published, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+        assert torch.cosine_similarity(torch.tensor(coded.rows), torch.stack(expected)).min() > 0.99
+
+
+def test_colbert_of_jina(tmp_path: Path) -> None:
+    """jina-colbert-v2 has the body of jina-embeddings-v3, and Stanford's matrix among its weights."""
+    published, *_, plain = make_jina_v3(tmp_path)
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) / 8
+    tensors = {f"roberta.{name}": tensor for name, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(tensors | {"linear.weight": weight}, published / "model.safetensors")
+    edit(published, architectures=["HF_ColBERT"], lora_adaptations=None)
+    (published / "modules.json").unlink()
+    model, loop, sent = load_reference(plain, "jina_v3", "embed"), build(published), texts()
+    assert (loop.info.capabilities, loop.info.token_vector_size) == (["token_vectors"], 16)
+    (vectors,) = run(loop, wire.Score("v", [], sent, wire.TokenVectors()))
+    expected = [normalize(hidden_of(model, tokens) @ weight.T, dim=1).flatten().tolist() for tokens in sent]
+    assert_equal_rows(vectors.rows, expected, 1e-4)
+
+
+def make_nomic_moe(directory: Path, experts: int) -> dict[str, Tensor]:
+    """Write a nomic-embed-text-v2-moe as published. Returns its weights."""
+    make_encoder(directory, "nomic", type_vocab_size=1)
+    stored, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / 8
+
+    tensors = {name: tensor for name, tensor in stored.items() if "encoder" not in name and "pooler" not in name}
+    for layer in range(4):
+        at, shapes = f"encoder.layers.{layer}.", {"attn.Wqkv": (192, 64), "attn.out_proj": (64, 64)}
+        shapes |= {} if layer % 2 else {"mlp.fc1": (96, 64), "mlp.fc2": (64, 96)}
+        for name, shape in shapes.items():
+            tensors |= {f"{at}{name}.weight": drawn(*shape), f"{at}{name}.bias": drawn(shape[0])}
+        for name in ("norm1", "norm2"):
+            tensors |= {f"{at}{name}.weight": 1 + drawn(64), f"{at}{name}.bias": drawn(64)}
+        if layer % 2:
+            tensors |= {f"{at}mlp.router.layer.weight": 8 * drawn(experts, 64), f"{at}mlp.experts.bias": drawn(64)}
+            tensors |= {f"{at}mlp.experts.mlp.{name}": drawn(experts * 96, 64) for name in ("w1", "w2")}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 320, "n_embd": 64, "n_layer": 4}
+    config |= {"n_head": 4, "n_inner": 96, "n_positions": CONTEXT, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+    config |= {"rotary_emb_base": 10000.0, "rotary_emb_fraction": 1.0, "qkv_proj_bias": True, "mlp_fc1_bias": True}
+    config |= {"mlp_fc2_bias": True, "type_vocab_size": 1, "num_experts": experts, "moe_top_k": 2, "moe_every_n_layers": 2}
+    config |= {"num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False, "pad_token_id": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@torch.inference_mode()
+def nomic_moe_hidden(stored: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """[tokens, hidden] by the formulas of the published code: rotation, norms after the sums; in every other layer, the sum of two
+    experts by their probabilities, which are not divided by their sum, and one bias."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, stored[f"{name}.weight"], stored[f"{name}.bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], stored[f"{name}.weight"], stored[f"{name}.bias"], 1e-5)
+
+    def turned(x: Tensor) -> Tensor:
+        """[heads, tokens, head_dim]"""
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = norm("emb_ln", stored["embeddings.word_embeddings.weight"][tokens] + stored["embeddings.token_type_embeddings.weight"][0])
+    angles = torch.arange(len(tokens))[:, None] / 10000.0 ** (torch.arange(8) / 8)
+    cos, sin = angles.cos(), angles.sin()
+    for layer in range(4):
+        at = f"encoder.layers.{layer}"
+        q, k, v = linear(f"{at}.attn.Wqkv", x).view(len(x), 3, 4, 16).permute(1, 2, 0, 3)
+        attended = (turned(q) @ turned(k).transpose(1, 2) / 4).softmax(-1) @ v
+        x = norm(f"{at}.norm1", linear(f"{at}.attn.out_proj", attended.transpose(0, 1).flatten(1)) + x)
+        if layer % 2 == 0:
+            inner = linear(f"{at}.mlp.fc2", torch.nn.functional.gelu(linear(f"{at}.mlp.fc1", x)))
+        else:
+            up, down = (stored[f"{at}.mlp.experts.mlp.{name}"].view(-1, 96, 64) for name in ("w1", "w2"))
+            weights, chosen = (x @ stored[f"{at}.mlp.router.layer.weight"].T).softmax(1).topk(2)
+            of_experts = torch.einsum("tef,efh->teh", torch.nn.functional.gelu(torch.einsum("th,efh->tef", x, up)), down)
+            inner = (of_experts[torch.arange(len(x))[:, None], chosen] * weights[..., None]).sum(1)
+            inner = inner + stored[f"{at}.mlp.experts.bias"]
+        x = norm(f"{at}.norm2", inner + x)
+    return x
+
+
+def test_nomic_moe_equals_its_formulas(tmp_path: Path) -> None:
+    stored, sent = make_nomic_moe(tmp_path, 8), texts()
+    (scored,) = run(build(tmp_path), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [nomic_moe_hidden(stored, tokens).mean(0).tolist() for tokens in sent], 1e-4)
+    with pytest.raises(ModelError, match="--quantize int8 does not support mixtures of experts"):
+        build(tmp_path, quantize="int8")
+    for change, message in (({"moe_top_k": 9}, "moe_top_k"), ({"expert_choice_router": True}, "expert_choice_router")):
+        edit(tmp_path, **{"moe_top_k": 2, "expert_choice_router": False} | change)
+        with pytest.raises(ModelError, match=message):
+            build(tmp_path)
+
+
 @pytest.mark.parametrize("change", [{"feed_forward_type": "original"}, {"position_embedding_type": "absolute"}])
 def test_other_variants_of_jina_are_refused(tmp_path: Path, change: dict[str, str]) -> None:
     edit(make_jina(tmp_path / "m", "embed", 4), **change)
@@ -426,6 +562,22 @@ def test_sparse_weights_equal_transformers(tmp_path: Path, family: str) -> None:
 def test_modernbert_reads_the_mean_where_its_configuration_says_so(tmp_path: Path) -> None:
     directory = make_encoder(tmp_path, "modernbert", "classes", classifier_pooling="mean", norm_bias=False, classifier_bias=False)
     model, sent = load_reference(directory, "modernbert", "classes"), texts()
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
+    with torch.inference_mode():
+        assert_equal_rows(scored.rows, [model(torch.tensor([tokens])).logits[0].tolist() for tokens in sent], 1e-4)
+
+
+@pytest.mark.parametrize("read", ["bos", "mean"])
+def test_eurobert_as_published(tmp_path: Path, read: str) -> None:
+    """Its own code comes with the weights, and named what the head reads otherwise. The default, the mean of what the inner layer
+    makes of each token, is compared with the other families."""
+    directory = make_encoder(tmp_path, "eurobert", "classes", classifier_pooling=read, num_key_value_heads=4)
+    model, sent = load_reference(directory, "eurobert", "classes"), texts()
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    del config["classifier_pooling"], config["rope_parameters"], config["head_dim"]
+    own = {"auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}, "rope_theta": 10000.0, "rope_scaling": None}
+    path.write_text(json.dumps(config | own | {"clf_pooling": read}))
     (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Classes()))
     with torch.inference_mode():
         assert_equal_rows(scored.rows, [model(torch.tensor([tokens])).logits[0].tolist() for tokens in sent], 1e-4)
@@ -456,6 +608,32 @@ def test_pooling(tmp_path: Path, mode: str) -> None:
     model = load_reference(directory, "bert", "embed")
     (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
     assert_equal_rows(scored.rows, [POOLED[mode](hidden_of(model, tokens)).tolist() for tokens in sent], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "modes"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}, "cls mean last"),
+        ({"pooling_mode": ["max", "mean", "cls"]}, "max mean cls"),
+    ],
+)
+def test_pooling_of_several_modes(tmp_path: Path, config: dict[str, object], modes: str) -> None:
+    """Vectors follow each other, in the order of sentence-transformers' flags or of the list."""
+    directory, sent = make_encoder(tmp_path, "bert"), texts()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    pool = {"cls": lambda x: x[0], "last": lambda x: x[-1], "mean": lambda x: x.mean(0), "max": lambda x: x.amax(0)}
+    model, loop = load_reference(directory, "bert", "embed"), build(directory)
+    assert (loop.info.embedding_size, loop.info.pooling) == (3 * 64, modes.replace(" ", "+"))
+    expected = torch.stack([torch.cat([pool[mode](hidden_of(model, tokens)) for mode in modes.split()]) for tokens in sent])
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, expected.tolist(), 1e-4)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(dimensions=100)))
+    assert_equal_rows(scored.rows, normalize(expected[:, :100], dim=1).tolist(), 1e-4)
+    weight = torch.randn(24, 3 * 64, generator=torch.Generator().manual_seed(3)) / 8
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    add_module(directory, "Dense", {"in_features": 3 * 64, "out_features": 24, "bias": False} | identity, {"linear.weight": weight})
+    (scored,) = run(build(directory), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, (expected @ weight.T).tolist(), 1e-4)
 
 
 def test_projections_and_prompts_left_out(tmp_path: Path) -> None:
@@ -609,7 +787,8 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, object], 
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type in config.json is relative_key"),
         ("bert", {"hidden_act": "mish"}, "hidden_act in config.json is mish"),
         ("bert", {"is_decoder": True}, "is_decoder in config.json is true"),
-        ("electra", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
+        ("albert", {"num_hidden_groups": 2}, "num_hidden_groups in config.json is not 1"),
+        ("bert", {"embedding_size": 32}, "embedding_size in config.json is not hidden_size"),
         ("bert", {"num_attention_heads": 5}, "is not 5 heads"),
         ("bert", {"hidden_size": 1 << 26}, "has shape"),
         ("bert", {"num_hidden_layers": 1 << 40}, "num_hidden_layers in config.json is"),
@@ -666,6 +845,11 @@ def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
     (directory / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelError, match=r"\(Router\) have none with a Pooling"):
         build(directory)
+    route = {"types": {"": "s.MLMTransformer", "1_Splade": "s.SpladePooling", "0_Dense": "s.Dense"}}
+    structure = {"structure": {"query": ["0_Dense"], "document": ["", "1_Splade"]}}
+    (directory / "router_config.json").write_text(json.dumps(route | structure))
+    with pytest.raises(ModelError, match=r"has Dense for queries, which is not supported; only SparseStaticEmbedding"):
+        build(directory)
     directory = make_encoder(tmp_path / "scores", "bert")
     (directory / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
     with pytest.raises(ModelError, match="must have Pooling of cls or mean, and Dense"):
@@ -692,13 +876,49 @@ def test_other_weights_of_the_same_model_have_another_fingerprint(tmp_path: Path
 
 def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """As early releases of sentence-transformers write it."""
-    directory = make_encoder(tmp_path, "bert")
+    directory, sent = make_encoder(tmp_path, "bert"), texts()[:4]
+    add_module(
+        directory,
+        "Dense",
+        {"in_features": 64, "out_features": 8},
+        {"linear.weight": torch.ones(8, 64), "linear.bias": torch.ones(8)},
+    )
+    before, files = build(directory), tokenizer_files(directory)
     (directory / "0_Transformer").mkdir()
-    (directory / "config.json").rename(directory / "0_Transformer" / "config.json")
+    for path in [path for path in directory.iterdir() if path.is_file() and path.name != "modules.json"]:
+        path.rename(directory / "0_Transformer" / path.name)
     modules = json.loads((directory / "modules.json").read_text())
     (directory / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_Transformer"}, *modules[1:]]))
-    with pytest.raises(ModelError, match="if it is in 0_Transformer, move"):
+    after = build(directory)
+    assert after.info == before.info
+    moved = tokenizer_files(locate(directory))
+    assert (moved.tokenizer_json, [*moved.model_files]) == (files.tokenizer_json, [*files.model_files])
+    rows = [run(loop, wire.Score("s", [], sent, wire.Embedding()))[0].rows for loop in (before, after)]
+    assert rows[0] == rows[1]
+    (directory / "0_Transformer" / "config.json").unlink()
+    with pytest.raises(ModelError, match="There is no config"):
         build(directory)
+
+
+@pytest.mark.parametrize(("folder", "name"), [("0_StaticEmbedding", "embedding.weight"), (".", "embeddings")])
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8", "threads": 2}], ids=["float32", "int8"])
+def test_static_embeddings(tmp_path: Path, folder: str, name: str, settings: dict[str, object]) -> None:
+    """The mean of a text's rows in a table, as sentence-transformers (static-retrieval-mrl-en-v1) and model2vec (potion) do."""
+    table, sent = torch.randn(320, 48, generator=torch.Generator().manual_seed(3)), texts()
+    (tmp_path / folder).mkdir(exist_ok=True)
+    save_file({name: table}, tmp_path / folder / "model.safetensors")
+    (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"truncation": None}))
+    if folder == ".":
+        (tmp_path / "config.json").write_text('{"model_type": "model2vec", "architectures": ["StaticModel"], "hidden_dim": 48}')
+    modules = [("StaticEmbedding", folder), ("Normalize", "1_Normalize")]
+    written = [{"idx": at, "path": path, "type": f"sentence_transformers.models.{kind}"} for at, (kind, path) in enumerate(modules)]
+    (tmp_path / "modules.json").write_text(json.dumps(written))
+    loop = build(tmp_path, max_batched_tokens=150, **settings)
+    assert (loop.info.encoder, loop.info.embedding_size, loop.info.max_context) == (True, 48, 1 << 20)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    assert_equal_rows(scored.rows, [table[tokens].mean(0).tolist() for tokens in sent], 1e-6)
+    (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"truncation": {"max_length": 9}}))
+    assert build(tmp_path).info.max_context == 9
 
 
 def test_dropout_changes_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Products equal those of plain weights, to rounding, but the library need not rea
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,18 +66,18 @@ def check_shapes(decoder: Model) -> None:
 
 def convert(layer: Layer) -> None:
     """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
-    if isinstance(layer, EncoderLayer) and _takes_panels(layer):
-        convert_parts(layer, dict.fromkeys(PROJECTIONS, PanelLinear))
-        return
     names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
+    if isinstance(layer, EncoderLayer) and _takes_panels(layer, names):
+        convert_parts(layer, dict.fromkeys(names, PanelLinear))
+        return
     convert_parts(layer, dict.fromkeys(names, PackedLinear))
     if isinstance(layer.mlp, FeedForward) and not layer.mlp.gated and layer.mlp.activation in GELUS:
         layer.mlp.compute = _compute_feed_forward
 
 
-def _takes_panels(layer: EncoderLayer) -> bool:
-    """Whether compiled loops take the weights of a layer, on a processor where MKL is not the faster library."""
-    weights = [layer.get_submodule(name).get_parameter("weight") for name in PROJECTIONS]
+def _takes_panels(layer: EncoderLayer, names: Sequence[str]) -> bool:
+    """Whether compiled loops take the named weights of a layer, on a processor where MKL is not the faster library."""
+    weights = [layer.get_submodule(name).get_parameter("weight") for name in names]
     return all(compiles(each.detach()) and panels.takes(len(each)) for each in weights) and library() == ONEDNN
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.ints import Ints
-from yardstick_llm.engine.models.encoder import Encoder
-from yardstick_llm.engine.models.encoder_config import EncoderConfig
-from yardstick_llm.engine.models.modules import TokenHead
-from yardstick_llm.engine.models.pooling import Mode, Pooling
+from yardstick_llm.engine.models.encoder import Encoder, id_weight_pairs
+from yardstick_llm.engine.models.modules import TokenHead, pooled
+from yardstick_llm.engine.models.pooling import Pooling
 from yardstick_llm.engine.models.transfer import Copy, Download, Upload
 from yardstick_llm.engine.requests.batch import Batch, ExtendSegment
 from yardstick_llm.engine.requests.core import Branch, PartialRow, RawLabels, ScoringRequest
@@ -25,7 +24,6 @@ from yardstick_llm.kernels.label_logprobs import label_logprobs
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from yardstick_llm.kernels.soft_cap import soft_cap
-from yardstick_llm.kernels.whole_attention import runs_of
 
 
 class LabelReadout(Readout):
@@ -189,7 +187,7 @@ def _likelihood_chunks(head: TokenHead, hidden: Tensor, targets: Tensor) -> Iter
 
 
 class ClassReadout(Readout):
-    """The head reads the hidden state of the last token, in an encoder that of the first one, or the mean of all."""
+    """See :data:`~engine.models.config.HeadPooling`."""
 
     kind = wire.Classes
 
@@ -202,16 +200,16 @@ class ClassReadout(Readout):
             return
         self.branches.append(branch)
         config, tokens = self.context.decoder.config, len(segment.tokens)
-        if config.head_mean:
+        if config.head_pooling in ("mean", "late"):
             self.hidden_rows += range(row, row + tokens)
             self._lengths.append(tokens)
         else:
-            self.hidden_rows.append(row if isinstance(config, EncoderConfig) else row + tokens - 1)
+            self.hidden_rows.append(row if config.head_pooling == "cls" else row + tokens - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
         hidden = step.hidden[self]
         if self._lengths:
-            hidden = pooled(hidden, self._lengths, "mean")
+            hidden = pooled(self.context.decoder.class_rows(hidden), self._lengths, "mean")
         parts = self.context.class_logits(hidden, self.branches)
         self._logits = [download.add(part) for part in parts]
 
@@ -259,7 +257,7 @@ class EmbeddingReadout(Readout):
         mode = self._pooling.mode
         if segment.completes:
             self.branches.append(branch)
-        if mode in ("cls", "last"):
+        if mode in ("cls", "last") and not self._pooling.more:
             if segment.completes:
                 self._parts.append(_Pooled(branch, readout, 0, 1, completes=True))
                 self.hidden_rows.append(row if mode == "cls" else row + tokens - 1)
@@ -277,9 +275,9 @@ class EmbeddingReadout(Readout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         hidden, pooling = step.hidden[self], self._pooling
-        if not pooling.projections:
+        if not (pooling.projections or pooling.more):
             hidden = hidden[:, : max(part.readout.dimensions or hidden.shape[1] for part in self._parts)]
-        vectors = pooled(hidden, [part.tokens for part in self._parts], pooling.mode)
+        vectors = pooled(hidden, [part.tokens for part in self._parts], *pooling.modes)
         self._vectors = download.add(self.context.decoder.projected(vectors) if pooling.projections else vectors)
 
     def read(self, result: StepResult) -> None:
@@ -294,25 +292,6 @@ class EmbeddingReadout(Readout):
                 result.rows.append((part.branch, embedding(total / tokens, normalize=part.readout.normalize)))
             else:
                 part.branch.partial = PartialRow(tokens, total)
-
-
-def pooled(hidden: Tensor, lengths: list[int], mode: Mode | None) -> Tensor:
-    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn. -> [sequences, size] float32."""
-    if mode in ("cls", "last"):
-        return hidden.float()
-    found = []
-    for start, count, length, _ in runs_of(lengths):
-        part = hidden[start : start + count * length].view(count, length, -1)
-        if mode == "max":
-            found.append(part.amax(1).float())
-        elif mode == "weightedmean":
-            weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
-            found.append(torch.einsum("ctn,t->cn", part.float(), weights / weights.sum()))
-        elif mode == "mean_sqrt":
-            found.append(part.sum(1, dtype=torch.float32) / length**0.5)
-        else:
-            found.append(part.mean(1, dtype=torch.float32))
-    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def embedding(vector: npt.NDArray[np.float32], *, normalize: bool) -> list[float]:
@@ -357,43 +336,49 @@ class SparseReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._tokens: list[Ints] = []
+        self._documents: list[tuple[Branch, Ints]] = []
+        self._queries: list[tuple[Branch, Ints]] = []
+        """Those whose weights are in a table."""
+        assert isinstance(context.decoder, Encoder)
+        self._encoder = context.decoder
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request, tokens = segment.request, segment.tokens
+        assert isinstance(request, ScoringRequest)
+        assert isinstance(request.readout, wire.Sparse)
         self.branches.append(branch)
-        self.hidden_rows += range(row, row + len(segment.tokens))
-        self._tokens.append(segment.tokens)
+        if request.readout.query and self._encoder.query_weights is not None:
+            self._queries.append((branch, tokens))
+            return
+        self.hidden_rows += range(row, row + len(tokens))
+        self._documents.append((branch, tokens))
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        encoder, hidden = self.context.decoder, step.hidden[self]
-        assert isinstance(encoder, Encoder)
+        if not self._documents:
+            return
+        encoder, hidden = self._encoder, step.hidden[self]
         if encoder.config.sparse == "vocabulary":
-            parts = torch.split(hidden, [tokens.size for tokens in self._tokens])
+            parts = torch.split(hidden, [tokens.size for _, tokens in self._documents])
             self._weights = download.add(torch.stack([encoder.vocabulary_weights(part) for part in parts]))
         else:
             self._weights = download.add(encoder.token_weights(hidden))
 
     def read(self, result: StepResult) -> None:
-        config, weights = self.context.decoder.config, self._weights.tensor.numpy()
-        assert isinstance(config, EncoderConfig)
-        if config.sparse == "vocabulary":
-            for branch, row in zip(self.branches, weights, strict=True):
-                ids = np.flatnonzero(row)
-                result.rows.append((branch, _pairs(ids, row[ids])))
+        table = self._encoder.query_weights
+        for branch, tokens in self._queries:
+            assert table is not None
+            result.rows.append((branch, self._encoder.weights_of_tokens(tokens, table[torch.from_numpy(tokens)].numpy())))
+        if not self._documents:
             return
-        ends = np.cumsum([tokens.size for tokens in self._tokens])
-        for branch, tokens, row in zip(self.branches, self._tokens, np.split(weights, ends[:-1]), strict=True):
-            ids, places = np.unique(tokens, return_inverse=True)
-            largest = np.zeros(len(ids), np.float32)
-            np.maximum.at(largest, places, row)
-            largest[np.isin(ids, config.ignored)] = 0
-            kept = np.flatnonzero(largest)
-            result.rows.append((branch, _pairs(ids[kept], largest[kept])))
-
-
-def _pairs(ids: npt.NDArray[np.integer], weights: npt.NDArray[np.float32]) -> list[float]:
-    """Each id and its weight, in turn."""
-    return np.stack([ids.astype(np.float64), weights.astype(np.float64)], 1).ravel().tolist()
+        weights = self._weights.tensor.numpy()
+        if self._encoder.config.sparse == "vocabulary":
+            for (branch, _), row in zip(self._documents, weights, strict=True):
+                ids = np.flatnonzero(row)
+                result.rows.append((branch, id_weight_pairs(ids, row[ids])))
+            return
+        ends = np.cumsum([tokens.size for _, tokens in self._documents])
+        for (branch, tokens), row in zip(self._documents, np.split(weights, ends[:-1]), strict=True):
+            result.rows.append((branch, self._encoder.weights_of_tokens(tokens, row)))
 
 
 class LengthValueReadout(Readout):

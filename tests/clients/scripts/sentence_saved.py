@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Router, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    Router,
+    StaticEmbedding,
+    Transformer,
+)
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from transformers import (
     AutoTokenizer,
@@ -58,6 +66,21 @@ model = SentenceTransformer(modules=[Transformer(body), *chain], prompts={"query
 model.max_seq_length = 20
 found["embedding"] = saved(model, "embedding").encode(texts).tolist()
 
+# As releases before 2 wrote them: several modes of pooling, and the model in a folder of its own.
+saved(SentenceTransformer(modules=[Transformer(body), Pooling(SIZE, ("cls", "mean"))]), "folder")
+(target / "folder" / "0_Transformer").mkdir()
+for path in [path for path in (target / "folder").iterdir() if path.is_file() and path.name != "modules.json"]:
+    path.rename(target / "folder" / "0_Transformer" / path.name)
+modules = json.loads((target / "folder" / "modules.json").read_text())
+(target / "folder" / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_Transformer"}, *modules[1:]]))
+flags = {"word_embedding_dimension": SIZE, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
+(target / "folder" / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+found["folder"] = SentenceTransformer(str(target / "folder"), device="cpu").encode(texts, normalize_embeddings=True).tolist()
+
+table = torch.randn(len(tokenizer), SIZE, generator=torch.Generator().manual_seed(2)).numpy()
+model = saved(SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=table), Normalize()]), "static")
+found["static"] = model.encode(texts).tolist()
+
 model = CrossEncoder(classes, max_length=24, activation_fn=identity, prompts={"web": "On the web: "}, default_prompt_name="web")
 found["cross-encoder"] = saved(model, "cross-encoder").predict(pairs).tolist()
 
@@ -88,10 +111,12 @@ for name, content, variables in (
 found["sparse"] = saved(SparseEncoder(masked), "sparse").encode(texts).to_dense().tolist()
 
 # As OpenSearch's models are published: a table for queries, and the model of documents in the folder itself.
-queries, documents = [SparseStaticEmbedding(tokenizer)], [Transformer(masked, transformer_task="fill-mask"), SpladePooling()]
+table = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(4)).sub(0.2).relu()
+queries, documents = [SparseStaticEmbedding(tokenizer, table)], [Transformer(masked, transformer_task="fill-mask"), SpladePooling()]
 documents[1].activation_function = "log1p_relu"
 model = saved(SparseEncoder(modules=[Router.for_query_document(queries, documents)]), "router")
 found["router"] = model.encode_document(texts).to_dense().tolist()
+of_queries = model.encode_query(texts).to_dense().tolist()
 inner = next((target / "router").glob("document_0_*"))
 for path in inner.iterdir():
     path.rename(target / "router" / path.name)
@@ -114,4 +139,4 @@ models["stanford"] = MultiVectorEncoder(str(stanford), device="cpu")
 for name, model in models.items():
     queries, documents = model.encode_query(texts), model.encode_document(texts)
     found[name] = [[torch.as_tensor(each).tolist() for each in rows] for rows in (queries, documents)]
-print(json.dumps(found))
+print(json.dumps(found | {"router queries": of_queries}))

@@ -163,7 +163,7 @@ def test_models_that_do_not_embed(tmp_path: Path, modules: object) -> None:
             b'{"pooling_mode_cls_token": true}',
             "Pooling by cls is not supported where",
         ),
-        ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": true}', "lasttoken and mean"),
+        ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": true}', "by mean and last is"),
         ("1_Pooling/config.json", b'{"pooling_mode_lasttoken": 1}', "pooling_mode_lasttoken in 1_Pooling/config.json is 1"),
         (
             "1_Pooling/config.json",

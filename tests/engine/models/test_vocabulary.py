@@ -35,7 +35,12 @@ def check(folder: Path, reference: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokenizer"), [("bert", {}), ("distilbert", {"do_lower_case": False, "tokenizer_class": "DistilBertTokenizer"})]
+    ("kind", "tokenizer"),
+    [
+        ("bert", {}),
+        ("distilbert", {"do_lower_case": False, "tokenizer_class": "DistilBertTokenizer"}),
+        ("ernie", {"tokenizer_class": "BertTokenizer"}),
+    ],
 )
 def test_wordpiece(tmp_path: Path, kind: str, tokenizer: dict[str, Any]) -> None:
     vocabulary = tokenizers.Tokenizer.from_file(str(weights.minilm() / "tokenizer.json")).get_vocab()

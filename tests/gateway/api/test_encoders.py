@@ -328,6 +328,8 @@ def test_sparse_and_token_embeddings(embedder: tuple[FakeEngine, httpx.Client]) 
         answer = client.post("/embed_all", json={"inputs": texts})
         assert (answer.headers["x-yardstick-cache"], [len(rows) for rows in answer.json()]) == (header, list(map(len, ids)))
     assert {type(score.readout) for score in engine.scores[-2:]} == {wire.Sparse, wire.TokenVectors}
+    assert client.post("/embed_sparse", json={"inputs": "fox", "prompt_name": "query"}).is_success
+    assert engine.scores[-1].readout == wire.Sparse(query=True)
     many = post(client, "/v1/embeddings", input=texts, embedding_type="multi").json()["data"]
     assert [[math.hypot(*vector) for vector in entry["embedding"]] for entry in many] == [
         pytest.approx([1] * (len(row) - 1)) for row in ids

@@ -383,18 +383,25 @@ def template_variables(request: ChatRequest, model: Model) -> dict[str, Any]:
     template = model.texts.template
     switch = next((name for name in SWITCHES if template.reads(name)), None)
     effort, enabled = request.reasoning_effort, request.enable_thinking
+    effort_param, enabled_param = "reasoning_effort", "enable_thinking"
+    if request.reasoning is not None:
+        if effort is not None or enabled is not None:
+            raise InvalidRequest("`reasoning` does not go with `reasoning_effort` and `enable_thinking`.", param="reasoning")
+        effort, enabled = request.reasoning.effort, request.reasoning.enabled
+        effort, enabled = (None, False) if enabled is False else (effort, None) if effort else (None, enabled)
+        effort_param, enabled_param = "reasoning.effort", "reasoning.enabled"
     if effort is not None:
         if template.reads("reasoning_effort") and not (effort == "none" and switch):
             variables["reasoning_effort"] = effort
         elif switch:
             variables[switch] = effort != "none"
         elif effort != "none" or thinking_format(model) is not None:
-            raise _not_read("reasoning_effort", model)
+            raise _not_read(effort_param, model)
     if enabled is not None:
         if switch:
             variables[switch] = enabled
         elif enabled or thinking_format(model) is not None:
-            raise _not_read("enable_thinking", model)
+            raise _not_read(enabled_param, model)
     return variables | (request.chat_template_kwargs or {})
 
 

@@ -402,7 +402,13 @@ def test_reasoning_can_be_left_out(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+    "fields",
+    [
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning": {"enabled": False, "effort": "high"}},
+    ],
 )
 def test_thinking_can_be_switched_off(server: Server, fields: dict[str, Any]) -> None:
     body = server.post("thinking", "<think> is a tag.", tools=None, **fields).json()
@@ -416,6 +422,19 @@ def test_effort_reaches_a_template_that_reads_it(server: Server) -> None:
     assert server.prompt("effort").startswith("Effort: high")
     server.answer("thinking", "Yes", tools=None, reasoning_effort="high")
     assert not server.prompt("thinking").endswith("</think>\n\n")
+
+
+def test_reasoning_of_claude_code_router(server: Server) -> None:
+    reasoning = {"effort": "medium", "enabled": True}
+    server.answer("effort", "Yes", tools=None, reasoning=reasoning)
+    assert server.prompt("effort").startswith("Effort: medium")
+    for given in (reasoning, {"enabled": True}, {"effort": "low"}, {}):
+        server.answer("thinking", "Yes", tools=None, reasoning=given)
+        assert not server.prompt("thinking").endswith("</think>\n\n")
+    check_refused(server.post("plain", tools=None, reasoning=reasoning), "reasoning.effort", "does not read it")
+    check_refused(server.post("plain", tools=None, reasoning={"enabled": True}), "reasoning.enabled", "does not read it")
+    check_refused(server.post("thinking", tools=None, reasoning=reasoning, reasoning_effort="low"), "reasoning", "does not go")
+    check_refused(server.post("thinking", tools=None, reasoning={"exclude": True}), "reasoning.exclude", "no field")
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def _thinking(request: ChatRequest, model: Model, prompt: str) -> Thinking | Non
     if format is None or is_off(prompt, THINKING[format]):
         return None
     tags, token_of = THINKING[format], model.texts.tokenizer.token_of
-    shown = request.include_reasoning is not False
+    shown = request.include_reasoning is not False and not (request.reasoning and request.reasoning.exclude)
     return Thinking(format, is_open(prompt, tags), token_of(tags.open), token_of(tags.close), shown)
 
 

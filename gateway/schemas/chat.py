@@ -307,6 +307,8 @@ class ChatReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """See `reasoning_effort`."""
     enabled: bool | None = None
     """See `enable_thinking`. False overrides `effort`; true needs no `effort`."""
+    exclude: bool | None = None
+    """True means `include_reasoning` false."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -342,7 +344,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers, where its chat template reads this."""
     reasoning: ChatReasoning | None = None
-    """`reasoning_effort` and `enable_thinking` in the form of OpenRouter."""
+    """`reasoning_effort`, `enable_thinking` and `include_reasoning` in the form of OpenRouter."""
     thinking_budget: Count | None = None
     """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
     `target_length` and `applies_to` "thinking", with `min_p` 0.1 by default."""

@@ -395,8 +395,9 @@ def test_a_section_that_the_prompt_opens(server: Server) -> None:
     assert (cut["message"]["reasoning_content"], cut["message"]["content"]) == ("The user asks.", "")
 
 
-def test_reasoning_can_be_left_out(server: Server) -> None:
-    body = server.post("thinking", THOUGHT, tools=None, include_reasoning=False).json()
+@pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}], ids=["own", "Cline with GLM"])
+def test_reasoning_can_be_left_out(server: Server, fields: dict[str, Any]) -> None:
+    body = server.post("thinking", THOUGHT, tools=None, **fields).json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "It is sunny.", "refusal": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
@@ -434,7 +435,7 @@ def test_reasoning_of_claude_code_router(server: Server) -> None:
     check_refused(server.post("plain", tools=None, reasoning=reasoning), "reasoning.effort", "does not read it")
     check_refused(server.post("plain", tools=None, reasoning={"enabled": True}), "reasoning.enabled", "does not read it")
     check_refused(server.post("thinking", tools=None, reasoning=reasoning, reasoning_effort="low"), "reasoning", "does not go")
-    check_refused(server.post("thinking", tools=None, reasoning={"exclude": True}), "reasoning.exclude", "no field")
+    check_refused(server.post("thinking", tools=None, reasoning={"max_tokens": 5}), "reasoning.max_tokens", "no field")
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
 
 def readout_of(model: ServedModel, fields: EmbeddingsRequest) -> wire.Embedding | wire.TokenVectors:
     """Return the readout. Raises :class:`InvalidRequest`."""
-    most, size, param = model.info.embedding_size, fields.dimensions, "dimensions"
+    most, size, param = model.info.embedding_size, fields.dimensions or None, "dimensions"
     if fields.output_dimension is not None:
         if size is not None:
             raise InvalidRequest("Give either `dimensions` or `output_dimension`.", param="output_dimension")

@@ -191,8 +191,8 @@ class EmbeddingsRequest(Truncation, kw_only=True):
     embedding_type: Literal["single", "multi", "float", "base64"] | None = None
     """`multi` returns a vector for each token of a text, from a model that has these. `float` and `base64` are Jina's form of
     `encoding_format`."""
-    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
+    dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default, or with 0."""
     output_dimension: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """`dimensions` in the form of Voyage."""
     normalize: bool | None = True

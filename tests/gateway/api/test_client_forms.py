@@ -51,6 +51,7 @@ EMBED = {
         {"model": "fake", "truncation": True, "input_type": "document", "output_dimension": 8},
         {"input_type": "document", "dimensions": 8},
     ),
+    "Infinity": ({"model": "fake", "dimensions": 0, "modality": "text"}, {}),
     "RAGFlow OpenAI": ({**NVIDIA, "drop_params": True}, {}),
 }
 

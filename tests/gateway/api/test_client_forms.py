@@ -6,6 +6,7 @@ import base64
 import math
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from tests.gateway.api.test_embeddings_api import PRESET as EMBEDDER
 from tests.gateway.api.test_embeddings_api import SIZE, TEXTS, embed
 from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
 from tests.gateway.api.test_rerank_api import PRESET as RERANKER
-from tests.gateway.conftest import gateways
+from tests.gateway.conftest import Start, gateways
+from tests.gateway.keys import entry, write
 
 LONG = "the quick brown fox " * 2000
 
@@ -125,6 +127,32 @@ def test_nvidia_rerank(reranker: httpx.Client, path: str) -> None:
     check_refused(reranker.post(path, json=long | {"truncate": "NONE"}), "passages[0]")
     check_refused(reranker.post(path, json=body | {"stream": True}), "passages")
     check_refused(reranker.post(path, json=body | {"documents": DOCUMENTS}), "documents")
+
+
+def test_the_client_of_xinference(
+    embedder: tuple[FakeEngine, httpx.Client], reranker: httpx.Client, shared: httpx.Client, start: Start, tmp_path: Path
+) -> None:
+    """Dify, MaxKB and LangChain use it. It asks whether to send the key, and for the kind of the model."""
+    found = [client.get("/v1/models/fake").json() for client in (embedder[1], reranker, shared)]
+    assert [(model["model_type"], model["model_ability"]) for model in found] == [
+        ("embedding", []),
+        ("rerank", ["chat", "generate"]),
+        ("LLM", ["chat", "generate"]),
+    ]
+    assert shared.get("/v1/cluster/auth").json() == {"auth": False}
+    keyed = start(FakeEngine(), api_keys_file=write(tmp_path / "keys.json", entry("one")))
+    assert keyed.get("/v1/cluster/auth").json() == {"auth": True}
+    assert keyed.get("/v1/models/fake").status_code == 401
+    body = {
+        "model": "fake",
+        "query": QUERY,
+        "documents": DOCUMENTS,
+        "top_n": 2,
+        "max_chunks_per_doc": None,
+        "return_documents": True,
+    }
+    results = reranker.post("/v1/rerank", json=body | {"return_len": None, "kwargs": "{}"}).raise_for_status().json()["results"]
+    assert [result["document"]["text"] for result in results] == [DOCUMENTS[result["index"]] for result in results]
 
 
 def test_ragflow_xinference(reranker: httpx.Client) -> None:

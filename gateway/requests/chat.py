@@ -388,7 +388,10 @@ def template_variables(request: ChatRequest, model: Model) -> dict[str, Any]:
         if effort is not None or enabled is not None:
             raise InvalidRequest("`reasoning` does not go with `reasoning_effort` and `enable_thinking`.", param="reasoning")
         effort, enabled = request.reasoning.effort, request.reasoning.enabled
-        effort, enabled = (None, False) if enabled is False else (effort, None) if effort else (None, enabled)
+        if enabled is False:
+            effort = None
+        elif effort is not None:
+            enabled = None  # an effort says it already
         effort_param, enabled_param = "reasoning.effort", "reasoning.enabled"
     if effort is not None:
         if template.reads("reasoning_effort") and not (effort == "none" and switch):

@@ -178,9 +178,10 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
         "top_logprobs": request.top_logprobs,
         "reasoning_effort": request.reasoning and request.reasoning.effort,
     }
-    tools = [_tool(tool, full_name(namespace, tool.name)) for _, namespace, tool in tools_of(request.tools)]
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has {len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
+    given = [*tools_of(request.tools)]
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` has {len(given)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
+    tools = [_tool(tool, full_name(namespace, tool.name)) for _, namespace, tool in given]
     if request.text is not None and request.text.format is not None:
         if request.response_format is not None:
             message = "`text.format` and `response_format` both constrain the output; send one of them."

@@ -1,4 +1,5 @@
-"""``GET /livez``, ``/readyz`` and ``/metrics``; ``/health``, ``/ping`` and ``/version``, which clients of vLLM ask for."""
+"""``GET /livez``, ``/readyz`` and ``/metrics``; ``/health``, ``/ping`` and ``/version``, which clients of vLLM ask for, and
+``/v1/cluster/auth``, for which that of Xinference asks."""
 
 from __future__ import annotations
 
@@ -25,6 +26,12 @@ class Version(msgspec.Struct, frozen=True):
     """The version of the server."""
 
     version: str
+
+
+class ClusterAuth(msgspec.Struct, frozen=True):
+    """Whether requests need a key."""
+
+    auth: bool
 
 
 def health_routes(
@@ -86,4 +93,9 @@ def health_routes(
         kind = openmetrics.CONTENT_TYPE_LATEST if open_metrics else CONTENT_TYPE_LATEST
         return Response(b"".join(parts), media_type=kind.removesuffix("; charset=utf-8"))
 
-    return [livez, readyz, health, show_version, metrics]
+    @get("/v1/cluster/auth", tags=["operation"])
+    async def cluster_auth() -> ClusterAuth:
+        """Tell whether requests need a key; the client of Xinference asks before it sends one."""
+        return ClusterAuth(auth=keys is not None)
+
+    return [livez, readyz, health, show_version, metrics, cluster_auth]

@@ -19,7 +19,7 @@ from yardstick_llm.gateway.http.context import RequestContext
 from yardstick_llm.gateway.pool.adapters import AdapterModel
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
-from yardstick_llm.gateway.presets.preset import Fitted
+from yardstick_llm.gateway.presets.preset import Fitted, Task
 from yardstick_llm.gateway.requests.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -68,6 +68,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: list[str]
     """Supported operations: `score`, `generate`, `classify`, `embed`, `token_vectors`, `sparse`, `length_guidance` (the request
     field and `/v1/length`)."""
+    model_type: Literal["LLM", "embedding", "rerank"] | None = None
+    """Kind of the model in the words of Xinference, whose client asks for it first; null for another kind."""
+    model_ability: list[str]
+    """What a model of the kind `LLM` does, in the words of Xinference."""
     preset: PresetInfo | None = None
     """How the model is prompted and read by `/v1/rerank`, `/v1/classify` or `/v1/embeddings`; null if it serves none of these."""
     lenvm_gamma: float | None = None
@@ -104,6 +108,9 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
 
 
 def _described(name: str, model: ServedModel) -> Model:
+    fitted, writes = model.tokenizer.table.fitted, "generate" in model.info.capabilities
+    task = None if fitted is None or (model.preset_is_fallback and writes) else fitted.preset.task
+    kinds: dict[Task | None, Literal["embedding", "rerank"]] = {"embed": "embedding", "rerank": "rerank"}
     return Model(
         id=name,
         root=str(model.reference) if isinstance(model, AdapterModel) else model.name,
@@ -112,7 +119,9 @@ def _described(name: str, model: ServedModel) -> Model:
         created=model.created,
         max_model_len=model.context,
         capabilities=list(model.info.capabilities),
-        preset=_preset(model.tokenizer.table.fitted, fallback=model.preset_is_fallback),
+        model_type=kinds.get(task, "LLM" if writes else None),
+        model_ability=["chat", "generate"] if writes else [],
+        preset=_preset(fitted, fallback=model.preset_is_fallback),
         lenvm_gamma=model.info.lenvm_gamma,
         lenvm_calibration=model.info.lenvm_calibration,
     )

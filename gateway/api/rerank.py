@@ -1,4 +1,4 @@
-"""``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
+"""``POST /v1/rerank``, ``/v2/rerank``, ``/rerank`` and ``/v1/ranking``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.presets.preset import Fitted
 from yardstick_llm.gateway.process.event_loop import TimeSlice
 from yardstick_llm.gateway.requests.rerank import (
+    Ranking,
+    Rankings,
     RerankChunk,
     RerankMeta,
     RerankRequest,
@@ -35,17 +37,20 @@ from yardstick_llm.gateway.schemas.common import new_id
 from yardstick_llm.gateway.scoring.scorer import Row, Scores
 from yardstick_llm.gateway.text.prepared import Prepared
 
+PATHS = ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/ranking", "/v1/retrieval/nvidia/reranking"]
+
 
 def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
 
-    @post_json(["/v1/rerank", "/v2/rerank", "/rerank"], RerankRequest, "scoring")
+    @post_json(PATHS, RerankRequest, "scoring")
     async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
         """Order documents by their relevance to a query, the most relevant first.
 
         The model's preset says how it is prompted, and how a score follows from its answer; `/v1/models` shows it. Requests may
-        have the form of Cohere, Jina, vLLM (`documents`) or Text Embeddings Inference (`texts`), whose answer is a bare list. A
-        text that is too long is an error unless the request allows cutting it. Scores are cached like those of `/v1/score`.
+        have the form of Cohere, Jina, vLLM (`documents`), Text Embeddings Inference (`texts`), whose answer is a bare list, or
+        NVIDIA (`passages`), whose answer has logits. A text that is too long is an error unless the request allows cutting it.
+        Scores are cached like those of `/v1/score`.
         """
         body = await reader.body(request, RerankRequest, data)
         fields = body.fields
@@ -62,7 +67,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             model = requested_model(request, pool, fields.model)
             fitted = fitted_of(request, model, "rerank")
             prepared = await body.read(model)
-        id, raw = f"rerank-{new_id()}", fields.raw
+        id, raw = f"rerank-{new_id()}", fields.raw or fields.passages is not None
 
         def closing(scores: Scores) -> RerankResponse:
             usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
@@ -84,6 +89,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
         headers, numbers = headers_of(prepared, scores), 4 * len(ranks)
         if fields.texts is not None:
             return await listed(tei_ranks(ranks, prepared), numbers=numbers, headers=headers)
+        if fields.passages is not None:
+            rankings = Rankings(rankings=[], usage=usage_of(prepared, scores))
+            rows = (Ranking(index=index, logit=score) for index, score in ranks)
+            return await with_rows(rankings, "rankings", rows, numbers=numbers, headers=headers)
         return await with_rows(closing(scores), "results", _results(ranks, prepared), numbers=numbers, headers=headers)
 
     return rerank
@@ -98,10 +107,10 @@ def _check(fields: RerankRequest) -> None:
         raise InvalidRequest("`return_item_usage` goes with `documents` or `ids`.", param="return_item_usage")
     if fields.stream and fields.top_n and not whole:
         raise InvalidRequest("`top_n` does not go with `stream`, which sends every result.", param="top_n")
-    if fields.return_item_usage and fields.texts is not None:
-        raise InvalidRequest("`texts` does not go with `return_item_usage`, because its answer is a bare list.", param="texts")
-    if fields.stream and fields.texts is not None:
-        raise InvalidRequest("`texts` does not go with `stream`; send `documents`.", param="texts")
+    other = next((name for name in ("texts", "passages") if getattr(fields, name) is not None), None)
+    wrong = next((name for name in ("return_item_usage", "stream") if getattr(fields, name)), None)
+    if other is not None and wrong is not None:
+        raise InvalidRequest(f"`{other}` does not go with `{wrong}`; send `documents`.", param=other)
 
 
 def _answer(id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> RerankResponse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -47,7 +47,9 @@ _encoder = msgspec.json.Encoder()
 class Output:
     """The items of one response. Events take their numbers from :meth:`number`, in the order in which they are sent."""
 
-    def __init__(self, *, summary: bool = False) -> None:
+    def __init__(self, *, summary: bool = False, names: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """``names``: namespace and own name of the tools in namespaces, by the name that the model calls."""
+        self.names = names or {}
         self.items: list[OutputItem] = []
         """The items that are complete."""
         self._numbers = 0
@@ -258,10 +260,11 @@ class _Call(_Open):
     def __init__(self, output: Output, call_id: str, name: str) -> None:
         super().__init__(output)
         self._call_id = call_id
-        self._name = name
+        namespace, self._name = output.names.get(name, (msgspec.UNSET, name))
+        self._named: Any = {"name": self._name, "namespace": namespace}
 
     def item(self, status: Status) -> OutputCall | OutputCustomCall:
-        return OutputCall(id=self.id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
+        return OutputCall(id=self.id, status=status, call_id=self._call_id, arguments=self.text, **self._named)
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)
@@ -278,7 +281,7 @@ class _CustomCall(_Call):
     prefix = "ctc"
 
     def item(self, status: Status) -> OutputCustomCall:
-        return OutputCustomCall(id=self.id, status=status, call_id=self._call_id, name=self._name, input=self.text)
+        return OutputCustomCall(id=self.id, status=status, call_id=self._call_id, input=self.text, **self._named)
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)

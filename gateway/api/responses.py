@@ -38,7 +38,7 @@ from yardstick_llm.gateway.output.parser import Content, Part
 from yardstick_llm.gateway.pool.pool import Pool
 from yardstick_llm.gateway.pool.replica import ServedModel
 from yardstick_llm.gateway.process.event_loop import TimeSlice
-from yardstick_llm.gateway.requests.responses import as_chat, renamed
+from yardstick_llm.gateway.requests.responses import as_chat, full_name, renamed, tools_of
 from yardstick_llm.gateway.schemas.chat import ChatMessage
 from yardstick_llm.gateway.schemas.common import Usage, new_id
 from yardstick_llm.gateway.schemas.responses import (
@@ -353,7 +353,8 @@ class ResponseRun:
         """The body as JSON, once the response has ended."""
         self._answer = answer
         reasoning = draft.begun().reasoning
-        self._output = Output(summary=(reasoning.summary or reasoning.generate_summary) is not None)
+        names = {full_name(space, tool.name): (space, tool.name) for _, space, tool in tools_of(draft.begun().tools) if space}
+        self._output = Output(summary=(reasoning.summary or reasoning.generate_summary) is not None, names=names)
         self._finish = ""
 
     def opening(self) -> list[bytes]:

@@ -20,7 +20,7 @@ from yardstick_llm.gateway.api.answers import listed
 from yardstick_llm.gateway.api.openapi import READ_ERRORS, ApiOperation
 from yardstick_llm.gateway.api.reader import Body, Reader, post_json
 from yardstick_llm.gateway.api.rerank import ranked, tei_ranks
-from yardstick_llm.gateway.api.scoring import Scoring, ScoringJob, fitted_of, headers_of
+from yardstick_llm.gateway.api.scoring import MAX_NUMBERS, Scoring, ScoringJob, fitted_of, headers_of
 from yardstick_llm.gateway.api.texts import (
     check_numbers,
     class_names,
@@ -47,6 +47,7 @@ from yardstick_llm.gateway.requests.tei import (
     request_of_task,
 )
 from yardstick_llm.gateway.requests.texts import ClassifyRequest, EmbeddingsRequest
+from yardstick_llm.gateway.schemas.common import MAX_ITEMS
 from yardstick_llm.gateway.scoring.scorer import Row, Scores
 from yardstick_llm.gateway.scoring.similarity import vectors_of
 from yardstick_llm.gateway.text.prepared import Prepared
@@ -122,11 +123,13 @@ def tei_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTPRouteHa
         """Describe `model`, which is optional if only one is served, in the form of Text Embeddings Inference."""
         served = requested_model(request, pool, model)
         fitted = served.tokenizer.table.fitted
+        most = min(MAX_ITEMS, reader.bounds.max_request_tokens // served.context, MAX_NUMBERS // (served.info.embedding_size or 1))
         return TeiInfo(
             model_id=served.name,
             model_type=_model_type(served),
             max_input_length=served.context,
             max_batch_tokens=reader.bounds.max_request_tokens,
+            max_client_batch_size=max(1, most),
             auto_truncate=served.info.encoder or (fitted is not None and fitted.preset.max_length is not None),
             version=project_version(),
         )

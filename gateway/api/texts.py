@@ -154,7 +154,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         if fields.inputs is not None:
             return await listed(rows, numbers=numbers, headers=headers)
         answer = EmbeddingsResponse(data=[], model=model.name, usage=usage_of(prepared, scores))
-        return await with_rows(answer, "data", _entries(rows, fields.encoding_format), numbers=numbers, headers=headers)
+        return await with_rows(answer, "data", _entries(rows, in_base64=fields.in_base64), numbers=numbers, headers=headers)
 
     @post_json(["/v1/embed", "/v2/embed"], CohereEmbedRequest, "scoring")
     async def embed_cohere(request: Request[Any, Any, Any], data: JSONBody[Body[CohereEmbedRequest]]) -> Response[CohereEmbeddings]:
@@ -166,7 +166,7 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
         fields = body.fields
         model = requested_model(request, pool, fields.model)
         fitted_of(request, model, "embed")
-        readout = readout_of(model, EmbeddingsRequest(dimensions=fields.output_dimension), "output_dimension")
+        readout = readout_of(model, EmbeddingsRequest(output_dimension=fields.output_dimension))
         prepared = await body.read(model)
         kinds: Sequence[EmbeddingType] = list(dict.fromkeys(fields.embedding_types or ["float"]))
         check_numbers(prepared, readout, model, fields.param, forms=len(kinds))
@@ -185,19 +185,23 @@ def embeddings_routes(pool: Pool, reader: Reader, scoring: Scoring) -> list[HTTP
     return [embed, embed_cohere]
 
 
-def readout_of(model: ServedModel, fields: EmbeddingsRequest, param: str = "dimensions") -> wire.Embedding | wire.TokenVectors:
-    """Return the readout. ``param``: the client's name of ``dimensions``. Raises :class:`InvalidRequest`."""
-    most = model.info.embedding_size
+def readout_of(model: ServedModel, fields: EmbeddingsRequest) -> wire.Embedding | wire.TokenVectors:
+    """Return the readout. Raises :class:`InvalidRequest`."""
+    most, size, param = model.info.embedding_size, fields.dimensions or None, "dimensions"
+    if fields.output_dimension is not None:
+        if size is not None:
+            raise InvalidRequest("Give either `dimensions` or `output_dimension`.", param="output_dimension")
+        size, param = fields.output_dimension, "output_dimension"
     if fields.embedding_type == "multi":
-        if fields.dimensions is not None:
+        if size is not None:
             raise InvalidRequest(f"`{param}` does not go with `embedding_type` multi.", param=param)
         require(model, "token_vectors", "embedding_type")
         return wire.TokenVectors(normalize=fields.normalize is not False)
     require(model, "embed", "model")
-    if fields.dimensions is not None and fields.dimensions > most:
-        message = f"`{param}` is {fields.dimensions}; embeddings of {model.name!r} have {most} numbers."
+    if size is not None and size > most:
+        message = f"`{param}` is {size}; embeddings of {model.name!r} have {most} numbers."
         raise InvalidRequest(message, param=param)
-    return wire.Embedding(fields.dimensions, normalize=fields.normalize is not False)
+    return wire.Embedding(size, normalize=fields.normalize is not False)
 
 
 def require(model: ServedModel, capability: str, param: str) -> None:
@@ -210,7 +214,7 @@ def require(model: ServedModel, capability: str, param: str) -> None:
 
 def is_query(fields: EmbeddingsRequest) -> bool:
     """Whether the texts are queries."""
-    return bool({fields.input_type, fields.prompt_name} & set(QUERIES)) or fields.instruction is not None
+    return bool({fields.purpose, fields.prompt_name} & set(QUERIES)) or fields.instruction is not None
 
 
 def check_numbers(prepared: Prepared, readout: wire.ScoreReadout, model: ServedModel, param: str, *, forms: int = 1) -> None:
@@ -222,10 +226,10 @@ def check_numbers(prepared: Prepared, readout: wire.ScoreReadout, model: ServedM
         raise InvalidRequest(message, param=param)
 
 
-def _entries(rows: Sequence[Row | list[Row]], form: str | None) -> Iterator[EmbeddingEntry]:
+def _entries(rows: Sequence[Row | list[Row]], *, in_base64: bool) -> Iterator[EmbeddingEntry]:
     for index, row in enumerate(rows):
         numbers = row if not isinstance(row, list) else tuple(chain.from_iterable(row))
-        yield EmbeddingEntry(index=index, embedding=_base64(numbers) if form == "base64" else tuple(row))
+        yield EmbeddingEntry(index=index, embedding=_base64(numbers) if in_base64 else tuple(row))
 
 
 def _base64(row: Row) -> str:

@@ -343,7 +343,7 @@ def _thinking(request: ChatRequest, model: Model, prompt: str) -> Thinking | Non
     if format is None or is_off(prompt, THINKING[format]):
         return None
     tags, token_of = THINKING[format], model.texts.tokenizer.token_of
-    shown = request.include_reasoning is not False
+    shown = request.include_reasoning is not False and not (request.reasoning and request.reasoning.exclude)
     return Thinking(format, is_open(prompt, tags), token_of(tags.open), token_of(tags.close), shown)
 
 
@@ -383,18 +383,28 @@ def template_variables(request: ChatRequest, model: Model) -> dict[str, Any]:
     template = model.texts.template
     switch = next((name for name in SWITCHES if template.reads(name)), None)
     effort, enabled = request.reasoning_effort, request.enable_thinking
+    effort_param, enabled_param = "reasoning_effort", "enable_thinking"
+    if request.reasoning is not None:
+        if effort is not None or enabled is not None:
+            raise InvalidRequest("`reasoning` does not go with `reasoning_effort` and `enable_thinking`.", param="reasoning")
+        effort, enabled = request.reasoning.effort, request.reasoning.enabled
+        if enabled is False:
+            effort = None
+        elif effort is not None:
+            enabled = None  # an effort says it already
+        effort_param, enabled_param = "reasoning.effort", "reasoning.enabled"
     if effort is not None:
         if template.reads("reasoning_effort") and not (effort == "none" and switch):
             variables["reasoning_effort"] = effort
         elif switch:
             variables[switch] = effort != "none"
         elif effort != "none" or thinking_format(model) is not None:
-            raise _not_read("reasoning_effort", model)
+            raise _not_read(effort_param, model)
     if enabled is not None:
         if switch:
             variables[switch] = enabled
         elif enabled or thinking_format(model) is not None:
-            raise _not_read("enable_thinking", model)
+            raise _not_read(enabled_param, model)
     return variables | (request.chat_template_kwargs or {})
 
 

@@ -153,7 +153,7 @@ T = TypeVar("T", bound=Parameters)
 
 QUERY, ITEM = 0, 1
 QUERIES = ("query", *PAIRED_QUERIES)
-ITEMS = ("items", "texts", *PAIRED_DOCUMENTS)
+ITEMS = ("items", "texts", "passages", *PAIRED_DOCUMENTS)
 FRAME = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around the tokens of an image, in the models of Qwen."""
 

@@ -98,7 +98,7 @@ class Pairs:
         firsts: list[list[int]] = []
         rows: list[list[int]] = []
         tokens, query_truncated, bounds = 0, False, self.model.bounds
-        may_cut = self.cuts.truncate is not False or any((asked, query, document))
+        may_cut = self.cuts.may_cut is not False or any((asked, query, document))
         for index, (first, second, query_cut, cut) in enumerate(whole):
             if (query_cut or cut) and not may_cut:
                 error = self._too_long(TooManyTokens(most, exact=False), index)
@@ -171,7 +171,7 @@ class Pairs:
         rooms = [self.cuts.max_tokens_per_doc or self.preset.preset.max_tokens_per_doc]
         whole, context = self.cuts.truncate_prompt_tokens, self.model.facts.context
         cuts_itself = self.model.facts.encoder or self.preset.preset.max_length is not None
-        if whole is not None or (cuts_itself if self.cuts.truncate is None else self.cuts.truncate):
+        if whole is not None or (cuts_itself if self.cuts.may_cut is None else self.cuts.may_cut):
             room = self._document_room()
             if room < 1:
                 raise self.model.facts.too_long(TooManyTokens(context, exact=False), self._frame_param)

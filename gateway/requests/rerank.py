@@ -1,4 +1,4 @@
-"""``/v1/rerank`` and ``/v2/rerank``: query and documents to token ids."""
+"""``/v1/rerank``, ``/v2/rerank`` and ``/v1/ranking``: query and documents to token ids."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ class RerankRequest(Activation, kw_only=True):
     """Documents: texts, or objects with `text`, `image` (Jina's form) or `content` (a list of parts, vLLM's form)."""
     texts: Documents | None = None
     """The form of TEI: used instead of `documents`, it makes the answer a bare list."""
+    passages: Documents | None = None
+    """The form of NVIDIA: used instead of `documents`, it makes the answer `rankings`, with logits."""
     catalogue: str | None = None
     """Name of a catalogue with labels: its items are ranked in place of `documents`, as its template prescribes."""
     ids: CatalogueIds | None = None
     """With `catalogue`: ids of items; all of the catalogue by default, with `top_n` or `stream`."""
     top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Number of results; all by default, or with 0."""
-    return_documents: bool | None = None
-    """Repeat each document in its result."""
+    return_documents: bool | Literal["true", "false"] | None = None
+    """Repeat each document in its result. RAGFlow sends the text `true`."""
     return_text: bool | None = None
     """`return_documents` in the form of TEI."""
     instruction: str | None = None
@@ -135,6 +137,21 @@ class RerankChunk(msgspec.Struct, frozen=True, kw_only=True):
     results: list[RerankResult]
 
 
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """One document in the form of NVIDIA."""
+
+    index: int
+    logit: float
+    """The score before the preset's activation."""
+
+
+class Rankings(msgspec.Struct, frozen=True, kw_only=True):
+    """Results in the form of NVIDIA, the most relevant document first."""
+
+    rankings: list[Ranking]
+    usage: Usage
+
+
 class TeiRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One document in the form of TEI, whose answer is a list of these."""
 
@@ -143,9 +160,10 @@ class TeiRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str | None = None
 
 
+LISTS = ("documents", "texts", "passages")
+"""Fields of which one has the documents."""
 WITHOUT_CATALOGUE = (
-    "documents",
-    "texts",
+    *LISTS,
     "return_documents",
     "return_text",
     "instruction",
@@ -162,15 +180,15 @@ def _read(request: RerankRequest, model: Model) -> Prepared:
         if wrong is not None:
             raise InvalidRequest(f"`{wrong}` does not go with `catalogue`.", param=wrong)
         return query_prompts(text_of(request.query), [], model)
-    if (request.documents is None) == (request.texts is None):
-        raise InvalidRequest("Give either `documents` or `texts`.", param="documents")
+    if len(lists := {name: given for name in LISTS if (given := getattr(request, name)) is not None}) != 1:
+        raise InvalidRequest("Give either `documents`, `texts` or `passages`.", param="documents")
     if request.instruction is not None and request.instruct is not None:
         raise InvalidRequest("Give either `instruction` or `instruct`.", param="instruct")
     instruction = request.instruct if request.instruction is None else request.instruction
-    given, param = (request.documents, "documents") if request.documents is not None else (request.texts or [], "texts")
+    ((param, given),) = lists.items()
     documents = [*map(text_of, given)]
     partial = bool(request.partial_results)
-    preset, texts = preset_of(model, "rerank"), bool(request.return_documents or request.return_text)
+    preset, texts = preset_of(model, "rerank"), request.return_documents in (True, "true") or bool(request.return_text)
     if preset.preset.task == "embed":
         asked = ("query", [text_of(request.query)])
         return to_compare(model, preset, request, asked, (param, documents), instruction, texts=texts, partial=partial)
@@ -181,7 +199,7 @@ def _read(request: RerankRequest, model: Model) -> Prepared:
 def _characters(request: RerankRequest, query_once: bool) -> int:
     if request.catalogue is not None:
         return len(text_of(request.query))
-    documents, query = request.documents or request.texts or [], text_of(request.query)
+    documents, query = request.documents or request.texts or request.passages or [], text_of(request.query)
     texts = sum(len(text_of(document)) for document in documents)
     return texts + len(query) * (2 if query_once and may_be_cut(query) else len(documents))
 
@@ -189,7 +207,7 @@ def _characters(request: RerankRequest, query_once: bool) -> int:
 RERANK = reading_content(
     Endpoint(
         kind=RerankRequest,
-        bulk={"query": "", "documents": [""], "texts": [""], "instruction": "", "instruct": "", "user": ""},
+        bulk={"query": "", "documents": [""], "texts": [""], "passages": [""], "instruction": "", "instruct": "", "user": ""},
         read=_read,
         characters=_characters,
         most_fields_bytes=NAMING_BYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from yardstick_llm.gateway.requests.chat import read_chat
 from yardstick_llm.gateway.requests.endpoint import Endpoint, Model
 from yardstick_llm.gateway.schemas import chat as chat_tools
 from yardstick_llm.gateway.schemas.chat import (
+    MAX_TOOLS,
     ChatMessage,
     ChatRequest,
     CustomCall,
@@ -28,6 +29,7 @@ from yardstick_llm.gateway.schemas.chat import (
 from yardstick_llm.gateway.schemas.common import MessagePart, TextPart, new_id
 from yardstick_llm.gateway.schemas.generation import BULK, JsonSchema, ResponseFormat, TextRequest
 from yardstick_llm.gateway.schemas.responses import (
+    AnyTool,
     Choice,
     ChosenCustom,
     ChosenFunction,
@@ -36,6 +38,7 @@ from yardstick_llm.gateway.schemas.responses import (
     FunctionTool,
     InputItem,
     ItemPart,
+    Namespace,
     ResponseRequest,
     TextFormat,
 )
@@ -61,11 +64,8 @@ _NAMES = {
     "response_format": "text.format",
 }
 """Fields of a chat request, and the fields of a request for a response that they come from."""
-_PATHS = (
-    (re.compile(r"(tools\[\d+\])\.custom\.format\.grammar\b"), r"\1.format"),
-    (re.compile(r"(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
-)
-"""Paths in the tools of a chat request, with those of a request for a response."""
+_TOOL_PATH = re.compile(r"tools\[(\d+)\]\.(?:function|custom)\b(\.format\.grammar\b)?")
+"""A path in the tools of a chat request."""
 REFERENCE = (
     "`{}` refers to a stored item, which is not supported: send the item itself, or `previous_response_id`. Clients send whole "
     "items if their `store` is false."
@@ -150,9 +150,10 @@ def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
 
 
 def _call(item: InputItem) -> EarlierCall:
+    name = full_name(item.namespace, item.name or "")
     if item.type == "custom_tool_call":
-        return EarlierCall(id=item.call_id, type="custom", custom=CustomCall(item.name or "", item.input or ""))
-    return EarlierCall(FunctionCall(item.name or "", item.arguments), item.call_id)
+        return EarlierCall(id=item.call_id, type="custom", custom=CustomCall(name, item.input or ""))
+    return EarlierCall(FunctionCall(name, item.arguments), item.call_id)
 
 
 def _content(content: str | list[ItemPart] | None) -> str | list[MessagePart]:
@@ -177,7 +178,10 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
         "top_logprobs": request.top_logprobs,
         "reasoning_effort": request.reasoning and request.reasoning.effort,
     }
-    tools = [*map(_tool, request.tools or ())]
+    given = [*tools_of(request.tools)]
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` has {len(given)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
+    tools = [_tool(tool, full_name(namespace, tool.name)) for _, namespace, tool in given]
     if request.text is not None and request.text.format is not None:
         if request.response_format is not None:
             message = "`text.format` and `response_format` both constrain the output; send one of them."
@@ -186,13 +190,27 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
     return ChatRequest(**shared, **fields, tools=tools or None, tool_choice=_choice(request.tool_choice))
 
 
-def _tool(tool: FunctionTool | CustomTool) -> Tool:
+def tools_of(given: Iterable[AnyTool] | None) -> Iterator[tuple[str, str | None, FunctionTool | CustomTool]]:
+    """Yield each tool after its path in the request and its namespace."""
+    for place, tool in enumerate(given or ()):
+        if isinstance(tool, Namespace):
+            yield from ((f"tools[{place}].tools[{inner}]", tool.name, each) for inner, each in enumerate(tool.tools))
+        else:
+            yield f"tools[{place}]", None, tool
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _tool(tool: FunctionTool | CustomTool, name: str) -> Tool:
     if isinstance(tool, FunctionTool):
-        return chat_tools.FunctionTool(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+        return chat_tools.FunctionTool(FunctionDefinition(name, tool.description, tool.parameters, tool.strict))
     given, format = tool.format, None
     if given is not None and given.definition is not None and given.syntax is not None:
         format = chat_tools.CustomFormat("grammar", chat_tools.GrammarText(given.definition, given.syntax))
-    return chat_tools.CustomTool(chat_tools.CustomDefinition(tool.name, tool.description, format))
+    return chat_tools.CustomTool(chat_tools.CustomDefinition(name, tool.description, format))
 
 
 def _choice(choice: Choice | None) -> ToolChoice | None:
@@ -216,16 +234,20 @@ def _response_format(format: TextFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=format.schema, name=format.name, strict=format.strict))
 
 
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """Return ``error`` of a chat request with the names of the fields of a request for a response."""
+def renamed(error: InvalidRequest, tools: Iterable[AnyTool] | None = None) -> InvalidRequest:
+    """Return ``error`` of a chat request with the names of the fields of a request for a response, which has ``tools``."""
     message, param = error.message, error.param
     for chat, response in _NAMES.items():
         message = message.replace(f"`{chat}`", f"`{response}`")
         if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
             param = response if chat == "messages" else response + param[len(chat) :]
-    for path, own in _PATHS:
-        message = path.sub(own, message)
-        param = None if param is None else path.sub(own, param)
+    places = [path for path, _, _ in tools_of(tools)]
+
+    def own(found: re.Match[str]) -> str:
+        return places[int(found[1])] + (".format" if found[2] else "")
+
+    if places:
+        message, param = _TOOL_PATH.sub(own, message), param and _TOOL_PATH.sub(own, param)
     return type(error)(message, param=param)
 
 
@@ -247,7 +269,7 @@ def _read(request: ResponseRequest, model: Model) -> Prepared:
     try:
         prepared = _fitted(request, messages, model)
     except InvalidRequest as error:
-        raise renamed(error) from None
+        raise renamed(error, request.tools) from None
     prepared.param = "input"
     prepared.response = memoryview(_encoder.encode(request.instructions))
     if request.store:

@@ -124,8 +124,8 @@ class TeiInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a prompt."""
     max_batch_tokens: int
     """Most tokens of a request."""
-    max_client_batch_size: int = MAX_ITEMS
-    """Most texts of a request."""
+    max_client_batch_size: int
+    """Texts that a request may have, however long they are; clients send as many. More short ones are possible."""
     auto_truncate: bool
     """Whether long texts are cut where a request has no `truncate`; otherwise they are errors."""
     version: str

@@ -18,6 +18,7 @@ from yardstick_llm.gateway.schemas.common import (
     CUTS,
     MAX_ITEMS,
     Activation,
+    EndOfText,
     ImagePart,
     ModelRequest,
     Part,
@@ -78,6 +79,27 @@ InputType = Literal["search_query", "search_document", "classification", "cluste
 Purpose = InputType | Literal["query", "document", "passage"]
 QUERIES, DOCUMENTS = ("query", "search_query"), ("document", "passage", "search_document")
 """Purposes of texts in a search, in the words of this API, of Cohere and of NVIDIA."""
+JinaTask = Literal[
+    "retrieval.query",
+    "retrieval.passage",
+    "code.query",
+    "code.passage",
+    "classification",
+    "separation",
+    "clustering",
+    "retrieval",
+    "text-matching",
+]
+PURPOSES: dict[str, Purpose] = {
+    "retrieval.query": "query",
+    "retrieval.passage": "document",
+    "code.query": "query",
+    "code.passage": "document",
+    "classification": "classification",
+    "separation": "clustering",
+    "clustering": "clustering",
+}
+"""Purposes in the words of Jina."""
 
 
 class CohereInput(msgspec.Struct, frozen=True):
@@ -105,7 +127,7 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Cut each text to this many tokens."""
-    truncate: Literal["NONE", "START", "END"] | None = "END"
+    truncate: EndOfText | None = "END"
     """Where texts that are longer than the model's context are cut; with `NONE` they are errors."""
 
     @property
@@ -166,12 +188,28 @@ class EmbeddingsRequest(Truncation, kw_only=True):
     """Instruction for queries; the preset's own by default. It implies `input_type` `query`."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` is that of the numbers as float32 in little-endian order."""
-    embedding_type: Literal["single", "multi"] | None = None
-    """`multi` returns a vector for each token of a text, from a model that has these."""
-    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default."""
+    embedding_type: Literal["single", "multi", "float", "base64"] | None = None
+    """`multi` returns a vector for each token of a text, from a model that has these. `float` and `base64` are Jina's form of
+    `encoding_format`."""
+    dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Length of the embeddings: their first numbers are kept (Matryoshka). The model's size by default, or with 0."""
+    output_dimension: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """`dimensions` in the form of Voyage."""
     normalize: bool | None = True
     """Scale embeddings to length 1."""
+    task: JinaTask | None = None
+    """`input_type` in the words of Jina, or the model's prompt of this name. `retrieval` and `text-matching` choose a prompt of a
+    model of several tasks only."""
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """`input_type`, or what `task` says of it."""
+        return self.input_type or PURPOSES.get(self.task or "")
+
+    @property
+    def in_base64(self) -> bool:
+        """Whether the embeddings are base64 text."""
+        return "base64" in (self.encoding_format, self.embedding_type)
 
 
 class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +250,8 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
         raise InvalidRequest("Give either `input` or `inputs`.", param="input")
     given, param = (request.input, "input") if request.input is not None else (request.inputs, "inputs")
     assert given is not None
-    asked = {name: value for name in ("prompt", "prompt_name", "input_type") if (value := getattr(request, name)) is not None}
+    named = {name: getattr(request, name) for name in ("prompt", "prompt_name", "input_type")}
+    asked = {name: value for name, value in (named | {"task": PURPOSES.get(request.task or "")}).items() if value is not None}
     if not is_text(given):
         prompts = (name for name, value in asked.items() if value not in DOCUMENTS)
         if (wrong := "instruction" if request.instruction is not None else next(prompts, None)) is not None:
@@ -222,7 +261,8 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
         first, second, *_ = asked
         raise InvalidRequest(f"Give one of `{first}` and `{second}`.", param=second)
     preset = preset_of(model, "embed").preset
-    name, prompt = request.prompt_name or request.input_type, request.prompt
+    task = request.task if request.task in preset.prompts else None
+    name, prompt = request.prompt_name or task or request.purpose, request.prompt
     if request.prompt_name is not None and request.prompt_name not in preset.prompt_names:
         known = ", ".join(map(repr, preset.prompt_names))
         raise InvalidRequest(f"`prompt_name` is {name!r}; the prompts of {model.facts.name!r} are {known}.", param="prompt_name")
@@ -286,7 +326,7 @@ def _read(model: Model, task: Task, cuts: Truncation, given: Texts, param: str) 
 
 def check_uncut(cuts: Truncation) -> None:
     """Raise :class:`InvalidRequest` for fields that would cut token ids, which are complete prompts."""
-    wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False)), None)
+    wrong = next((name for name in CUTS if getattr(cuts, name) not in (None, False, "NONE")), None)
     if wrong is not None:
         raise InvalidRequest(f"`{wrong}` goes with texts; token ids are complete prompts, so shorten them yourself.", param=wrong)
 

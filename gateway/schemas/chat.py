@@ -300,6 +300,17 @@ def _part(part: MessagePart) -> dict[str, str]:
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+class ChatReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether and how much the model thinks, in the form of OpenRouter."""
+
+    effort: ReasoningEffort | None = None
+    """See `reasoning_effort`."""
+    enabled: bool | None = None
+    """See `enable_thinking`. False overrides `effort`; true needs no `effort`."""
+    exclude: bool | None = None
+    """True means `include_reasoning` false."""
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Answer a conversation."""
 
@@ -332,6 +343,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers, where its chat template reads this."""
+    reasoning: ChatReasoning | None = None
+    """`reasoning_effort`, `enable_thinking` and `include_reasoning` in the form of OpenRouter."""
     thinking_budget: Count | None = None
     """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
     `target_length` and `applies_to` "thinking", with `min_p` 0.1 by default."""

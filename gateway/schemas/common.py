@@ -21,6 +21,8 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=0)]
 Side = Literal["left", "right", "middle", "Left", "Right"]
+EndOfText = Literal["NONE", "START", "END"]
+"""Where texts are cut, in the words of Cohere and NVIDIA; `NONE`: not at all."""
 
 
 class ItemError(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +52,9 @@ class ModelRequest(Parameters, kw_only=True):
 class Truncation(ModelRequest, kw_only=True):
     """Fields that allow long texts to be cut. Without them, a text that is too long is an error. A template is never cut."""
 
-    truncate: bool | None = None
-    """Cut documents so that each prompt fits into the model's context."""
+    truncate: bool | EndOfText | None = None
+    """Cut documents so that each prompt fits into the model's context. In the form of NVIDIA, `END` and `START` are true and name
+    the end, and `NONE` is false."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     """Cut documents so that each prompt has at most this many tokens; -1 means the model's context."""
     max_tokens_per_doc: MaxTokens | None = None
@@ -66,7 +69,13 @@ class Truncation(ModelRequest, kw_only=True):
     @property
     def side(self) -> str:
         """The end at which texts are cut, in lower case."""
-        return (self.truncation_side or self.truncation_direction or "right").lower()
+        at_start = "left" if self.truncate == "START" else "right"
+        return (self.truncation_side or self.truncation_direction or at_start).lower()
+
+    @property
+    def may_cut(self) -> bool | None:
+        """Whether `truncate` allows cutting; None if the request does not say."""
+        return None if self.truncate is None else self.truncate not in (False, "NONE")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Connects a `function_call` and its `function_call_output`, or a `custom_tool_call` and its `custom_tool_call_output`."""
     name: str | None = None
     """Tool of a `function_call` or `custom_tool_call`."""
+    namespace: str | None = None
+    """Namespace of this tool, if it has one."""
     arguments: str | None = None
     """Arguments of a `function_call`, as JSON text."""
     input: str | None = None
@@ -114,6 +116,19 @@ class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
     """Purpose of the tool, for the model."""
     format: InputFormat | None = None
     """Format of the text; any text by default."""
+
+
+class Namespace(msgspec.Struct, tag_field="type", tag="namespace"):
+    """Tools with a common prefix, as Codex sends those of an MCP server. The model sees `NAMESPACE__TOOL`."""
+
+    name: FunctionName
+    """Up to 64 letters, digits, `_` and `-`."""
+    tools: Annotated[list[FunctionTool | CustomTool], msgspec.Meta(max_length=MAX_TOOLS)]
+    description: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+AnyTool = FunctionTool | CustomTool | Namespace
 
 
 class ChosenFunction(msgspec.Struct, tag_field="type", tag="function"):
@@ -196,8 +211,8 @@ class ResponseRequest(TextRequest, kw_only=True):
     """Number of most probable tokens to return at each position; only with `include`."""
     truncation: Literal["auto", "disabled"] | None = None
     """`auto` leaves out the oldest items of a conversation that is too long; by default such a conversation is an error."""
-    tools: Annotated[list[FunctionTool | CustomTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    """Functions and custom tools that the model may call; up to 128. Tools of other types are not supported."""
+    tools: Annotated[list[AnyTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions and custom tools that the model may call, also in namespaces; up to 128. Tools of other types are not supported."""
     tool_choice: Choice | None = None
     """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
     of a tool: it calls that one. An object of the type `allowed_tools`: it can call these only."""
@@ -268,6 +283,8 @@ class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_c
     status: Status
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The function's namespace, if it has one."""
     arguments: str
     """The arguments as JSON text. The model wrote it: without `strict`, it may be invalid."""
 
@@ -279,6 +296,8 @@ class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="cust
     status: Status
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The tool's namespace, if it has one."""
     input: str
     """The text that the model gives the tool."""
 
@@ -349,7 +368,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: Choice = "auto"
-    tools: list[FunctionTool | CustomTool] = []
+    tools: list[AnyTool] = []
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"

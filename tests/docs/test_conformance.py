@@ -129,6 +129,7 @@ INSTEAD: dict[tuple[str, EndpointName], dict[str, Any]] = {
     **{(name, "score"): {"model": "fake", "data_1": "a", "data_2": ["b"]} for name in ("data_1", "data_2")},
     ("labels", "score"): {"model": "fake", "query": "a", "items": ["b"]},
     ("texts", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
+    ("passages", "rerank"): {"model": "fake", "query": "a", "passages": ["b"]},
     ("return_text", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
     ("inputs", "embeddings"): {"model": "embedder", "inputs": "a"},
     ("prompt", "tokenize"): {"model": "fake", "prompt": "a"},

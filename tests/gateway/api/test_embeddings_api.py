@@ -88,7 +88,7 @@ def test_embeddings_are_cached(client: httpx.Client) -> None:
         {"input": []},
         {"input": [[]]},
         {"input": "a", "inputs": "b"},
-        {"input": "a", "dimensions": 0},
+        {"input": "a", "dimensions": -1},
         {"input": "a", "encoding_format": "hex"},
         {"input": "a", "input_type": "document", "instruction": "b"},
         {"input": ["a", 1]},

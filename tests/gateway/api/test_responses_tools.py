@@ -181,6 +181,49 @@ def test_the_choice_of_tools(client: httpx.Client, engine: FakeEngine) -> None:
     assert refused["error"]["param"].startswith("tool_choice")
 
 
+CODEX = {"stream": True, "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"}, "store": False}
+"""Fields of Codex CLI 0.171, besides ``include``, ``prompt_cache_key`` and ``client_metadata``."""
+
+
+def test_namespaces_of_codex(client: httpx.Client, engine: FakeEngine) -> None:
+    """Codex sends the tools of MCP servers in namespaces, and finds the called tool by both names."""
+    space = {
+        "type": "namespace",
+        "name": "mcp__weather",
+        "description": "Weather.",
+        "tools": [WEATHER, {"type": "custom", "name": "say"}],
+    }
+    tools = [TIME, space]
+    engine.says = ids(CALL.replace("get_weather", "mcp__weather__get_weather"))
+    body = {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}], **CODEX}
+    events = stream(client, **body, tools=tools, max_output_tokens=400)
+    (call,) = events[-1]["response"]["output"]
+    assert (call["namespace"], call["name"]) == ("mcp__weather", "get_weather")
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == [call]
+    assert next(event["name"] for event in events if event["type"].endswith("arguments.done")) == "get_weather"
+    assert events[-1]["response"]["tools"][1]["name"] == "mcp__weather"
+    assert "mcp__weather__say" in rendered(engine)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "22 degrees"}
+    engine.says = ids("<tool_call>\n" + json.dumps({"name": "mcp__weather__say", "arguments": {"input": "Hm."}}) + "\n</tool_call>")
+    told = create(client, input=[*body["input"], call, result], tools=tools, max_output_tokens=400)
+    assert '"name": "mcp__weather__get_weather"' in rendered(engine)
+    assert [(item["type"], item["namespace"], item["name"], item["input"]) for item in told["output"]] == [
+        ("custom_tool_call", "mcp__weather", "say", "Hm.")
+    ]
+    engine.says = ids(SECOND)
+    assert "namespace" not in create(client, **body | {"stream": False}, tools=tools, max_output_tokens=400)["output"][0]
+    wrong = WEATHER | {"strict": True, "parameters": {"type": "array"}}
+    for given, param in (
+        ([TIME, space | {"tools": [TIME, wrong]}, TIME | {"name": "last"}], "tools[1].tools[1].parameters"),
+        ([space, TIME | {"name": "mcp__weather__get_weather"}], "tools[1].name"),
+        ([space | {"tools": [space]}], "tools[0].tools[0].type"),
+        ([space | {"name": "a b"}], "tools[0].name"),
+        ([space | {"tools": [TIME | {"name": f"t{number}"} for number in range(127)]}, TIME, WEATHER], "tools"),
+        ([{"type": "web_search", "external_web_access": False}], "tools[0].type"),
+    ):
+        assert create(client, 400, tools=given)["error"]["param"] == param
+
+
 def test_thinking_can_be_switched_off(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids("red")
     create(client, reasoning={"effort": "none", "summary": "auto"})

@@ -164,6 +164,15 @@ def test_info_describes_the_task(embedder: httpx.Client, classifier: httpx.Clien
     assert reranker.get("/info?model=other").status_code == 404
 
 
+def test_requests_of_as_many_texts_as_info_names(start: Start) -> None:
+    """Dify and Continue send so many. It was 10,000, whose numbers or tokens may be too many."""
+    client = start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=EMBEDDER), max_request_tokens=1 << 13)
+    assert client.get("/info").json()["max_client_batch_size"] == 4
+    client.post("/embed", json={"inputs": ["fox " * 4000] * 4, "truncate": True}).raise_for_status()
+    wide = start(FakeEngine(capabilities=("embed",), embedding_size=1 << 20, preset=EMBEDDER))
+    assert wide.get("/info").json()["max_client_batch_size"] == 4
+
+
 def test_requests_are_charged_to_the_key(start: Start, tmp_path: Path) -> None:
     keys = write(tmp_path / "keys.json", entry("one", items_per_minute=4))
     engine = FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=EMBEDDER)

@@ -395,14 +395,21 @@ def test_a_section_that_the_prompt_opens(server: Server) -> None:
     assert (cut["message"]["reasoning_content"], cut["message"]["content"]) == ("The user asks.", "")
 
 
-def test_reasoning_can_be_left_out(server: Server) -> None:
-    body = server.post("thinking", THOUGHT, tools=None, include_reasoning=False).json()
+@pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}], ids=["own", "Cline with GLM"])
+def test_reasoning_can_be_left_out(server: Server, fields: dict[str, Any]) -> None:
+    body = server.post("thinking", THOUGHT, tools=None, **fields).json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "It is sunny.", "refusal": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
 @pytest.mark.parametrize(
-    "fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+    "fields",
+    [
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning": {"enabled": False, "effort": "high"}},
+    ],
 )
 def test_thinking_can_be_switched_off(server: Server, fields: dict[str, Any]) -> None:
     body = server.post("thinking", "<think> is a tag.", tools=None, **fields).json()
@@ -416,6 +423,19 @@ def test_effort_reaches_a_template_that_reads_it(server: Server) -> None:
     assert server.prompt("effort").startswith("Effort: high")
     server.answer("thinking", "Yes", tools=None, reasoning_effort="high")
     assert not server.prompt("thinking").endswith("</think>\n\n")
+
+
+def test_reasoning_of_claude_code_router(server: Server) -> None:
+    reasoning = {"effort": "medium", "enabled": True}
+    server.answer("effort", "Yes", tools=None, reasoning=reasoning)
+    assert server.prompt("effort").startswith("Effort: medium")
+    for given in (reasoning, {"enabled": True}, {"effort": "low"}, {}):
+        server.answer("thinking", "Yes", tools=None, reasoning=given)
+        assert not server.prompt("thinking").endswith("</think>\n\n")
+    check_refused(server.post("plain", tools=None, reasoning=reasoning), "reasoning.effort", "does not read it")
+    check_refused(server.post("plain", tools=None, reasoning={"enabled": True}), "reasoning.enabled", "does not read it")
+    check_refused(server.post("thinking", tools=None, reasoning=reasoning, reasoning_effort="low"), "reasoning", "does not go")
+    check_refused(server.post("thinking", tools=None, reasoning={"max_tokens": 5}), "reasoning.max_tokens", "no field")
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_a_gateway_starts_with_a_file_of_keys_only(tmp_path: Path, caplog: pytes
 
 def test_keys_open_v1_and_nothing_else_needs_one(start: Start, tmp_path: Path) -> None:
     client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys.json", entry("a"), entry("b")))
-    for path in ("/livez", "/readyz", "/health", "/ping", "/version", "/metrics"):
+    for path in ("/livez", "/readyz", "/health", "/ping", "/version", "/v1/cluster/auth", "/metrics"):
         assert client.get(path).status_code == 200
     for header in (None, "Bearer c", "Bearer", "a", "Basic a", "Bearer a b", "Bearer ä"):
         headers = {"authorization": header.encode()} if header else {}

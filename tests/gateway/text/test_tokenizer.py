@@ -116,10 +116,10 @@ def test_both_ends_of_a_text_keep_half_of_the_tokens(byte_tokenizer: Tokenizer) 
 
 
 def test_cutting_does_not_tokenise_the_whole_text(byte_tokenizer: Tokenizer) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert 50 < len(byte_tokenizer.cut_middle("the fox " * 4_000_000, 100)[0]) < 5000
     for left in (False, True):
         cut, was_cut = byte_tokenizer.shorten("the fox " * 4_000_000, 100, left=left)
         assert was_cut
         assert 50 < len(cut) < 5000
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1

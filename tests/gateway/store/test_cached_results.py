@@ -64,12 +64,12 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
 def test_a_late_answer_of_redis_is_read_while_no_engine_is_ready(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     """Redis is silent when the request looks up, and there again when it has waited for an engine in vain."""
     engine = FakeEngine()
-    client = start(engine, **shared | {"redis_seconds": 0.1, "wait_seconds": 1.5})
+    client = start(engine, **shared | {"redis_seconds": 0.4, "wait_seconds": 2.0})
     answer = score(client, [[5], [6]])
     wait_until(lambda: metric(client, STORED) == 2)
     engine.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
-    server.client().client_pause(300)
+    server.client().client_pause(800)
     again = score(client, [[5], [6]])
     assert hits(again) == "2/2"
     assert again.json()["scores"] == [pytest.approx(row) for row in answer.json()["scores"]]

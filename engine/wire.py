@@ -834,7 +834,7 @@ class Sparse(msgspec.Struct, tag="sparse", frozen=True, omit_defaults=True):
     order of ids. Only where ``Info.capabilities`` has ``sparse``."""
 
     query: bool = False
-    """Whether the texts are queries, which some models weigh otherwise than documents: by a table, without computing anything."""
+    """Whether the texts are queries. Some models weigh the tokens of these by a table."""
 
 
 class LengthValue(msgspec.Struct, tag="length_value", frozen=True):

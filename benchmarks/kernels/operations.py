@@ -98,8 +98,8 @@ def _qk_norm_rope(gpu: Gpu) -> Iterator[Row]:
 
 @benchmark("quantize")
 def _quantize(gpu: Gpu) -> Iterator[Row]:
-    """The projections of Qwen3-0.6B and a layer of 4096. Percentages are of bfloat16's peak; FP8's is twice that. Whether one scale
-    for each of the two matrices is faster decides whether it is worth its error."""
+    """The projections of Qwen3-0.6B and a layer of 4096. Percentages are of bfloat16's peak; FP8's is twice that. One scale for
+    each matrix is less exact than one for each row, so it is worth having only if it is faster."""
     one = torch.ones((), device="cuda")
     for size in (1024, 2048, 4096):
         x = random(8192, size)

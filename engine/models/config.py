@@ -137,8 +137,8 @@ MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
 
 
 HeadPooling = Literal["cls", "last", "mean", "late"]
-"""What a classification head reads: the hidden state of the first or the last token, the mean of all, or with ``late`` the mean of
-what its inner layer makes of all."""
+"""The input of a classification head: the hidden state of the first token (``cls``) or of the last one, or the mean of all. With
+``late``, the inner layer computes each token, and the mean is taken of its results."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class StepTasks:
 
 
 class TaskDelta(nn.Module):
-    """What tasks add to a projection, ``B · A · x`` with the matrices of each token's task, as two thin products for all tasks."""
+    """Adds ``scale · B · A · x`` to a projection, with the matrices of each token's task. Two thin products compute it for all
+    tasks, and factors of 0 leave out the other tasks of a token."""
 
     def __init__(self, tasks: Tasks, step: StepTasks, size: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class TaskDelta(nn.Module):
 
 
 class EmbeddingTaskDelta(nn.Module):
-    """What tasks add to a row of an embedding."""
+    """Adds the same to the rows of an embedding, where ``A`` has a row for each token."""
 
     def __init__(self, tasks: Tasks, step: StepTasks, rows: int, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -423,7 +424,7 @@ class Encoder(nn.Module):
             return self._embedded(tokens if rows is None else tokens[rows], positions, attend.types)
         if self.config.tasks is not None:
             tokens = self._step_tasks.begin(tokens, positions, self.config.tasks, len(self.embed.weight))
-            hidden = self.from_last_attention(*self.to_last_attention(tokens, positions, attend))
+            hidden = self.from_last_attention(*self.to_last_attention(tokens, positions, attend))  # factors are of all tokens
             return hidden if rows is None else hidden.index_select(0, rows)
         if self.native_layers is None:
             attended, x = self.to_last_attention(tokens, positions, attend)

@@ -75,7 +75,7 @@ class HeadNames:
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a model of several tasks adds to its weights for the one that a text's first token names (jina-embeddings-v3)."""
+    """The tasks of a model that has LoRA matrices for each of them (jina-embeddings-v3). A text's first token names its task."""
 
     names: tuple[str, ...]
     """The token of a task has the id of its place here behind the vocabulary."""
@@ -477,7 +477,7 @@ class EncoderConfig(BaseConfig):
     sparse_logs: int = 1
     """How often SPLADE takes log(1 + x): twice for ``log1p_relu``."""
     query_folder: str = ""
-    """Of the table of weights of a query's tokens, beside a SPLADE that is for documents only; empty for other models."""
+    """Folder of the table with the weights of a query's tokens; empty for models without one."""
     token_vectors: int = 0
     """Length of the vector of each token; 0 where the model makes none."""
     token_head: bool = False

@@ -127,8 +127,8 @@ def load_encoder(
 
 
 def _plain_name(name: str, prefixes: Sequence[str]) -> str:
-    """``name`` without the name of the body, and with the names of a norm's parts that releases of transformers from 2 on write; of
-    a parametrised weight, the name without this."""
+    """``name`` without the name of the body and the parts that torch's parametrisation adds, and with the names of a norm's parts
+    that releases of transformers from 2 on write."""
     name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
     for old, new in (
         ("LayerNorm.gamma", "LayerNorm.weight"),

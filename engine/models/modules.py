@@ -83,7 +83,7 @@ class ClassHead(nn.Module):
         self.late, self.divisor = config.head_pooling == "late", config.class_divisor
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> the same shape, whose mean :meth:`forward` takes if the head reads a mean."""
+        """[rows, hidden] -> the same shape. Where the head reads a mean, :meth:`forward` takes the mean of these."""
         return self._activated(hidden) if self.late else hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ class Projected(nn.Module):
 
 
 def pooled(hidden: Tensor, lengths: Sequence[int], *modes: Mode) -> Tensor:
-    """hidden: [sum of lengths, size], the pooled tokens of each sequence in turn; of a single mode of one token, that one of each.
-    -> [sequences, modes · size] float32."""
+    """hidden: the tokens of each sequence, one sequence after the other, [sum of lengths, size]; with ``cls`` or ``last`` alone,
+    only the token that is read of each. -> [sequences, modes · size] float32."""
     if modes in (("cls",), ("last",)):
         return hidden.float()
     found = []

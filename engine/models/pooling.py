@@ -153,8 +153,8 @@ def _inline(directory: Path) -> Pooling | None:
 
 
 def root_of(directory: Path) -> Path:
-    """The folder of ``modules.json`` and of all modules but the model in ``directory``, which early releases of
-    sentence-transformers put in a folder of its own. Raises :class:`ModelError`."""
+    """The folder with ``modules.json``: ``directory``, or the one above it where an early release of sentence-transformers put the
+    model in a folder of its own. Raises :class:`ModelError`."""
     above = directory.parent
     if is_gguf(directory) or (directory / MODULES_FILE).is_file() or not (above / MODULES_FILE).is_file():
         return directory

@@ -103,7 +103,8 @@ def _inner(directory: Path) -> Path:
         return directory
     inner = directory / inner_folder(directory)
     files = (inner / name for name in ("config.json", "tokenizer.json"))  # a static embedding has no configuration
-    if inner not in (directory, directory / inner.name) or not any(path.is_file() for path in files):
+    below = inner in (directory, directory / inner.name) and inner.name != ".."
+    if not below or not any(path.is_file() for path in files):
         raise ModelError(
             f"{directory} has no config.json, and neither has the folder of its first module; download the model again."
         )

@@ -71,7 +71,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     model_type: Literal["LLM", "embedding", "rerank"] | None = None
     """Kind of the model in the words of Xinference, whose client asks for it first; null for another kind."""
     model_ability: list[str]
-    """What a model of the kind `LLM` does, in the words of Xinference."""
+    """Abilities of a model of the kind `LLM`, in the words of Xinference; empty for other models."""
     preset: PresetInfo | None = None
     """How the model is prompted and read by `/v1/rerank`, `/v1/classify` or `/v1/embeddings`; null if it serves none of these."""
     lenvm_gamma: float | None = None

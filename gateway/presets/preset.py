@@ -575,7 +575,7 @@ class _Activation(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What is read of ``config.json`` for a cross-encoder, and for a model of several tasks."""
+    """Keys of ``config.json`` that are read: the activation of a cross-encoder, and the prompts of a model with tasks."""
 
     sentence_transformers: _Activation | None = None
     sbert_ce_default_activation_function: str | None = None
@@ -619,7 +619,7 @@ def of_sentence_transformers(
     prompt = (whole.prompts or {}).get(whole.default_prompt_name or "", "")
     if logits:
         return _causal_reranker(files, logits, _ACTIVATIONS[kind], prompt)
-    # For several classes, CrossEncoder writes Identity if nobody chose an activation.
+    # If nobody chose an activation for several classes, CrossEncoder writes Identity.
     activation = "softmax" if classes != 1 and (named is None or kind == "Identity") else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation

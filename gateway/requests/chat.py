@@ -436,9 +436,7 @@ def render(
         )
         raise InvalidRequest(message, param="continue_final_message")
     variables = variables or {}
-    taken = {"messages", "tools", "documents", "self"} & variables.keys()
-    if taken:
-        raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
+    _check_variables(variables)
     told = [message.for_template() for message in messages]
     offered = [tool.for_template() for tool in tools]
     source = model.texts.template.sources
@@ -461,8 +459,14 @@ def render(
         raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
 
 
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    if taken := {"messages", "tools", "documents", "self"} & variables.keys():
+        raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
+
+
 def expect_roles(model: Model, roles: tuple[str, ...], variables: Mapping[str, Any]) -> None:
     """Raise :class:`InvalidRequest` unless the chat template shows the texts of messages with these roles."""
+    _check_variables(variables)
     with _time_for_template(model):
         if model.texts.template.shows(roles, variables):
             return

@@ -251,7 +251,8 @@ def _embed(request: EmbeddingsRequest, model: Model) -> Prepared:
     given, param = (request.input, "input") if request.input is not None else (request.inputs, "inputs")
     assert given is not None
     named = {name: getattr(request, name) for name in ("prompt", "prompt_name", "input_type")}
-    asked = {name: value for name, value in (named | {"task": PURPOSES.get(request.task or "")}).items() if value is not None}
+    named["task"] = "text-matching" if request.task == "text-matching" else PURPOSES.get(request.task or "")
+    asked = {name: value for name, value in named.items() if value is not None}
     if not is_text(given):
         prompts = (name for name, value in asked.items() if value not in DOCUMENTS)
         if (wrong := "instruction" if request.instruction is not None else next(prompts, None)) is not None:

@@ -895,6 +895,11 @@ def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     assert (moved.tokenizer_json, [*moved.model_files]) == (files.tokenizer_json, [*files.model_files])
     rows = [run(loop, wire.Score("s", [], sent, wire.Embedding()))[0].rows for loop in (before, after)]
     assert rows[0] == rows[1]
+    (beside := tmp_path / "other" / "model").mkdir(parents=True)
+    (beside / "modules.json").write_text(json.dumps([modules[0] | {"path": ".."}]))
+    (beside.parent / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="folder of its first module"):
+        locate(beside)
     (directory / "0_Transformer" / "config.json").unlink()
     with pytest.raises(ModelError, match="There is no config"):
         build(directory)

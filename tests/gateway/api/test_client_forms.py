@@ -104,6 +104,7 @@ def test_nvidia_truncates_at_an_end(embedder: tuple[FakeEngine, httpx.Client], t
         ({"task": "retrieval"}, None),
         ({"task": "translation"}, "task"),
         ({"task": "retrieval.query", "input_type": "document"}, "task"),
+        ({"task": "text-matching", "input_type": "query"}, "task"),
         ({"output_dimension": SIZE + 1}, "output_dimension"),
         ({"output_dimension": 8, "dimensions": 8}, "output_dimension"),
         ({"embedding_type": "binary"}, "embedding_type"),

@@ -165,7 +165,7 @@ def test_info_describes_the_task(embedder: httpx.Client, classifier: httpx.Clien
 
 
 def test_requests_of_as_many_texts_as_info_names(start: Start) -> None:
-    """Dify and Continue send so many. It was 10,000, whose numbers or tokens may be too many."""
+    """Dify and Continue send as many texts as this says. Before, it said 10,000, which was more than a request may have."""
     client = start(FakeEngine(capabilities=("embed",), embedding_size=SIZE, preset=EMBEDDER), max_request_tokens=1 << 13)
     assert client.get("/info").json()["max_client_batch_size"] == 4
     client.post("/embed", json={"inputs": ["fox " * 4000] * 4, "truncate": True}).raise_for_status()

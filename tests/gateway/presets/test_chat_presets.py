@@ -176,6 +176,15 @@ def test_a_template_that_leaves_out_a_text_is_an_error(shown: str) -> None:
             RERANK.read(request, served.model)
 
 
+def test_a_preset_does_not_replace_what_the_template_shows() -> None:
+    """Files of a model may say anything."""
+    roles, variables = ("system", "query", "document"), {"messages": []}
+    preset = Preset(name="own", task="rerank", roles=roles, labels=("Yes", "No"), chat_template_kwargs=variables)
+    served = Served(preset, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="must not set 'messages'"):
+        RERANK.read(RerankRequest(query="What is 1 + 1?", documents=["2"]), served.model)
+
+
 def test_the_labels_of_llama_guard(guard: Served) -> None:
     assert guard.template.fitted.labels == [guard.ids("unsafe"), guard.ids("safe")]
     assert [[id] for id in guard.template.fitted.categories] == [guard.ids(str(number)) for number in range(1, 15)]

@@ -510,7 +510,7 @@ class Encoder(nn.Module):
         most = 1 << heads.bit_length() - 1
         rates = [2 ** (-8 * head / most) for head in range(1, most + 1)]
         rates += [2 ** (-4 * head / most) for head in range(1, 2 * (heads - most), 2)]
-        return torch.tensor(rates, device=self.embed.weight.device)
+        return torch.tensor(rates).to(self.embed.weight.device)
 
     @torch.inference_mode()
     def _added_by_distance(self) -> Tensor | None:
@@ -532,8 +532,20 @@ class Encoder(nn.Module):
 
     @torch.inference_mode()
     def distances_of(self, length: int) -> Tensor:
-        """The part of the biases for sequences of ``length`` tokens that is the same in all layers: see :meth:`score_bias`."""
-        return self._distance_bias(length) if self.relative is None else self._distance_rows(length)
+        """The part of the biases for sequences of ``length`` tokens that is the same in all layers: see :meth:`score_bias`.
+
+        MPNet: biases, [heads, length, length]. DeBERTa: rows of ``relative``, [length, length] int64.
+        """
+        table, places = self._by_distance, torch.arange(length, device=self.embed.weight.device)
+        return table[..., places[:, None] - places + self.config.max_context - 1]
+
+    @cached_property
+    def _by_distance(self) -> Tensor:
+        """MPNet: the bias, [heads, distances]; DeBERTa: the row, [distances]; of each distance of a query from its key, from the
+        most negative on. Buckets are computed on the CPU: on a GPU, the logarithm of a distance at the edge of one may round to
+        another."""
+        apart = torch.arange(1 - self.config.max_context, self.config.max_context)
+        return self._bias_at(-apart) if self.relative is None else self._rows_at(apart).to(self.embed.weight.device)
 
     def score_bias(self, layer: int, distances: Mapping[int, Tensor], q: Tensor, k: Tensor) -> Tensor:
         """See :data:`~kernels.whole_attention.Bias`. ``distances``: :meth:`distances_of` by length.
@@ -564,11 +576,6 @@ class Encoder(nn.Module):
             self._relative_heads[layer] = queries, keys
         return self._relative_heads[layer]
 
-    def _distance_rows(self, length: int) -> Tensor:
-        """DeBERTa: row of the distance of query i from key j. -> [length, length] int64"""
-        places = torch.arange(length)
-        return self._rows_at(places[:, None] - places).to(self.embed.weight.device)
-
     def _rows_at(self, apart: Tensor) -> Tensor:
         """DeBERTa: the row of each distance. apart: place of a query minus place of its key. -> int64, of the same shape
 
@@ -582,13 +589,9 @@ class Encoder(nn.Module):
             apart = torch.where(far <= middle, apart, (steps.ceil() + middle).long() * apart.sign())
         return (apart + span).clamp_(0, 2 * span - 1)
 
-    def _distance_bias(self, length: int) -> Tensor:
-        """MPNet: what is added to the scores of each layer, by the distance of two tokens. -> [heads, length, length]"""
-        places = torch.arange(length, device=self.embed.weight.device)
-        return self._bias_at(places - places[:, None]).contiguous()
-
     def _bias_at(self, apart: Tensor) -> Tensor:
-        """MPNet: the bias of each distance. apart: place of a key minus place of the query. -> [heads, *shape of ``apart``]
+        """MPNet: the bias of each distance. apart: place of a key minus place of the query. -> [heads, *shape of ``apart``], on the
+        model's device
 
         Half of the buckets are for each direction; half of these for one distance each, the others for distances up to 128, at
         equal steps of the logarithm. Source: Raffel et al. 2020, arXiv 1910.10683.
@@ -599,7 +602,7 @@ class Encoder(nn.Module):
         exact = buckets // 2
         large = exact + (torch.log(far / exact) / math.log(MOST_DISTANCE / exact) * (buckets - exact)).to(torch.long)
         bucket = (apart > 0) * buckets + torch.where(near < exact, near, large.clamp(max=buckets - 1))
-        return self.distances(bucket).movedim(-1, 0)  # type: ignore[no-any-return]
+        return self.distances(bucket.to(self.distances.weight.device)).movedim(-1, 0)  # type: ignore[no-any-return]
 
     def class_rows(self, hidden: Tensor) -> Tensor:
         """See :meth:`Decoder.class_rows`."""

@@ -58,14 +58,17 @@ class LateTensor(torch.Tensor):
     def __invert__(self) -> Tensor:
         return torch.ops.aten.bitwise_not.default(self)  # type: ignore[no-any-return]
 
+    def contiguous(self) -> Tensor:  # type: ignore[override]
+        return self if self.is_contiguous() else torch.ops.aten.clone.default(self, memory_format=torch.contiguous_format)
+
     def __getitem__(self, index: Any) -> Tensor:
-        if (tables := _tables(index)) is not None:
+        if (tables := _tables(index, self.dim())) is not None:
             return torch.ops.aten.index.Tensor(self, tables)
         with _disable_current_modes():
             return LateTensor(self.data_[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if (tables := _tables(index)) is not None:
+        if (tables := _tables(index, self.dim())) is not None:
             torch.ops.aten.index_put_.default(self, tables, value)
         elif isinstance(value, Tensor):
             self[index].copy_(value)
@@ -362,10 +365,14 @@ def _replace(patch: pytest.MonkeyPatch, gpu: LateGpu) -> None:
     patch.setitem(__import__("sys").modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=wrapper))
 
 
-def _tables(index: Any) -> list[Tensor] | None:
-    """The tensors of an index; None of one without a tensor, which gives a view."""
+def _tables(index: Any, axes: int) -> list[Tensor | None] | None:
+    """The tensors of an index, with None for whole axes before them; None of one without a tensor, which gives a view."""
     parts = index if isinstance(index, tuple) else (index,)
-    return list(parts) if any(isinstance(part, Tensor) for part in parts) else None
+    if not any(isinstance(part, Tensor) for part in parts):
+        return None
+    if parts[0] is ...:
+        parts = (slice(None),) * (axes - len(parts) + 1) + parts[1:]
+    return [None if isinstance(part, slice) and part == slice(None) else part for part in parts]
 
 
 def _tensor(value: object) -> bool:

@@ -19,13 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_checkpoint
-from tests.encoders import make_encoder
+from tests.encoders import make_encoder, make_jina_v3
 from tests.engine.adapters import write_adapter
 from tests.engine.integrity import check
 from tests.engine.late import GPU, LateGpu, computing
 from tests.engine.lenvm.plain import GAMMA
 from tests.engine.lenvm.writing import make_pair, some_messages
-from tests.engine.parity import some_tokens
+from tests.engine.parity import assert_equal_rows, some_tokens
 from tests.engine.test_loop import make_score
 from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 from yardstick_llm.engine import wire
@@ -123,11 +123,14 @@ class Late:
         self._watch(loop)
         return loop
 
+    @staticmethod
+    def settings(**given: Any) -> EngineSettings:
+        """Of an encoder's loop."""
+        return EngineSettings(model="m", name="m", max_batched_tokens=24, max_wait_seconds=3600, **given)
+
     def assemble_whole(self, encoder: Path, **settings: Any) -> Loop:
-        given = EngineSettings(model="m", name="m", max_batched_tokens=24, max_wait_seconds=3600, **settings)
-        loop = assemble_whole(self.gpu.move(load_encoder(encoder)), given, "digest", build.make_graphs)
+        loop = assemble_whole(self.gpu.move(load_encoder(encoder)), self.settings(**settings), "digest", build.make_graphs)
         assert loop._overlap
-        assert loop.info.attention.backend == "triton"
         self._watch(loop)
         return loop
 
@@ -332,23 +335,34 @@ def test_adapters_that_change_their_slots(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_encoders(tmp_path: Path) -> None:
-    """Pairs and texts alone by turns, so that the types of tokens and the blocks of steps in flight differ."""
-    rng = random.Random(7)
-    directory = make_encoder(tmp_path, "bert", "classes", num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["bert", "mpnet", "deberta", "jina_v3"])
+def test_encoders(family: str, tmp_path: Path) -> None:
+    """Pairs and texts alone by turns, so that the types of tokens and the blocks of steps in flight differ, or texts of several
+    tasks. Biases by distance and tasks are computed by PyTorch, operation by operation, in steps that are launched."""
+    rng, captured = random.Random(7), family == "bert"
+    if family == "jina_v3":
+        directory, readout, firsts = make_jina_v3(tmp_path)[0], wire.Embedding(), [0, 320, 321, 322]
+    else:
+        directory, readout, firsts = make_encoder(tmp_path, family, "classes", num_hidden_layers=2), wire.Classes(), [5]
     messages = [
-        wire.Score(f"s{place}", some_tokens(rng, 4, 4) if place % 2 else [], [some_tokens(rng, 2, 18)], wire.Classes())
+        wire.Score(
+            f"s{place}",
+            some_tokens(rng, 4, 4) if place % 2 and family != "jina_v3" else [],
+            [[firsts[place % len(firsts)], *some_tokens(rng, 1, 17)]],
+            readout,
+        )
         for place in range(12)
     ]
 
     def use(late: Late) -> list[wire.Reply]:
-        loop = late.assemble_whole(directory, cuda_graphs="on")
+        loop = late.assemble_whole(directory, cuda_graphs="on" if captured else "off")
         replies = run(loop, messages)
-        assert 1 < loop.stats.replayed_steps < loop.stats.steps - 1
+        assert (1 if captured else -1) < loop.stats.replayed_steps < loop.stats.steps - 1
         return replies
 
-    replies = compare(never, "encoders", use)
-    assert [len(reply.rows) for reply in replies] == [1] * len(messages)
+    replies = compare(never, f"encoders {family}", use)
+    plain = run(assemble_whole(load_encoder(directory), Late.settings(), "digest", lambda *given: ()), messages)
+    assert_equal_rows([reply.rows[0] for reply in replies], [reply.rows[0] for reply in plain], 1e-4)
 
 
 @pytest.fixture(scope="module")

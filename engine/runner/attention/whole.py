@@ -96,6 +96,8 @@ class WholeAttention:
         self._narrow = narrow
         self._slopes = slopes
         self._biased = biased
+        if biased is not None:
+            biased.distances_of(1)  # makes its table, whose copy to a GPU would let a step wait
         self.specs = list(specs)
         self.device = device
         self.typed = typed

@@ -229,6 +229,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--python", type=Path, help="an interpreter with the libraries (of environments made on first use)")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 64], help="requests at a time (1 8 64)")
     parser.add_argument("--texts", type=int, default=1, help="texts in each request, or documents for its query (%(default)s)")
+    parser.add_argument("--engines", type=int, default=1, help="of each model, which share the threads (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="0 only prepares and compares (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each figure, at least (%(default)s)")
     parser.add_argument("--models", type=Path, help="folder that keeps the cross-encoder and the libraries' files for the next run")
@@ -258,7 +259,8 @@ def main(arguments: Sequence[str]) -> int:
         subjects = start(measured, folder, options, left_out, stack)
         differences = compare(subjects, measured, dict(lengths))
         found = measure(subjects, measured, cases, options, records)
-    summary: dict[str, Any] = {"bench": "encoders", "machine": describe(), "layers": options.layers, "left_out": left_out}
+    summary: dict[str, Any] = {"bench": "encoders", "machine": describe(), "left_out": left_out}
+    summary |= {"layers": options.layers, "engines": options.engines}
     summary["versions"] = {name: each.version for name, each in subjects.items() if each.version}
     summary |= summarise(found) | {"largest_difference": differences, "not_measured": records.store.left_out}
     summary["limits"] = limits
@@ -341,23 +343,25 @@ def start(
 ) -> dict[str, Served]:
     """Start all programs; in ``left_out``, why others are not measured."""
     subjects: dict[str, Served] = {}
-    pods: dict[str, dict[str, Pod]] = {}
+    pods: dict[str, dict[str, list[Program]]] = {}
     threads = str(torch.get_num_threads())
+    of_engine = str(max(1, torch.get_num_threads() // options.engines))
     for form in options.formats.split(","):
         if form == "int8" and instructions() is None:
             left_out[form] = "the processor has no instructions for it"
             continue
-        flags = ["--threads", threads, *(["--quantize", form] if form == "int8" else ["--dtype", form])]
+        flags = ["--threads", of_engine, *(["--quantize", form] if form == "int8" else ["--dtype", form])]
         pods[form] = {}
         for name, model in measured.items():  # one after the other, so that each starts in time
-            pods[form][name] = pod = Pod(model.folder, "--name", f"{name}-{form}", *flags)
-            stack.enter_context(drained(pod))
-    gateway = Program("gateway", *(word for each in pods.values() for pod in each.values() for word in ("--engine", pod.url)))
+            started = (Pod(model.folder, "--name", f"{name}-{form}", *flags) for _ in range(options.engines))
+            pods[form][name] = [stack.enter_context(drained(pod)) for pod in started]
+    urls = [pod.url for each in pods.values() for engines in each.values() for pod in engines]
+    gateway = Program("gateway", *(word for url in urls for word in ("--engine", url)))
     stack.enter_context(drained(gateway))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
     environment = MALLOC | HUGE_PAGES | kept | OFFLINE | {"RAYON_NUM_THREADS": threads, "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    for form, engines in pods.items():
-        pids = {name: (gateway.process.pid, pod.process.pid) for name, pod in engines.items()}
+    for form, of_form in pods.items():
+        pids = {name: (gateway.process.pid, *(pod.process.pid for pod in engines)) for name, engines in of_form.items()}
         subjects[f"{OURS}, {form}"] = Served(gateway.port, pids, form)
         for library in options.libraries.split(","):
             name = f"{library}, {form}"

@@ -42,7 +42,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
-        self._shown: dict[tuple[str, ...], bool] = {}
+        self._shown: dict[tuple[tuple[str, ...], str], bool] = {}
 
     @property
     def sources(self) -> str:
@@ -86,11 +86,12 @@ class ChatTemplate:
 
     def shows(self, roles: tuple[str, ...], variables: Mapping[str, Any]) -> bool:
         """Whether a prompt has the texts of messages with these roles, one each."""
-        if roles not in self._shown:
+        asked = roles, repr(variables)
+        if asked not in self._shown:
             messages = [{"role": role, "content": f"{_PROBE} {role}"} for role in roles]
             text = self.render(messages, **variables)
-            self._shown[roles] = all(f"{_PROBE} {role}" in text for role in roles)
-        return self._shown[roles]
+            self._shown[asked] = all(f"{_PROBE} {role}" in text for role in roles)
+        return self._shown[asked]
 
     def reads(self, name: str) -> bool:
         """Whether the template reads the variable ``name``. Raises :class:`ChatTemplateError`."""

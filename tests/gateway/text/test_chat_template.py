@@ -197,3 +197,10 @@ def test_a_runaway_template_ends(source: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_ordinary_arithmetic_is_allowed() -> None:
     assert ChatTemplate("{{ 3 * 4 }} {{ 2 ** 10 }} {{ '-' * 5 }} {{ 1.5 * 2 }}", {}).render([]) == "12 1024 ----- 3.0"
+
+
+def test_what_a_template_shows_depends_on_variables() -> None:
+    template = ChatTemplate("{% for message in messages if message.role == role %}{{ message.content }}{% endfor %}", {})
+    assert template.shows(("query",), {"role": "query"})
+    assert not template.shows(("query",), {"role": "user"})
+    assert template.shows(("query",), {"role": "query"})

@@ -76,6 +76,9 @@ def _is_local(keys: Keys, family: Family, layer: int, layers: int) -> bool:
 
 def unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     """Read the layers without a rotation."""
+    if family.unrotated_global:
+        found = windows(keys, family, layers) or (None,) * layers
+        return tuple(layer for layer in range(layers) if found[layer] is None) if keys.present("sliding_window") else ()
     if "no_rope_layer_interval" not in family.defaults:
         return ()
     rotated = keys.flags("no_rope_layers")  # which names the layers that have one
@@ -355,7 +358,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         **factors(keys, family, hidden_size),
         experts=experts(keys, family, layers),
         qkv_bias=keys.flag("qkv_bias", True) if family.qkv_bias_only else attention_bias,
-        o_bias=attention_bias and not family.qkv_bias_only,
+        o_bias=keys.flag("attention_out_bias", attention_bias and not family.qkv_bias_only),
         mlp_bias=keys.flag("mlp_bias", False),
         eos_token_ids=_eos_token_ids(
             vocab_size, Keys(generation, "generation_config.json"), Keys(written, "config.json"), Keys(family.defaults, "")

@@ -59,6 +59,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+OLMO3 = {
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_bias": False, "mlp_bias": False}
 OFF = {"use_sliding_window": False, "attention_bias": False}
 
@@ -95,6 +103,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"max_window_layers": 28, "eos_token_id": 128012, "pad_token_id": 128004},
     "OLMo 2 7B": shape(4096, 11008, 32, 32, 32, 100352, 4096, base(500000, 1e-6), tie_word_embeddings=False)
     | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "eos_token_id": 100257, "attention_bias": False},
+    "OLMo 3 7B": shape(4096, 11008, 32, 32, 32, 100278, 65536, base(500000, 1e-6, rope_scaling=OLMO3), tie_word_embeddings=False)
+    | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "eos_token_id": 100257, "attention_bias": False}
+    | {"sliding_window": 4096, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "pad_token_id": 100277},
     "Granite 3.1 2B": shape(2048, 8192, 40, 32, 8, 49155, 131072, base(5000000.0, 1e-5), GRANITE, tie_word_embeddings=True)
     | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.015625}
     | {"logits_scaling": 8.0, "eos_token_id": 0},
@@ -168,10 +179,12 @@ def facts(config: PreTrainedConfig) -> dict[str, Any]:
         "windows": windows if any(windows) else (),
         "attention_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
-        "o_bias": getattr(config, "attention_bias", False),
+        "o_bias": getattr(config, "attention_out_bias", getattr(config, "attention_bias", False)),
         "unrotated": tuple(layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or []) if not turns),
         "experts": None,
     }
+    if config.model_type == "exaone4" and window:
+        found["unrotated"] = tuple(layer for layer in range(layers) if windows[layer] is None)
     if hasattr(config, "num_experts_per_tok"):
         found["experts"] = (getattr(config, "num_experts", None) or config.num_local_experts, config.num_experts_per_tok)
     if hasattr(config, "query_pre_attn_scalar"):

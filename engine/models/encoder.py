@@ -345,7 +345,10 @@ class Encoder(nn.Module):
         self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
         self.embedding_norm = LayerNorm(width, config, dtype) if "embedding_norm" in family.outer else None
         self.embedding_projection = Linear(width, size, dtype=dtype) if config.embedding_size else None
-        self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
+        own = config.num_layers if "{}" in family.layer else min(1, config.num_layers)
+        layers = [EncoderLayer(config, layer, dtype) for layer in range(own)]
+        self.layers = nn.ModuleList(layers[min(layer, own - 1)] for layer in range(config.num_layers))
+        """Of a family whose layers have the same weights, one layer as often as it is computed."""
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self._step_tasks = StepTasks()
         self.embed_tasks: EmbeddingTaskDelta | None = None
@@ -393,11 +396,13 @@ class Encoder(nn.Module):
                 setattr(part, tasked, TaskDelta(tasks, step, size, columns, dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
-        """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
-        at least one; None for all. -> hidden rows, [tokens or rows, hidden].
+        """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted;
+        None for all. -> hidden rows, [tokens or rows, hidden].
 
         Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
         """
+        if rows is not None and not len(rows):  # all are queries whose weights are in a table
+            return self.embed.weight.new_empty(0, self.config.hidden_size)
         parts = attend.parts
         if not parts:
             return self._compute(tokens, positions, attend, rows)
@@ -655,17 +660,13 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Bring what a checkpoint has filled into the layout of products, and give all layers the weights that they share."""
+        """Bring what a checkpoint has filled into the layout of products."""
         if self.task_types is not None and self.types is not None:
             self.types.weight.add_(self.task_types.weight[0])
             self.task_types = None
         for part in self.modules():
             if isinstance(part, EncoderExperts):
                 part.fold()
-        if self.layers and "{}" not in self.config.family.layer:
-            filled = self.layers[-1].state_dict()
-            for layer in self.layers:
-                layer.load_state_dict(filled)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""

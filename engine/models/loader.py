@@ -118,7 +118,7 @@ def load_encoder(
     if quantize is not None and encoder.layers:
         form = FORMATS[quantize]
         form.check_shapes(encoder)
-        for layer in encoder.layers:
+        for layer in dict.fromkeys(encoder.layers):
             assert isinstance(layer, EncoderLayer)
             plain = copy.deepcopy(layer)
             form.convert(layer)

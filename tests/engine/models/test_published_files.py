@@ -24,7 +24,7 @@ from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.fp8 import QuantizedGroupedLinear, QuantizedLinear, QuantizingLinear
-from yardstick_llm.engine.models.formats.int8 import Int8Linear
+from yardstick_llm.engine.models.formats.int8 import Int8GroupedLinear, Int8Linear
 from yardstick_llm.engine.models.formats.packed import PackedLinear
 from yardstick_llm.engine.models.formats.stored import (
     BlockScaledLinear,
@@ -337,6 +337,17 @@ def test_experts_execute_codes(
     assert {type(layer.get_submodule(part)) for layer in decoder.layers for part in ("mlp.gate_up", "mlp.down")} == {kind}
     found, exact = logits(decoder), logits(load_model(dense))
     assert (found - exact).norm() < tolerance * exact.norm()
+
+
+@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+def test_experts_in_int8_are_converted(tmp_path: Path) -> None:
+    """Projections of attention take the codes of the file beside them."""
+    source = make_checkpoint(tmp_path / "source", "mixtral", hidden_size=128, intermediate_size=128)
+    quantised, dense = write_quantised(source, tmp_path, "awq", kept=())
+    decoder = load_model(quantised, torch.float32, stored.IN_INT8)
+    assert isinstance(decoder.layers[0].get_submodule("mlp.down"), Int8GroupedLinear)
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < 0.2 * exact.norm()
 
 
 @pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")

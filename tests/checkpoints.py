@@ -36,6 +36,7 @@ _NAMES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "granitemoe": "GraniteMoe",
+    "granite4": "GraniteMoeHybrid",
 }
 """First parts of the names of transformers' classes."""
 _TEXT = {"gemma3": "Gemma3Text"}
@@ -50,7 +51,7 @@ def _class(family: str, suffix: str) -> Any:
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     family: (_class(family, "Config"), _class(family, "ForCausalLM")) for family in _NAMES
 }
-WITHOUT_CLASSIFIER = ("olmo2", "granite", "granitemoe")
+WITHOUT_CLASSIFIER = ("olmo2", "granite", "granitemoe", "granite4")
 """Families for which transformers has no class with a classification head."""
 QUICK = (*TRAINED, "gemma2", "qwen2_moe")
 """Families that quick tests load; the others differ from them by fewer parts."""
@@ -92,6 +93,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "granite4": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
     "granitemoe": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,

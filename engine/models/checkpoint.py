@@ -274,11 +274,17 @@ def weight_files(directory: Path) -> list[Path]:
 def _with_prefix(stored: dict[str, Stored]) -> dict[str, Stored]:
     """``stored`` with the names of published checkpoints: those of the parts of a model of text and images without
     :data:`BODY_PREFIX`, and with it where a class without a head has saved it."""
+    stored = {_plain(name): tensor for name, tensor in stored.items()}
     if any(name.startswith(_NESTED) for name in stored):
         stored = {_unnested(name): tensor for name, tensor in stored.items()}
     if EMBEDDING not in stored or BODY_PREFIX + EMBEDDING in stored:
         return stored
     return {BODY_PREFIX + name if name.startswith(_BODY_PARTS) else name: tensor for name, tensor in stored.items()}
+
+
+def _plain(name: str) -> str:
+    """Feed-forward layers of Granite 4 have the names of Phi-3's."""
+    return name.replace("shared_mlp.input_linear", "mlp.gate_up_proj").replace("shared_mlp.output_linear", "mlp.down_proj")
 
 
 def _unnested(name: str) -> str:

@@ -203,6 +203,7 @@ class ModelConfig(BaseConfig):
     """Added to the weights of norms."""
     gelu: bool = False
     fused_projections: bool = False
+    fused_mlp: bool = False
     rotary_dim: int | None = None
     """Elements of a head that are rotated, the first ones; None: all."""
     unrotated: tuple[int, ...] = ()
@@ -324,6 +325,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
     architecture = _architecture(raw)
     family = family_of(architecture)
     written, generation = flat(raw) if family.nested else raw, generation or {}
+    written = _without_mixtures(written, family) if "shared_intermediate_size" in family.defaults else written
     keys = Keys(family.defaults | written, "config.json")
     _refuse_unsupported(keys, family)
     attention_bias = keys.flag("attention_bias", False)
@@ -352,6 +354,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         norm_offset=1.0 if family.norms_add_one else 0.0,
         gelu=family.gelu,
         fused_projections=family.fused_projections,
+        fused_mlp=family.fused_mlp,
         windows=windows(keys, family, layers),
         local_rope=local_rope,
         unrotated=unrotated(keys, family, layers),
@@ -375,6 +378,20 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
+
+
+def _without_mixtures(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """``config.json`` of a dense Granite 4, whose class also has experts and Mamba, as that of a Granite 3. Raises
+    :class:`ModelError`."""
+    keys = Keys(family.defaults | raw, "config.json")
+    if keys.whole("num_local_experts"):
+        raise keys.error("num_local_experts", "is not 0, and experts of Granite 4 are not supported; use a dense model")
+    kinds = keys.strings("layer_types") if keys.present("layer_types") else ["mamba"]
+    if unknown := set(kinds) - {"attention", "full_attention"}:
+        raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use a model without -h in its name")
+    if keys.text("position_embedding_type", "nope") != "rope":
+        raise keys.error("position_embedding_type", "is not supported; only rope is")
+    return raw | {"intermediate_size": keys.count("shared_intermediate_size"), "layer_types": None}
 
 
 def architecture_of(directory: Path) -> str:

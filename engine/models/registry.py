@@ -89,6 +89,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": _MISTRAL
     | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
     "granitemoe": _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoehybrid": _GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None},
     "qwen3_vl_text": _shape(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, rope_theta=5e5),
     "qwen2_5_vl": _shape(152064, 8192, 29568, 80, 64, 8, 32768, sliding_window=4096, max_window_layers=80)
     | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "eos_token_id": 151645},
@@ -130,6 +131,8 @@ class Family:
     """Embeddings are multiplied by the square root of the hidden size."""
     fused_projections: bool = False
     """The checkpoint stores one projection for queries, keys and values, and one for gate and up."""
+    fused_mlp: bool = False
+    """The checkpoint stores one projection for gate and up, and three for queries, keys and values."""
     windows: Windows = "late"
     unrotated_global: bool = False
     """Where ``sliding_window`` is set, layers without a window have no rotation."""
@@ -185,6 +188,7 @@ BODIES: dict[str, Family] = {
     "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, windows="early", experts="qwen"),
     "Qwen3Moe": Family("qwen3_moe", qk_norm=True, windows="switched", experts="qwen"),
     "Mixtral": Family("mixtral", windows="all", experts="mixtral"),
+    "GraniteMoeHybrid": Family("granitemoehybrid", multipliers=True, fused_mlp=True),
     "GraniteMoe": Family("granitemoe", multipliers=True, experts="granite"),
 }
 """First part of an architecture's name. To add a model that differs by these flags only, add a line."""

@@ -189,7 +189,7 @@ def written_by_transformers(family: str, **given: Any) -> tuple[PreTrainedConfig
 
 
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 77}, {"sliding_window": None}], ids=str)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TRAINED])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*TRAINED, "granite4")])
 def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -> None:
     if given.get("sliding_window", 0) is None and family in ("gemma2", "gemma3", "olmo3", "exaone4"):
         pytest.skip("transformers has no full attention in place of its windows")
@@ -247,6 +247,24 @@ def test_rotations_of_olmo_3() -> None:
     for written in ({"rope_theta": 3e5, "rope_scaling": yarn}, {"rope_parameters": kinds}):
         config = parse(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, sliding_window=512, **written)
         assert [config.rope_of(layer) for layer in range(4)] == [Rope(3e5)] * 3 + [YarnRope(3e5, 8.0, 8192, 1.2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_local_experts": 64}, "num_local_experts in config.json is not 0"),
+        ({"layer_types": ["mamba", "attention"]}, "layer_types in config.json asks for mamba"),
+        ({"layer_types": None}, "layer_types in config.json asks for mamba"),
+        ({"position_embedding_type": None}, "position_embedding_type in config.json is not supported; only rope is"),
+    ],
+)
+def test_granite_4_is_dense(changes: dict[str, Any], named: str) -> None:
+    """Its class has experts and Mamba, too."""
+    dense = {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0, "layer_types": ["attention"] * 2}
+    given = dense | {"num_hidden_layers": 2, "position_embedding_type": "rope", "shared_intermediate_size": 200}
+    assert (parse(**given).intermediate_size, parse(**given).windows, parse(**given).experts) == (200, (), None)
+    with pytest.raises(ModelError, match=named):
+        parse(**given | changes)
 
 
 def test_layers_without_a_rotation() -> None:

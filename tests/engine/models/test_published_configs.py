@@ -210,7 +210,7 @@ SWITCHED = {"use_sliding_window": True}
 
 @pytest.mark.parametrize(
     ("family", "given"),
-    [(family, {}) for family in FAMILIES]
+    [(family, {}) for family in FAMILIES if family != "granite4"]  # whose defaults are not dense
     + [(family, SWITCHED) for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")]
     + [("smollm3", SWITCHED | {"sliding_window": 64})],
 )

@@ -204,6 +204,8 @@ class ModelConfig(BaseConfig):
     gelu: bool = False
     fused_projections: bool = False
     fused_mlp: bool = False
+    interleaved: bool = False
+    """See :attr:`~engine.models.registry.Family.interleaved`. Weights are reordered as they are loaded."""
     rotary_dim: int | None = None
     """Elements of a head that are rotated, the first ones; None: all."""
     unrotated: tuple[int, ...] = ()
@@ -328,7 +330,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
     written = _without_mixtures(written, family) if "shared_intermediate_size" in family.defaults else written
     keys = Keys(family.defaults | written, "config.json")
     _refuse_unsupported(keys, family)
-    attention_bias = keys.flag("attention_bias", False)
+    all_biased = keys.flag("use_bias", False)  # of ERNIE 4.5
+    attention_bias = keys.flag("attention_bias", all_biased)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     vocab_size = keys.count("vocab_size")
     head_dim, rotated = keys.count("head_dim", hidden_size // heads), rotary_dim(keys, family)
@@ -355,6 +358,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         gelu=family.gelu,
         fused_projections=family.fused_projections,
         fused_mlp=family.fused_mlp,
+        interleaved=family.interleaved,
         windows=windows(keys, family, layers),
         local_rope=local_rope,
         unrotated=unrotated(keys, family, layers),
@@ -362,7 +366,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         experts=experts(keys, family, layers),
         qkv_bias=keys.flag("qkv_bias", True) if family.qkv_bias_only else attention_bias,
         o_bias=keys.flag("attention_out_bias", attention_bias and not family.qkv_bias_only),
-        mlp_bias=keys.flag("mlp_bias", False),
+        mlp_bias=keys.flag("mlp_bias", all_biased),
         eos_token_ids=_eos_token_ids(
             vocab_size, Keys(generation, "generation_config.json"), Keys(written, "config.json"), Keys(family.defaults, "")
         ),

@@ -45,6 +45,13 @@ _GEMMA_2_VALUES = _GEMMA_VALUES | {"query_pre_attn_scalar": 256, "sliding_window
 _LATE = {"sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = _shape(32000, 4096, 14336, 32, 32, 8, 131072, eos_token_id=2, sliding_window=4096)
 _QWEN_MOE = {"sliding_window": 4096, "decoder_sparse_step": 1, "norm_topk_prob": False}
+_GLM = _shape(151552, 4096, 13696, 40, 32, 2, 131072, head_dim=128, pad_token_id=151329) | {
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "eos_token_id": [151329, 151336, 151338],
+}
 _GRANITE = _shape(32000, 4096, 11008, 32, 32, None, 2048, eos_token_id=2) | {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
@@ -75,6 +82,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "attention_out_bias": False},
     "exaone4": _shape(102400, 4096, 16384, 32, 32, 32, 2048, eos_token_id=2)
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "glm": _GLM,
+    "glm4": _GLM,
+    "ernie4_5": _shape(103424, 1024, 3072, 18, 16, 2, 131072, eos_token_id=2, pad_token_id=0, head_dim=128)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False},
     "granite": _GRANITE,
     "qwen2_moe": _shape(151936, 2048, 5632, 24, 16, 16, 32768, **_QWEN_MOE)
     | {
@@ -134,6 +145,8 @@ class Family:
     fused_mlp: bool = False
     """The checkpoint stores one projection for gate and up, and three for queries, keys and values."""
     windows: Windows = "late"
+    interleaved: bool = False
+    """Neighbouring elements of a head are rotated as a pair, not those half of a head apart."""
     unrotated_global: bool = False
     """Where ``sliding_window`` is set, layers without a window have no rotation."""
     partial_rotation: bool = False
@@ -184,6 +197,9 @@ BODIES: dict[str, Family] = {
     "Olmo3": Family("olmo3", qk_norm_over_heads=True, norms="after", windows="pattern"),
     "SeedOss": Family("seed_oss"),
     "Exaone4": Family("exaone4", qk_norm=True, norms="after", windows="pattern", unrotated_global=True),
+    "Glm": Family("glm", fused_mlp=True, interleaved=True, partial_rotation=True),
+    "Glm4": Family("glm4", norms="around", fused_mlp=True, interleaved=True, partial_rotation=True),
+    "Ernie4_5": Family("ernie4_5", interleaved=True),
     "Granite": Family("granite", multipliers=True),
     "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, windows="early", experts="qwen"),
     "Qwen3Moe": Family("qwen3_moe", qk_norm=True, windows="switched", experts="qwen"),

@@ -110,7 +110,8 @@ def _products(config: ModelConfig) -> Iterator[Product]:
     if not (config.fused_projections or config.fused_mlp):
         gate_up = Part("mlp.gate_proj", size), Part("mlp.up_proj", size)
     for layer in range(config.num_layers):
-        yield Product(layer, "attention.qkv_proj", hidden, qkv)
+        if not config.interleaved:  # whose rows are reordered
+            yield Product(layer, "attention.qkv_proj", hidden, qkv)
         yield Product(layer, "attention.o_proj", q, (Part("self_attn.o_proj", hidden),))
         if config.experts is None or layer not in config.experts.layers:
             yield Product(layer, "mlp.gate_up_proj", hidden, gate_up)

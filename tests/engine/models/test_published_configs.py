@@ -177,7 +177,8 @@ def facts(config: PreTrainedConfig) -> dict[str, Any]:
         "windows": windows if any(windows) else (),
         "attention_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
-        "o_bias": getattr(config, "attention_out_bias", getattr(config, "attention_bias", False)),
+        "o_bias": config.model_type not in ("glm", "glm4")
+        and getattr(config, "attention_out_bias", getattr(config, "attention_bias", False)),
         "unrotated": tuple(layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or []) if not turns),
         "experts": None,
     }
@@ -265,7 +266,10 @@ CONFIG: dict[str, Any] = {
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "other architectures": [
-        ({"architectures": ["Glm4ForCausalLM"]}, "Glm4ForCausalLM .* is not supported; use a decoder .Llama, .* encoder .Bert, "),
+        (
+            {"architectures": ["Cohere2ForCausalLM"]},
+            "Cohere2ForCausalLM .* is not supported; use a decoder .Llama, .* encoder .Bert, ",
+        ),
         (
             {"architectures": ["BartForSequenceClassification"]},
             r"^The architecture BartForSequenceClassification in config.json (?!.*For)[^;]*; [^;]{,300}Qwen2_5_VL[^;]{,250}$",

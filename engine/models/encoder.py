@@ -125,6 +125,8 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.qkv_proj = Linear(size, 3 * size, bias="qkv" in config.biases, dtype=dtype)
         self.o_proj = Linear(size, size, bias="out" in config.biases, dtype=dtype)
+        self.q_norm = LayerNorm(size, config, dtype) if config.family.qk_norm else None
+        self.k_norm = LayerNorm(size, config, dtype) if config.family.qk_norm else None
         self.qkv_tasks: TaskDelta | None = None
         self.o_tasks: TaskDelta | None = None
 
@@ -134,6 +136,8 @@ class Attention(nn.Module):
         if self.qkv_tasks is not None:
             qkv = self.qkv_tasks(x, qkv)
         q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(each.flatten(1)).view_as(each) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
         if rotation is not None:
             q, k = rope(q, *rotation), rope(k, *rotation)
         return attend(self.layer, q, k, v).flatten(1)
@@ -153,7 +157,7 @@ class FeedForward(nn.Module):
         self.activation = FUNCTIONS[config.activation]
         self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
         """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
-        self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
+        self.gated, self.gate_first = config.family.gated, not config.family.gate_second
         self.kind = Activation(self.function, UNGATED if not self.gated else GATE_FIRST if self.gate_first else GATE_SECOND)
         size, inner = config.hidden_size, config.intermediate_size
         self.inner = inner
@@ -219,6 +223,8 @@ class EncoderLayer(nn.Module):
         self.mlp: FeedForward | EncoderExperts = EncoderExperts(config, dtype) if chosen else FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
+        self.second_norm = LayerNorm(config.hidden_size, config, dtype) if config.family.qk_norm else None
+        """Of what attention's norm gives and the layer's input."""
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
     @property
@@ -254,14 +260,15 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward)
+        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward) and self.second_norm is None
         if whole and (finished := finish_layer(attended, x, self.parts)) is not None:
             return finished
         if self.before:
             x = self.attention.projected(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
         assert self.attention_norm is not None
-        x = self.attention_norm(self.attention.projected(attended), x)
+        given, x = x, self.attention_norm(self.attention.projected(attended), x)
+        x = x if self.second_norm is None else self.second_norm(x, given)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
 
 
@@ -487,7 +494,7 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        suits = suits and config.tasks is None and config.experts is None and len(layers) > 0
+        suits = suits and config.tasks is None and config.experts is None and not config.family.qk_norm and len(layers) > 0
         if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs

@@ -97,6 +97,8 @@ def load_encoder(
     stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
     if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
+    if config.architecture.startswith("JinaBert") and "encoder.layer.0.attention.self.layer_norm_q.weight" in stored:
+        config = dataclasses.replace(config, architecture=config.architecture.replace("JinaBert", "JinaBertCode"))
     with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
     inline = INLINE if config.architecture.startswith(HF_COLBERT) else ""

@@ -377,9 +377,26 @@ def make_jina(directory: Path, kind: str, heads: int) -> Path:
     return directory
 
 
+def make_jina_code(directory: Path) -> dict[str, Tensor]:
+    """Write a JinaBERT of code as published, whose queries and keys are normalised. Returns its tensors."""
+    make_jina(directory, "embed", 4)
+    given, stored = load_file(directory / "model.safetensors"), {}
+    names = {"mlp.gated_layers": "mlp.up_gated_layer", "mlp.wo": "mlp.down_layer", "mlp.layernorm": "layer_norm_2"}
+    for name, tensor in given.items():
+        module, _, kind = name.rpartition(".")
+        published = next((module.replace(old, new) for old, new in names.items() if module.endswith(old)), module)
+        stored[f"{published}.{kind}"] = tensor
+        if module.endswith("mlp.layernorm"):
+            for added in ("layer_norm_1", "attention.self.layer_norm_q", "attention.self.layer_norm_k"):
+                stored[f"{module.removesuffix('mlp.layernorm')}{added}.{kind}"] = torch.rand_like(tensor) + 0.5
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    return stored
+
+
 @torch.inference_mode()
-def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes: list[float]) -> Tensor:
-    """[tokens, hidden] by the formulas of the paper, arXiv 2310.19923: symmetric ALiBi, GeGLU, norms after the sums."""
+def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes: list[float], *, code: bool = False) -> Tensor:
+    """[tokens, hidden] by the formulas of the paper, arXiv 2310.19923: symmetric ALiBi, GeGLU, norms after the sums. ``code``: as
+    ``jina_code.rs`` of Text Embeddings Inference computes jina-embeddings-v2-base-code."""
 
     def of(name: str, part: str = "weight") -> Tensor:
         return next(tensor for key, tensor in stored.items() if key.removeprefix("bert.") == f"{name}.{part}")
@@ -395,14 +412,32 @@ def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes
     bias = -torch.tensor(slopes)[:, None, None] * (places[:, None] - places).abs()
     for layer in range(3):
         name = f"encoder.layer.{layer}"
-        q, k, v = (
-            linear(f"{name}.attention.self.{each}", x).view(len(x), heads, -1).transpose(0, 1) for each in ("query", "key", "value")
-        )
+        projected = [linear(f"{name}.attention.self.{each}", x) for each in ("query", "key", "value")]
+        if code:
+            projected[:2] = (
+                norm(f"{name}.attention.self.layer_norm_{kind}", each) for kind, each in zip("qk", projected, strict=False)
+            )
+        q, k, v = (each.view(len(x), heads, -1).transpose(0, 1) for each in projected)
         attended = ((q @ k.transpose(1, 2) / q.shape[2] ** 0.5 + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = norm(f"{name}.attention.output.LayerNorm", linear(f"{name}.attention.output.dense", attended) + x)
+        given, x = x, norm(f"{name}.attention.output.LayerNorm", linear(f"{name}.attention.output.dense", attended) + x)
+        if code:
+            x = norm(f"{name}.layer_norm_1", x + given)
+            up, gate = (x @ of(f"{name}.mlp.up_gated_layer").T).chunk(2, 1)
+            x = norm(f"{name}.layer_norm_2", linear(f"{name}.mlp.down_layer", torch.nn.functional.gelu(gate) * up) + x)
+            continue
         gate, up = (x @ of(f"{name}.mlp.gated_layers").T).chunk(2, 1)
         x = norm(f"{name}.mlp.layernorm", linear(f"{name}.mlp.wo", torch.nn.functional.gelu(gate) * up) + x)
     return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}, {"threads": 2}], ids=["float32", "int8", "threads"])
+def test_jina_of_code_equals_its_formulas(tmp_path: Path, settings: dict[str, Any]) -> None:
+    if "quantize" in settings and instructions() is None:
+        pytest.skip("the processor does not multiply bytes")
+    stored, sent = make_jina_code(tmp_path), [*texts(), some_tokens(random.Random(3), 500, 500)]
+    (scored,) = run(build(tmp_path, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    hidden = [jina_hidden(stored, tokens, 4, [1 / 4, 1 / 16, 1 / 64, 1 / 256], code=True) for tokens in sent]
+    assert_equal_rows(scored.rows, [each.mean(0).tolist() for each in hidden], 0.3 if "quantize" in settings else 1e-4)
 
 
 @pytest.mark.parametrize(

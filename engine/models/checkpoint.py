@@ -293,8 +293,9 @@ _GLM_NORMS = {
 
 def _plain(name: str, norms: Mapping[str, str]) -> str:
     """``name`` with the names of Phi-3's feed-forward layers in Granite 4, and with those of ``norms``."""
-    *before, norm, kind = name.rsplit(".", 2)
-    name = ".".join([*before, norms.get(norm, norm), kind]) if before else name
+    module, _, kind = name.rpartition(".")
+    before, dot, norm = module.rpartition(".")
+    name = f"{before}{dot}{norms[norm]}.{kind}" if norm in norms else name
     return name.replace("shared_mlp.input_linear", "mlp.gate_up_proj").replace("shared_mlp.output_linear", "mlp.down_proj")
 
 

@@ -28,11 +28,18 @@ _NAMES = {
     "phi4_mini": "Phi3",
     "smollm3": "SmolLM3",
     "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "seed_oss": "SeedOss",
+    "exaone4": "Exaone4",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "ernie4_5": "Ernie4_5",
     "granite": "Granite",
     "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "granitemoe": "GraniteMoe",
+    "granite4": "GraniteMoeHybrid",
 }
 """First parts of the names of transformers' classes."""
 _TEXT = {"gemma3": "Gemma3Text"}
@@ -47,7 +54,7 @@ def _class(family: str, suffix: str) -> Any:
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     family: (_class(family, "Config"), _class(family, "ForCausalLM")) for family in _NAMES
 }
-WITHOUT_CLASSIFIER = ("olmo2", "granite", "granitemoe")
+WITHOUT_CLASSIFIER = ("ernie4_5", "olmo2", "granite", "granitemoe", "granite4")
 """Families for which transformers has no class with a classification head."""
 QUICK = (*TRAINED, "gemma2", "qwen2_moe")
 """Families that quick tests load; the others differ from them by fewer parts."""
@@ -83,10 +90,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "glm": {"pad_token_id": 0, "bos_token_id": 1},
+    "glm4": {"pad_token_id": 0},
+    "olmo3": {"sliding_window": 20, "num_hidden_layers": 5},
+    "exaone4": {"sliding_window": 20, "num_hidden_layers": 5},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.5},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "granite4": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
     "granitemoe": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,

@@ -274,11 +274,29 @@ def weight_files(directory: Path) -> list[Path]:
 def _with_prefix(stored: dict[str, Stored]) -> dict[str, Stored]:
     """``stored`` with the names of published checkpoints: those of the parts of a model of text and images without
     :data:`BODY_PREFIX`, and with it where a class without a head has saved it."""
+    glm = any(name.endswith(".post_self_attn_layernorm.weight") for name in stored)
+    stored = {_plain(name, _GLM_NORMS if glm else {}): tensor for name, tensor in stored.items()}
     if any(name.startswith(_NESTED) for name in stored):
         stored = {_unnested(name): tensor for name, tensor in stored.items()}
     if EMBEDDING not in stored or BODY_PREFIX + EMBEDDING in stored:
         return stored
     return {BODY_PREFIX + name if name.startswith(_BODY_PARTS) else name: tensor for name, tensor in stored.items()}
+
+
+_GLM_NORMS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Norms of GLM-4-0414, and their names in Gemma 2."""
+
+
+def _plain(name: str, norms: Mapping[str, str]) -> str:
+    """``name`` with the names of Phi-3's feed-forward layers in Granite 4, and with those of ``norms``."""
+    module, _, kind = name.rpartition(".")
+    before, dot, norm = module.rpartition(".")
+    name = f"{before}{dot}{norms[norm]}.{kind}" if norm in norms else name
+    return name.replace("shared_mlp.input_linear", "mlp.gate_up_proj").replace("shared_mlp.output_linear", "mlp.down_proj")
 
 
 def _unnested(name: str) -> str:

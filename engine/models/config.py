@@ -76,6 +76,9 @@ def _is_local(keys: Keys, family: Family, layer: int, layers: int) -> bool:
 
 def unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     """Read the layers without a rotation."""
+    if family.unrotated_global:
+        found = windows(keys, family, layers) or (None,) * layers
+        return tuple(layer for layer in range(layers) if found[layer] is None) if keys.present("sliding_window") else ()
     if "no_rope_layer_interval" not in family.defaults:
         return ()
     rotated = keys.flags("no_rope_layers")  # which names the layers that have one
@@ -200,6 +203,9 @@ class ModelConfig(BaseConfig):
     """Added to the weights of norms."""
     gelu: bool = False
     fused_projections: bool = False
+    fused_mlp: bool = False
+    interleaved: bool = False
+    """See :attr:`~engine.models.registry.Family.interleaved`. Weights are reordered as they are loaded."""
     rotary_dim: int | None = None
     """Elements of a head that are rotated, the first ones; None: all."""
     unrotated: tuple[int, ...] = ()
@@ -321,9 +327,11 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
     architecture = _architecture(raw)
     family = family_of(architecture)
     written, generation = flat(raw) if family.nested else raw, generation or {}
+    written = _without_mixtures(written, family) if "shared_intermediate_size" in family.defaults else written
     keys = Keys(family.defaults | written, "config.json")
     _refuse_unsupported(keys, family)
-    attention_bias = keys.flag("attention_bias", False)
+    all_biased = keys.flag("use_bias", False)  # of ERNIE 4.5
+    attention_bias = keys.flag("attention_bias", all_biased)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     vocab_size = keys.count("vocab_size")
     head_dim, rotated = keys.count("head_dim", hidden_size // heads), rotary_dim(keys, family)
@@ -349,14 +357,16 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         norm_offset=1.0 if family.norms_add_one else 0.0,
         gelu=family.gelu,
         fused_projections=family.fused_projections,
+        fused_mlp=family.fused_mlp,
+        interleaved=family.interleaved,
         windows=windows(keys, family, layers),
         local_rope=local_rope,
         unrotated=unrotated(keys, family, layers),
         **factors(keys, family, hidden_size),
         experts=experts(keys, family, layers),
         qkv_bias=keys.flag("qkv_bias", True) if family.qkv_bias_only else attention_bias,
-        o_bias=attention_bias and not family.qkv_bias_only,
-        mlp_bias=keys.flag("mlp_bias", False),
+        o_bias=keys.flag("attention_out_bias", attention_bias and not family.qkv_bias_only),
+        mlp_bias=keys.flag("mlp_bias", all_biased),
         eos_token_ids=_eos_token_ids(
             vocab_size, Keys(generation, "generation_config.json"), Keys(written, "config.json"), Keys(family.defaults, "")
         ),
@@ -372,6 +382,20 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
+
+
+def _without_mixtures(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """``config.json`` of a dense Granite 4, whose class also has experts and Mamba, as that of a Granite 3. Raises
+    :class:`ModelError`."""
+    keys = Keys(family.defaults | raw, "config.json")
+    if keys.whole("num_local_experts"):
+        raise keys.error("num_local_experts", "is not 0, and experts of Granite 4 are not supported; use a dense model")
+    kinds = keys.strings("layer_types") if keys.present("layer_types") else ["mamba"]
+    if unknown := set(kinds) - {"attention", "full_attention"}:
+        raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use a model without -h in its name")
+    if keys.text("position_embedding_type", "nope") != "rope":
+        raise keys.error("position_embedding_type", "is not supported; only rope is")
+    return raw | {"intermediate_size": keys.count("shared_intermediate_size"), "layer_types": None}
 
 
 def architecture_of(directory: Path) -> str:

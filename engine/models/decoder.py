@@ -64,7 +64,7 @@ def layer_views(layer: DecoderLayer, config: ModelConfig) -> Iterator[tuple[str,
     if isinstance(mlp, Experts):
         yield from _expert_views(mlp, family_of(config.architecture).experts)
     else:
-        yield from _mlp_views("mlp.", mlp, fused=config.fused_projections)
+        yield from _mlp_views("mlp.", mlp, fused=config.fused_projections or config.fused_mlp)
 
 
 def _mlp_views(prefix: str, mlp: nn.Module, *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -125,6 +125,8 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.qkv_proj = Linear(size, 3 * size, bias="qkv" in config.biases, dtype=dtype)
         self.o_proj = Linear(size, size, bias="out" in config.biases, dtype=dtype)
+        self.q_norm = LayerNorm(size, config, dtype) if config.family.qk_norm else None
+        self.k_norm = LayerNorm(size, config, dtype) if config.family.qk_norm else None
         self.qkv_tasks: TaskDelta | None = None
         self.o_tasks: TaskDelta | None = None
 
@@ -134,6 +136,8 @@ class Attention(nn.Module):
         if self.qkv_tasks is not None:
             qkv = self.qkv_tasks(x, qkv)
         q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(each.flatten(1)).view_as(each) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
         if rotation is not None:
             q, k = rope(q, *rotation), rope(k, *rotation)
         return attend(self.layer, q, k, v).flatten(1)
@@ -153,7 +157,7 @@ class FeedForward(nn.Module):
         self.activation = FUNCTIONS[config.activation]
         self.compute: Callable[[FeedForward, Tensor], Tensor] | None = None
         """Takes the place of :meth:`forward` where a number format has a faster order of operations."""
-        self.gated, self.gate_first = config.family.gated, config.family.model_type != "gte"
+        self.gated, self.gate_first = config.family.gated, not config.family.gate_second
         self.kind = Activation(self.function, UNGATED if not self.gated else GATE_FIRST if self.gate_first else GATE_SECOND)
         size, inner = config.hidden_size, config.intermediate_size
         self.inner = inner
@@ -219,6 +223,8 @@ class EncoderLayer(nn.Module):
         self.mlp: FeedForward | EncoderExperts = EncoderExperts(config, dtype) if chosen else FeedForward(config, dtype)
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
+        self.second_norm = LayerNorm(config.hidden_size, config, dtype) if config.family.qk_norm else None
+        """Of what attention's norm gives and the layer's input."""
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
     @property
@@ -254,14 +260,15 @@ class EncoderLayer(nn.Module):
         [tokens or rows, hidden]"""
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward)
+        whole = self.attention.o_tasks is None and isinstance(self.mlp, FeedForward) and self.second_norm is None
         if whole and (finished := finish_layer(attended, x, self.parts)) is not None:
             return finished
         if self.before:
             x = self.attention.projected(attended).add_(x)
             return self.mlp(self.mlp_norm(x)).add_(x)  # type: ignore[no-any-return]
         assert self.attention_norm is not None
-        x = self.attention_norm(self.attention.projected(attended), x)
+        given, x = x, self.attention_norm(self.attention.projected(attended), x)
+        x = x if self.second_norm is None else self.second_norm(x, given)
         return self.mlp_norm(self.mlp(x), x)  # type: ignore[no-any-return]
 
 
@@ -345,7 +352,10 @@ class Encoder(nn.Module):
         self._relative_heads: dict[int, tuple[Tensor, Tensor]] = {}
         self.embedding_norm = LayerNorm(width, config, dtype) if "embedding_norm" in family.outer else None
         self.embedding_projection = Linear(width, size, dtype=dtype) if config.embedding_size else None
-        self.layers = nn.ModuleList(EncoderLayer(config, layer, dtype) for layer in range(config.num_layers))
+        own = config.num_layers if "{}" in family.layer else min(1, config.num_layers)
+        layers = [EncoderLayer(config, layer, dtype) for layer in range(own)]
+        self.layers = nn.ModuleList(layers[min(layer, own - 1)] for layer in range(config.num_layers))
+        """Of a family whose layers have the same weights, one layer as often as it is computed."""
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self._step_tasks = StepTasks()
         self.embed_tasks: EmbeddingTaskDelta | None = None
@@ -393,11 +403,13 @@ class Encoder(nn.Module):
                 setattr(part, tasked, TaskDelta(tasks, step, size, columns, dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Packed, rows: Tensor | None = None) -> Tensor:
-        """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted,
-        at least one; None for all. -> hidden rows, [tokens or rows, hidden].
+        """tokens, positions: [tokens] int64, each sequence's from 0. rows: [rows] int64, the tokens whose hidden rows are wanted;
+        None for all. -> hidden rows, [tokens or rows, hidden].
 
         Threads compute a part each. If they shared each operation, each would wait for the others to wake, some hundred times.
         """
+        if rows is not None and not len(rows):  # all are queries whose weights are in a table
+            return self.embed.weight.new_empty(0, self.config.hidden_size)
         parts = attend.parts
         if not parts:
             return self._compute(tokens, positions, attend, rows)
@@ -482,7 +494,7 @@ class Encoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
         config = self.config
         suits = compiles(self.embed.weight.detach()) and (self.relative is None or config.max_context <= MOST_RELATED)
-        suits = suits and config.tasks is None and config.experts is None and len(layers) > 0
+        suits = suits and config.tasks is None and config.experts is None and not config.family.qk_norm and len(layers) > 0
         if not (suits and all(takes(layer.parts) for layer in layers)):
             return None
         parts, specs = [layer.parts for layer in layers], config.attention_specs
@@ -658,17 +670,13 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Bring what a checkpoint has filled into the layout of products, and give all layers the weights that they share."""
+        """Bring what a checkpoint has filled into the layout of products."""
         if self.task_types is not None and self.types is not None:
             self.types.weight.add_(self.task_types.weight[0])
             self.task_types = None
         for part in self.modules():
             if isinstance(part, EncoderExperts):
                 part.fold()
-        if self.layers and "{}" not in self.config.family.layer:
-            filled = self.layers[-1].state_dict()
-            for layer in self.layers:
-                layer.load_state_dict(filled)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Checkpoint name of each tensor, without a prefix -> the part of a parameter that it fills, detached and writable."""

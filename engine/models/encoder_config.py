@@ -112,6 +112,10 @@ class EncoderFamily:
     alibi: bool = False
     """Scores fall with the distance of two tokens, in each head at its own rate."""
     gated: bool = False
+    gate_second: bool = False
+    """The gate is behind what it multiplies."""
+    qk_norm: bool = False
+    """Queries and keys are normalised over all heads, and attention's output is normalised twice."""
     norms: Literal["before", "after"] = "after"
     """Place of a layer's norms: before attention and MLP, or after the sum with the residual."""
     biases: tuple[str, ...] = ("qkv", "out", "up", "down")
@@ -171,6 +175,22 @@ _JINA = dataclasses.replace(
     biases=("qkv", "out", "down"),
 )
 """Names of ``jinaai/jina-bert-implementation``, which are those of jina-embeddings-v2 and jina-reranker-v1."""
+_JINA_CODE = dataclasses.replace(
+    _JINA,
+    inner=_BERT_INNER
+    | {
+        "attention.q_norm": ("attention.self.layer_norm_q",),
+        "attention.k_norm": ("attention.self.layer_norm_k",),
+        "second_norm": ("layer_norm_1",),
+        "mlp.gate_up_proj": ("mlp.up_gated_layer",),
+        "mlp.down_proj": ("mlp.down_layer",),
+        "mlp_norm": ("layer_norm_2",),
+    },
+    gate_second=True,
+    qk_norm=True,
+)
+"""Names of ``jinaai/jina-bert-v2-qk-post-norm``, which are those of jina-embeddings-v2-base-code. Source of its formulas:
+``jina_code.rs`` of Text Embeddings Inference."""
 _ROBERTA = dataclasses.replace(
     _BERT,
     model_type="roberta",
@@ -387,6 +407,7 @@ _GTE = EncoderFamily(
     | {"vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1, "rope_theta": 1.6e5, "pad_token_id": 1},
     rotary=True,
     gated=True,
+    gate_second=True,
     biases=("qkv", "out", "down"),
 )
 _TABLE = EncoderFamily(
@@ -403,6 +424,7 @@ _TABLE = EncoderFamily(
 BODIES: dict[str, EncoderFamily] = {
     "Bert": _BERT,
     "JinaBert": _JINA,
+    "JinaBertCode": _JINA_CODE,
     "Roberta": _ROBERTA,
     "XLMRoberta": dataclasses.replace(_ROBERTA, model_type="xlm-roberta", defaults={**_ROBERTA.defaults, "vocab_size": 30522}),
     "XLMRobertaFlash": _ROBERTA_FLASH,
@@ -420,13 +442,13 @@ BODIES: dict[str, EncoderFamily] = {
     "Gte": _GTE,
     "New": _GTE,
 }
-"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``, and NomicBertPlain
-is NomicBert; their tensors have other names."""
+"""First part of an architecture's name. XLMRobertaFlash and XLMRobertaRotary are XLMRoberta in ``config.json``, JinaBertCode is
+JinaBert and NomicBertPlain is NomicBert; their tensors have other names."""
 FAMILIES: dict[str, tuple[EncoderFamily, Head]] = {
     body + suffix: (family, head) for body, family in BODIES.items() for suffix, head in HEADS.items()
 } | {HF_COLBERT: (_BERT, "none"), f"{HF_COLBERT}Rotary": (_ROBERTA_ROTARY, "none"), STATIC: (_TABLE, "none")}
 """All supported architectures, by their names in ``config.json``, and those of bodies that have none there."""
-_UNNAMED = "XLMRobertaFlash", "XLMRobertaRotary", "NomicBertPlain", f"{HF_COLBERT}Rotary", STATIC
+_UNNAMED = "XLMRobertaFlash", "XLMRobertaRotary", "JinaBertCode", "NomicBertPlain", f"{HF_COLBERT}Rotary", STATIC
 NAMED = tuple(name for name in FAMILIES if not name.startswith(_UNNAMED))
 """Those that files name."""
 UNREAD = ("pooler.", "predictions.", "cls.", "lm_head.", "head.", "decoder.", "vocab_", "classifier.", "pre_classifier.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from yardstick_llm.engine.models import checkpoint
 from yardstick_llm.engine.models.checkpoint import SINGLE, Stored
 from yardstick_llm.engine.models.config import ModelConfig, config_json, load_config
-from yardstick_llm.engine.models.decoder import Decoder, DecoderLayer
+from yardstick_llm.engine.models.decoder import Attention, Decoder, DecoderLayer
 from yardstick_llm.engine.models.encoder import Encoder, EncoderLayer
 from yardstick_llm.engine.models.encoder_config import SPARSE_HEAD, TOKEN_HEAD, UNREAD, is_encoder, load_encoder_config
 from yardstick_llm.engine.models.files import is_gguf
@@ -97,6 +97,8 @@ def load_encoder(
     stored = {_plain_name(name, prefixes): each for name, each in headers.items()}
     if config.architecture.startswith("XLMRobertaFor") and "emb_ln.weight" in stored:
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
+    if config.architecture.startswith("JinaBert") and "encoder.layer.0.attention.self.layer_norm_q.weight" in stored:
+        config = dataclasses.replace(config, architecture=config.architecture.replace("JinaBert", "JinaBertCode"))
     with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
     inline = INLINE if config.architecture.startswith(HF_COLBERT) else ""
@@ -118,7 +120,7 @@ def load_encoder(
     if quantize is not None and encoder.layers:
         form = FORMATS[quantize]
         form.check_shapes(encoder)
-        for layer in encoder.layers:
+        for layer in dict.fromkeys(encoder.layers):
             assert isinstance(layer, EncoderLayer)
             plain = copy.deepcopy(layer)
             form.convert(layer)
@@ -210,7 +212,7 @@ def fill(
     """
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)
-        _add_offsets(decoder)
+        _finish_layers(decoder, decoder.config)
     else:
         _fill_in_format(decoder, stored, quantize, part, device)
     if isinstance(decoder, VisionDecoder):
@@ -246,10 +248,12 @@ def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: st
                 for name, weight in checkpoint.read_all_codes(stored, views).items()
             }
             whole = as_stored.codes_of(passage, views, {name: weight for name, weight in found.items() if weight is not None})
+            if decoder.config.interleaved:
+                whole.pop(as_stored.QKV, None)  # is dense, so that its rows can be reordered
             codes = as_stored.convert(layer, whole, device, in_int8=in_int8)
             views = as_stored.dense_views(passage, views, codes)
         checkpoint.copy(stored, views, part)
-        _add_offsets(passage)
+        _finish_layers(passage, decoder.config)
         layer.attention.kv_bounds = kv_bounds(passage, decoder.config) if bounded(decoder.config) else None
         if form is None:
             fill_parts(layer, passage, codes)
@@ -278,10 +282,18 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def _add_offsets(module: nn.Module) -> None:
+@torch.no_grad()
+def _finish_layers(module: nn.Module, config: ModelConfig) -> None:
+    """Bring what a checkpoint has filled into the layout of the decoder: offsets of norms, and pairs of elements that are rotated,
+    which are half of what is rotated apart."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             part.add_offset()
+        if isinstance(part, Attention) and config.interleaved:
+            for parameter in part.qkv_proj.parameters():
+                turned = parameter.view(-1, config.head_dim, *parameter.shape[1:])[: sum(part.split[:2]), : config.rotary_dim]
+                pairs = turned.reshape(len(turned), -1, 2, *parameter.shape[1:])
+                turned.copy_(pairs.transpose(1, 2).reshape(turned.shape))
 
 
 def _as_stored(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:

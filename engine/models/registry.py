@@ -45,6 +45,13 @@ _GEMMA_2_VALUES = _GEMMA_VALUES | {"query_pre_attn_scalar": 256, "sliding_window
 _LATE = {"sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = _shape(32000, 4096, 14336, 32, 32, 8, 131072, eos_token_id=2, sliding_window=4096)
 _QWEN_MOE = {"sliding_window": 4096, "decoder_sparse_step": 1, "norm_topk_prob": False}
+_GLM = _shape(151552, 4096, 13696, 40, 32, 2, 131072, head_dim=128, pad_token_id=151329) | {
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "eos_token_id": [151329, 151336, 151338],
+}
 _GRANITE = _shape(32000, 4096, 11008, 32, 32, None, 2048, eos_token_id=2) | {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
@@ -69,6 +76,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": _shape(128256, 2048, 11008, 36, 16, 4, 32768, eos_token_id=128001, pad_token_id=128004)
     | {"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
     "olmo2": _shape(50304, 4096, 11008, 32, 32, None, 2048, eos_token_id=50279, pad_token_id=1) | {"rms_norm_eps": 1e-5},
+    "olmo3": _shape(50304, 4096, 11008, 32, 32, None, 2048, eos_token_id=50279, pad_token_id=1, sliding_window=4096)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_local_base_freq": None, "sliding_window_pattern": 4},
+    "seed_oss": _shape(155136, 4096, 27648, 64, 80, 8, 524288, eos_token_id=2, pad_token_id=1, head_dim=128)
+    | {"attention_bias": True, "attention_out_bias": False},
+    "exaone4": _shape(102400, 4096, 16384, 32, 32, 32, 2048, eos_token_id=2)
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "glm": _GLM,
+    "glm4": _GLM,
+    "ernie4_5": _shape(103424, 1024, 3072, 18, 16, 2, 131072, eos_token_id=2, pad_token_id=0, head_dim=128)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False},
     "granite": _GRANITE,
     "qwen2_moe": _shape(151936, 2048, 5632, 24, 16, 16, 32768, **_QWEN_MOE)
     | {
@@ -83,6 +100,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": _MISTRAL
     | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
     "granitemoe": _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoehybrid": _GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None},
+    "qwen3_vl_text": _shape(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, rope_theta=5e5),
     "qwen2_5_vl": _shape(152064, 8192, 29568, 80, 64, 8, 32768, sliding_window=4096, max_window_layers=80)
     | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "eos_token_id": 151645},
 }
@@ -95,10 +114,10 @@ Norms = Literal["before", "after", "around"]
 """Place of a layer's norms: before attention and MLP, after them, or both. Norms after them precede the sum with the residual."""
 ExpertNames = Literal["qwen", "mixtral", "granite"]
 """Names of experts in configurations and checkpoints."""
-Windows = Literal["late", "all", "alternate", "five_of_six", "switched", "early"]
+Windows = Literal["late", "all", "alternate", "pattern", "switched", "early"]
 """Layers with a sliding window if the configuration has no ``layer_types``. If ``use_sliding_window`` is set: ``late``: those from
 ``max_window_layers`` on, ``switched``: all, ``early``: every other one from the first, below ``max_window_layers``. Without such a
-switch: all, every other one from the first, or all but each sixth (or ``sliding_window_pattern``-th)."""
+switch: all, every other one from the first, or (``pattern``) all but each ``sliding_window_pattern``-th."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,13 @@ class Family:
     """Embeddings are multiplied by the square root of the hidden size."""
     fused_projections: bool = False
     """The checkpoint stores one projection for queries, keys and values, and one for gate and up."""
+    fused_mlp: bool = False
+    """The checkpoint stores one projection for gate and up, and three for queries, keys and values."""
     windows: Windows = "late"
+    interleaved: bool = False
+    """Neighbouring elements of a head are rotated as a pair, not those half of a head apart."""
+    unrotated_global: bool = False
+    """Where ``sliding_window`` is set, layers without a window have no rotation."""
     partial_rotation: bool = False
     """``partial_rotary_factor`` of each head may be rotated, and the rotation may be LongRoPE, whose old names are ``su`` and
     ``yarn``."""
@@ -151,7 +176,8 @@ class Family:
 
 _GEMMA = Family("gemma", norms_add_one=True, gelu=True, scaled_embeddings=True)
 _GEMMA_2 = dataclasses.replace(_GEMMA, model_type="gemma2", norms="around", windows="alternate")
-_GEMMA_3 = dataclasses.replace(_GEMMA, model_type="gemma3_text", norms="around", qk_norm=True, windows="five_of_six")
+_GEMMA_3 = dataclasses.replace(_GEMMA, model_type="gemma3_text", norms="around", qk_norm=True, windows="pattern")
+_QWEN_3_VL = Family("qwen3_vl_text", qk_norm=True, nested=True, unread=("visual.",))
 
 BODIES: dict[str, Family] = {
     "Llama": Family("llama"),
@@ -168,10 +194,17 @@ BODIES: dict[str, Family] = {
     "Phi3": Family("phi3", fused_projections=True, windows="all", partial_rotation=True),
     "SmolLM3": Family("smollm3"),
     "Olmo2": Family("olmo2", qk_norm_over_heads=True, norms="after"),
+    "Olmo3": Family("olmo3", qk_norm_over_heads=True, norms="after", windows="pattern"),
+    "SeedOss": Family("seed_oss"),
+    "Exaone4": Family("exaone4", qk_norm=True, norms="after", windows="pattern", unrotated_global=True),
+    "Glm": Family("glm", fused_mlp=True, interleaved=True, partial_rotation=True),
+    "Glm4": Family("glm4", norms="around", fused_mlp=True, interleaved=True, partial_rotation=True),
+    "Ernie4_5": Family("ernie4_5", interleaved=True),
     "Granite": Family("granite", multipliers=True),
     "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, windows="early", experts="qwen"),
     "Qwen3Moe": Family("qwen3_moe", qk_norm=True, windows="switched", experts="qwen"),
     "Mixtral": Family("mixtral", windows="all", experts="mixtral"),
+    "GraniteMoeHybrid": Family("granitemoehybrid", multipliers=True, fused_mlp=True),
     "GraniteMoe": Family("granitemoe", multipliers=True, experts="granite"),
 }
 """First part of an architecture's name. To add a model that differs by these flags only, add a line."""
@@ -191,6 +224,11 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": dataclasses.replace(
         _GEMMA_3, nested=True, unread=("vision_tower.", "multi_modal_projector.")
     ),
+    "Mistral3ForConditionalGeneration": dataclasses.replace(
+        BODIES["Mistral"], nested=True, unread=("vision_tower.", "multi_modal_projector.")
+    ),
+    "Qwen3VLForConditionalGeneration": _QWEN_3_VL,
+    "Qwen3VLModel": dataclasses.replace(_QWEN_3_VL, head="none"),
     "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", qkv_bias_only=True, nested=True, vision=True),
 }
 """All supported architectures, by their names in ``config.json``."""

@@ -93,6 +93,8 @@ class YarnRope(Rope):
     """Dimensions that turn less often than this are stretched by ``factor``."""
     truncate: bool = True
     """Round the bounds of the blend outwards to whole dimensions."""
+    limited: bool = False
+    """Queries beyond the original context have a scale of their own (Ministral 3), so longer contexts are not served."""
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         plain = _plain_frequencies(self.theta, head_dim)
@@ -184,7 +186,7 @@ OLD_NAMES = ("su", "yarn")
 FACTORS = "factors"
 """``rope_type`` of :class:`FactorRope`, in configurations that are made from GGUF files."""
 LOCAL_THETA = "rope_local_base_freq"
-"""Key of the base of the rotation in layers with a window."""
+"""Key of the base of the rotation in layers with a window. Where its default is None, that base is ``rope_theta`` (OLMo 3)."""
 
 
 def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> tuple[Rope, Rope | None]:
@@ -202,7 +204,7 @@ def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> t
             return _parse_long(keys, inner, family, max_context), None
     has_local = LOCAL_THETA in family.defaults
     if inner is None or inner.first_object() is None:
-        local = Rope(keys.number(LOCAL_THETA)) if has_local else None
+        local = Rope(keys.number(LOCAL_THETA, keys.number("rope_theta"))) if has_local else None
         return _parse_rope(keys, inner, plain="mrope" if family.vision else "default"), local
     if not has_local:
         raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
@@ -218,6 +220,8 @@ def longest_context(written: int, rope: Rope, wanted: int | None) -> int:
     A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
     """
     most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+    if isinstance(rope, YarnRope) and rope.limited:
+        most = rope.original_context
     if wanted is None:
         return min(most, rope.original_context) if isinstance(rope, LongRope) else most
     if wanted > most:
@@ -238,7 +242,8 @@ def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
 
 def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain: str = "default") -> Rope:
     """``base``: key of the base if ``inner`` has none. ``plain``: another name of an unscaled rotation."""
-    theta = inner.number("rope_theta") if inner is not None and inner.present("rope_theta") else keys.number(base)
+    own = None if inner is None else inner.optional_number("rope_theta")
+    theta = own or keys.number(base, keys.optional_number("rope_theta"))
     if inner is None:
         return Rope(theta)
     kind = inner.text("rope_type", inner.text("type", "default"))
@@ -270,6 +275,7 @@ def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
         beta_fast=keys.number("beta_fast", 32.0),
         beta_slow=keys.number("beta_slow", 1.0),
         truncate=keys.flag("truncate", True),
+        limited=keys.present("llama_4_scaling_beta"),
     )
 
 
@@ -320,4 +326,5 @@ def rope_scaling(rope: Rope) -> dict[str, Any] | None:
     del values["theta"]
     original = values.pop("original_context")
     kind = "yarn" if isinstance(rope, YarnRope) else "llama3"
+    values.pop("limited", None)
     return {"rope_type": kind, **values, "original_max_position_embeddings": original}

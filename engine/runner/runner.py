@@ -281,8 +281,8 @@ class Runner:
             decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads, spellings, unit_tokens or {}
         )
         self._device = decoder.embed.weight.device
-        self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
-        """For a step of which no row is read."""
+        self._any_row = torch.zeros(int(isinstance(decoder, Decoder)), dtype=torch.int64, device=self._device)
+        """For a step of which no row is read: one, so that a decoder computes keys and values. An encoder computes nothing."""
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         """Tokens that the last step draws, on the device."""
         self._drawn_row: dict[Branch, int] = {}

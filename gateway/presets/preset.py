@@ -585,7 +585,10 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 _CONFIG, _COLBERT = "config_sentence_transformers.json", "artifact.metadata"
-_DECODERS = ("Llama", "Qwen", "Gemma", "Mistral", "Ministral", "Mixtral", "Phi", "SmolLM", "Olmo", "Granite")
+_DECODERS = (
+    *("Llama", "Qwen", "Gemma", "Mistral", "Ministral", "Mixtral", "Phi", "SmolLM", "Olmo", "Granite"),
+    *("SeedOss", "Exaone", "Glm", "Ernie4"),
+)
 """Beginnings of the architectures of decoders, whose tokenisers join no pairs, also where all tokens attend to each other."""
 _UNCUT = (1 << 20) - 1
 """Length of texts that nothing but the context cuts."""

@@ -39,6 +39,7 @@ from yardstick_llm.engine.models import encoder
 from yardstick_llm.engine.models.encoder import MOST_RELATED, Encoder, Packed
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import packed
+from yardstick_llm.engine.models.loader import load_encoder
 from yardstick_llm.engine.models.source import locate, tokenizer_files
 from yardstick_llm.engine.requests.batch import ExtendSegment
 from yardstick_llm.engine.runner import machine
@@ -376,9 +377,26 @@ def make_jina(directory: Path, kind: str, heads: int) -> Path:
     return directory
 
 
+def make_jina_code(directory: Path) -> dict[str, Tensor]:
+    """Write a JinaBERT of code as published, whose queries and keys are normalised. Returns its tensors."""
+    make_jina(directory, "embed", 4)
+    given, stored = load_file(directory / "model.safetensors"), {}
+    names = {"mlp.gated_layers": "mlp.up_gated_layer", "mlp.wo": "mlp.down_layer", "mlp.layernorm": "layer_norm_2"}
+    for name, tensor in given.items():
+        module, _, kind = name.rpartition(".")
+        published = next((module.replace(old, new) for old, new in names.items() if module.endswith(old)), module)
+        stored[f"{published}.{kind}"] = tensor
+        if module.endswith("mlp.layernorm"):
+            for added in ("layer_norm_1", "attention.self.layer_norm_q", "attention.self.layer_norm_k"):
+                stored[f"{module.removesuffix('mlp.layernorm')}{added}.{kind}"] = torch.rand_like(tensor) + 0.5
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    return stored
+
+
 @torch.inference_mode()
-def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes: list[float]) -> Tensor:
-    """[tokens, hidden] by the formulas of the paper, arXiv 2310.19923: symmetric ALiBi, GeGLU, norms after the sums."""
+def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes: list[float], *, code: bool = False) -> Tensor:
+    """[tokens, hidden] by the formulas of the paper, arXiv 2310.19923: symmetric ALiBi, GeGLU, norms after the sums. ``code``: as
+    ``jina_code.rs`` of Text Embeddings Inference computes jina-embeddings-v2-base-code."""
 
     def of(name: str, part: str = "weight") -> Tensor:
         return next(tensor for key, tensor in stored.items() if key.removeprefix("bert.") == f"{name}.{part}")
@@ -394,14 +412,32 @@ def jina_hidden(stored: dict[str, Tensor], tokens: list[int], heads: int, slopes
     bias = -torch.tensor(slopes)[:, None, None] * (places[:, None] - places).abs()
     for layer in range(3):
         name = f"encoder.layer.{layer}"
-        q, k, v = (
-            linear(f"{name}.attention.self.{each}", x).view(len(x), heads, -1).transpose(0, 1) for each in ("query", "key", "value")
-        )
+        projected = [linear(f"{name}.attention.self.{each}", x) for each in ("query", "key", "value")]
+        if code:
+            projected[:2] = (
+                norm(f"{name}.attention.self.layer_norm_{kind}", each) for kind, each in zip("qk", projected, strict=False)
+            )
+        q, k, v = (each.view(len(x), heads, -1).transpose(0, 1) for each in projected)
         attended = ((q @ k.transpose(1, 2) / q.shape[2] ** 0.5 + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = norm(f"{name}.attention.output.LayerNorm", linear(f"{name}.attention.output.dense", attended) + x)
+        given, x = x, norm(f"{name}.attention.output.LayerNorm", linear(f"{name}.attention.output.dense", attended) + x)
+        if code:
+            x = norm(f"{name}.layer_norm_1", x + given)
+            up, gate = (x @ of(f"{name}.mlp.up_gated_layer").T).chunk(2, 1)
+            x = norm(f"{name}.layer_norm_2", linear(f"{name}.mlp.down_layer", torch.nn.functional.gelu(gate) * up) + x)
+            continue
         gate, up = (x @ of(f"{name}.mlp.gated_layers").T).chunk(2, 1)
         x = norm(f"{name}.mlp.layernorm", linear(f"{name}.mlp.wo", torch.nn.functional.gelu(gate) * up) + x)
     return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantize": "int8"}, {"threads": 2}], ids=["float32", "int8", "threads"])
+def test_jina_of_code_equals_its_formulas(tmp_path: Path, settings: dict[str, Any]) -> None:
+    if "quantize" in settings and instructions() is None:
+        pytest.skip("the processor does not multiply bytes")
+    stored, sent = make_jina_code(tmp_path), [*texts(), some_tokens(random.Random(3), 500, 500)]
+    (scored,) = run(build(tmp_path, **settings), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+    hidden = [jina_hidden(stored, tokens, 4, [1 / 4, 1 / 16, 1 / 64, 1 / 256], code=True) for tokens in sent]
+    assert_equal_rows(scored.rows, [each.mean(0).tolist() for each in hidden], 0.3 if "quantize" in settings else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -530,8 +566,10 @@ def test_nomic_moe_equals_its_formulas(tmp_path: Path) -> None:
     stored, sent = make_nomic_moe(tmp_path, 8), texts()
     (scored,) = run(build(tmp_path), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
     assert_equal_rows(scored.rows, [nomic_moe_hidden(stored, tokens).mean(0).tolist() for tokens in sent], 1e-4)
-    with pytest.raises(ModelError, match="--quantize int8 does not support mixtures of experts"):
-        build(tmp_path, quantize="int8")
+    if instructions() is not None:
+        (rounded,) = run(build(tmp_path, quantize="int8"), wire.Score("s", [], sent, wire.Embedding(normalize=False)))
+        exact, found = torch.tensor(scored.rows), torch.tensor(rounded.rows)
+        assert 1e-3 < (found - exact).norm() / exact.norm() < 0.2
     for change, message in (({"moe_top_k": 9}, "moe_top_k"), ({"expert_choice_router": True}, "expert_choice_router")):
         edit(tmp_path, **{"moe_top_k": 2, "expert_choice_router": False} | change)
         with pytest.raises(ModelError, match=message):
@@ -758,7 +796,7 @@ def test_faulty_pickles(tmp_path: Path, content: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta", "albert"])
 def test_formats_change_little(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
     directory, sent = make_encoder(tmp_path, family), texts()
     rows = [
@@ -858,6 +896,39 @@ def test_modules_that_no_model_of_ours_has(tmp_path: Path) -> None:
     (qwen / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
     with pytest.raises(ModelError, match="scores of a decoder's pooled vectors"):
         build(qwen)
+
+
+def test_queries_with_a_table_of_weights_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only documents of the same model are."""
+    directory = make_encoder(tmp_path, "bert", "masked")
+    table = torch.rand(320, generator=torch.Generator().manual_seed(2)) + 0.1
+    folders = {"": "s.MLMTransformer", "1_Splade": "s.SpladePooling", "0_Table": "s.SparseStaticEmbedding"}
+    structure = {"query": ["0_Table"], "document": ["", "1_Splade"]}
+    (directory / "modules.json").write_text('[{"type": "sentence_transformers.base.modules.router.Router", "path": ""}]')
+    (directory / "router_config.json").write_text(json.dumps({"types": folders, "structure": structure}))
+    (directory / "0_Table").mkdir()
+    save_file({"weight": table}, directory / "0_Table" / "model.safetensors")
+    loop, sent, computed = build(directory), texts()[:6], list[int]()
+    forward = Encoder._embedded
+
+    def counted(self: Encoder, tokens: Tensor, *more: Any) -> Tensor:
+        computed.append(len(tokens))
+        return forward(self, tokens, *more)
+
+    monkeypatch.setattr(Encoder, "_embedded", counted)
+    (scored,) = run(loop, wire.Score("s", [], sent, wire.Sparse(query=True)))
+    assert not computed
+    for tokens, row in zip(sent, scored.rows, strict=True):
+        found = {int(token): weight for token, weight in zip(row[::2], row[1::2], strict=True)}
+        assert found == pytest.approx({token: float(table[token]) for token in tokens})
+    run(loop, wire.Score("d", [], sent, wire.Sparse()))
+    assert sum(computed) == sum(map(len, sent))
+
+
+def test_layers_that_share_their_weights_are_one(tmp_path: Path) -> None:
+    for quantize in (None, "packed", *(["int8"] if instructions() is not None else [])):
+        encoder = load_encoder(make_encoder(tmp_path / str(quantize), "albert"), quantize=quantize)
+        assert len(encoder.layers) > len(set(encoder.layers)) == 1
 
 
 def test_other_weights_of_the_same_model_have_another_fingerprint(tmp_path: Path) -> None:

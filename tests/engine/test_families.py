@@ -25,7 +25,10 @@ from yardstick_llm.engine.scheduling.allocation import Allocator
 KIND = "causal last"
 FAMILIES_OF_ONE_PROCESS = [
     ("olmo2", "normalises all heads together"),
+    ("olmo3", "normalises all heads together"),
     ("phi3", "stores queries, keys and values as one"),
+    ("glm4", "stores gate and up as one"),
+    ("granite4", "stores gate and up as one"),
     ("granitemoe", "stores all experts as one, and --expert-parallel is 1"),
 ]
 

@@ -122,6 +122,17 @@ def test_unsupported_tensors_are_refused_by_name(adapter: Path, registry: Adapte
         registry.load("one", adapter)
 
 
+def test_projections_whose_rows_are_reordered_are_refused(tmp_path: Path) -> None:
+    """Other adapters of the same family load."""
+    base = make_checkpoint(tmp_path / "base", "ernie4_5")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    info = wire.Info("base", "f", 320, 2048, [], ["score", "generate", "embed"], wire.Limits(1, 1, 1, 1, 1))
+    registry = AdapterRegistry(AdapterReader(Layout(load_config(base)), info, torch.float32, 16), most=2)
+    registry.load("mlp", write_adapter(tmp_path / "mlp", model, ["up_proj", "down_proj", "o_proj"]))
+    with pytest.raises(AdapterError, match=r"q_proj.* must be merged into the model"):
+        registry.load("all", write_adapter(tmp_path / "all", model, ["q_proj"]))
+
+
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
 
 

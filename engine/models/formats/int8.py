@@ -16,7 +16,8 @@ from yardstick_llm.engine.models.decoder import MLP, Rows
 from yardstick_llm.engine.models.encoder import FeedForward, Layer, Model
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats.coded import CodedWeight
-from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, convert_parts, fill_parts, refuse_experts
+from yardstick_llm.engine.models.modules import PROJECTIONS, ConvertedLinear, GroupedLinear, convert_parts, fill_parts
+from yardstick_llm.kernels.grouped_experts import Blocks, pairs_by_expert
 from yardstick_llm.kernels.int8 import (
     GATE_FIRST,
     INSTRUCTIONS,
@@ -35,6 +36,9 @@ from yardstick_llm.kernels.linear import BFLOAT16_INSTRUCTIONS, multiplies_bfloa
 from yardstick_llm.kernels.runtime import HAS_LOOPS, loops
 
 logger = logging.getLogger(__name__)
+
+EXPERTS = ("mlp.gate_up", "mlp.down", "mlp.shared.gate_up_proj", "mlp.shared.down_proj")
+"""A layer's linear layers in a mixture of experts, beside those of attention."""
 
 
 class Int8Linear(ConvertedLinear):
@@ -57,6 +61,32 @@ class Int8Linear(ConvertedLinear):
         return int8_linear(x, self.weight, self.bias)
 
 
+class Int8GroupedLinear(ConvertedLinear):
+    """A matrix of codes for each expert."""
+
+    def __init__(self, like: GroupedLinear) -> None:
+        super().__init__(like)
+        self.columns = like.weight.shape[1]
+        self.weights: list[Weight] = []
+
+    def fill(self, weight: Tensor) -> None:
+        self.weights = [pack(matrix) for matrix in weight]
+
+    def forward(self, x: Tensor, experts: Tensor, blocks: Blocks | None, *, by_pair: bool = False) -> Tensor:  # noqa: ARG002
+        """See :func:`kernels.grouped_experts.grouped_linear`."""
+        out = x.new_full((experts.numel(), self.columns), float("nan"))
+        for expert, pairs in pairs_by_expert(experts, len(self.weights)):
+            out[pairs] = int8_linear(x[pairs if by_pair else pairs // experts.shape[1]], self.weights[expert], None)
+        return out
+
+
+def parts_of(layer: Layer) -> dict[str, type[ConvertedLinear]]:
+    """The parts that :func:`convert` replaces."""
+    present = dict(layer.named_modules())
+    names = [name for name in (*PROJECTIONS, *EXPERTS) if name in present]
+    return {name: Int8GroupedLinear if isinstance(present[name], GroupedLinear) else Int8Linear for name in names}
+
+
 def panels_of(weight: CodedWeight) -> Panels:
     """Those codes, if :func:`takes_codes`."""
     weight = weight.by_row()
@@ -71,11 +101,12 @@ def takes_codes(weight: CodedWeight) -> bool:
 
 def convert(layer: Layer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
-    convert_parts(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
-    if isinstance(layer.mlp, MLP):
-        layer.mlp.compute = compute_mlp
-    elif isinstance(layer.mlp, FeedForward):
-        layer.mlp.compute = _compute_feed_forward
+    convert_parts(layer, parts_of(layer))
+    for mlp in layer.modules():
+        if isinstance(mlp, MLP):
+            mlp.compute = compute_mlp
+        elif isinstance(mlp, FeedForward):
+            mlp.compute = _compute_feed_forward
 
 
 def _compute_feed_forward(mlp: FeedForward, x: Tensor) -> Tensor:
@@ -129,9 +160,9 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_shapes(decoder: Model) -> None:
     """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
-    refuse_experts(decoder.config, "--quantize int8")
-    for name in PROJECTIONS:
-        columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
+    layers = {type(layer.mlp): layer for layer in decoder.layers if isinstance(layer, Layer)}
+    for name, part in ((name, layer.get_submodule(name)) for layer in layers.values() for name in parts_of(layer)):
+        columns = part.get_parameter("weight").shape[-1]
         if columns > MOST_COLUMNS:
             raise ModelError(
                 f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,}"

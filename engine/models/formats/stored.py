@@ -125,7 +125,8 @@ def convert(
     names in the layer; ``device``: where the layer will compute; ``in_int8``: see :data:`IN_INT8`."""
     if in_int8:
         int8.convert(layer)
-        return {name: weight for name, weight in codes.items() if int8.takes_codes(weight)}
+        taken = {name for name, part in layer.named_modules() if isinstance(part, int8.Int8Linear)}
+        return {name: weight for name, weight in codes.items() if name in taken and int8.takes_codes(weight)}
     wanted = [name for name in fp8.parts_of(layer) if isinstance(layer.get_submodule(name), Linear | GroupedLinear)]
     if all(name in codes and _suits_fp8(codes[name], layer.get_parameter(f"{name}.weight"), device) for name in wanted):
         fp8.convert(layer)

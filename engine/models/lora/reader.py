@@ -353,6 +353,8 @@ def _why_not(name: str, layout: Layout) -> str:
     match = _NAME.fullmatch(name)
     if match and int(match[2]) >= layout.layers:
         return f"this model has {layout.layers} layers"
+    if match and match[3].startswith("self_attn."):
+        return "adapters of this model's queries, keys and values, whose rows are reordered, must be merged into the model"
     return "this model has no such projection"
 
 

@@ -104,12 +104,14 @@ def _products(config: ModelConfig) -> Iterator[Product]:
     q, kv = config.num_heads * head, config.num_kv_heads * head
     if config.fused_projections:
         qkv: tuple[Part, ...] = (Part("self_attn.qkv_proj", q + 2 * kv),)
-        gate_up: tuple[Part, ...] = (Part("mlp.gate_up_proj", 2 * size),)
     else:
         qkv = Part("self_attn.q_proj", q), Part("self_attn.k_proj", kv), Part("self_attn.v_proj", kv)
+    gate_up: tuple[Part, ...] = (Part("mlp.gate_up_proj", 2 * size),)
+    if not (config.fused_projections or config.fused_mlp):
         gate_up = Part("mlp.gate_proj", size), Part("mlp.up_proj", size)
     for layer in range(config.num_layers):
-        yield Product(layer, "attention.qkv_proj", hidden, qkv)
+        if not config.interleaved:  # whose rows are reordered
+            yield Product(layer, "attention.qkv_proj", hidden, qkv)
         yield Product(layer, "attention.o_proj", q, (Part("self_attn.o_proj", hidden),))
         if config.experts is None or layer not in config.experts.layers:
             yield Product(layer, "mlp.gate_up_proj", hidden, gate_up)

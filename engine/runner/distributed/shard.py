@@ -127,6 +127,7 @@ def part_of(config: ModelConfig, rank: int, size: int, expert_parallel: int = 1)
             )
     problem = "normalises all heads together" if config.qk_norm_over_heads else None
     problem = "stores queries, keys and values as one" if config.fused_projections else problem
+    problem = "stores gate and up as one" if config.fused_mlp else problem
     if family_of(config.architecture).experts == "granite" and expert_parallel == 1:
         problem = "stores all experts as one, and --expert-parallel is 1"
     if problem is not None:

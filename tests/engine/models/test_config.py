@@ -189,15 +189,16 @@ def written_by_transformers(family: str, **given: Any) -> tuple[PreTrainedConfig
 
 
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 77}, {"sliding_window": None}], ids=str)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TRAINED])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*TRAINED, "granite4")])
 def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -> None:
-    if given.get("sliding_window", 0) is None and family in ("gemma2", "gemma3"):
+    if given.get("sliding_window", 0) is None and family in ("gemma2", "gemma3", "olmo3", "exaone4"):
         pytest.skip("transformers has no full attention in place of its windows")
     config, written = written_by_transformers(family, **given)
     found = parse_config(written).windows
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
-    local = family in ("gemma2", "gemma3", "mistral", "ministral", "phi3", "phi4_mini", "mixtral") and bool(window)
+    always = ("gemma2", "gemma3", "mistral", "ministral", "phi3", "phi4_mini", "olmo3", "exaone4", "mixtral")
+    local = family in always and bool(window)
     expected = tuple(window if kind == "sliding_attention" else None for kind in kinds) if local else ()
     assert found == expected
 
@@ -239,11 +240,42 @@ def test_rotations_of_gemma_3(written: dict[str, Any], rope: Rope, local: Rope) 
     assert [config.rope_of(layer) for layer in range(6)] == [local] * 5 + [rope]
 
 
+def test_rotations_of_olmo_3() -> None:
+    """YaRN stretches the layers without a window alone: in the forms of releases 4 and 5."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+    kinds = {"full_attention": yarn | {"rope_theta": 3e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 3e5}}
+    for written in ({"rope_theta": 3e5, "rope_scaling": yarn}, {"rope_parameters": kinds}):
+        config = parse(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, sliding_window=512, **written)
+        assert [config.rope_of(layer) for layer in range(4)] == [Rope(3e5)] * 3 + [YarnRope(3e5, 8.0, 8192, 1.2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_local_experts": 64}, "num_local_experts in config.json is not 0"),
+        ({"layer_types": ["mamba", "attention"]}, "layer_types in config.json asks for mamba"),
+        ({"layer_types": None}, "layer_types in config.json asks for mamba"),
+        ({"position_embedding_type": None}, "position_embedding_type in config.json is not supported; only rope is"),
+    ],
+)
+def test_granite_4_is_dense(changes: dict[str, Any], named: str) -> None:
+    """Its class has experts and Mamba, too."""
+    dense = {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0, "layer_types": ["attention"] * 2}
+    given = dense | {"num_hidden_layers": 2, "position_embedding_type": "rope", "shared_intermediate_size": 200}
+    assert (parse(**given).intermediate_size, parse(**given).windows, parse(**given).experts) == (200, (), None)
+    with pytest.raises(ModelError, match=named):
+        parse(**given | changes)
+
+
 def test_layers_without_a_rotation() -> None:
     smol = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 6}
     assert parse(**smol).unrotated == (3,)
     assert parse(**smol, no_rope_layer_interval=2).unrotated == (1, 3, 5)
     assert parse(**smol, no_rope_layers=[0, 1, 1, 1, 1, 0]).unrotated == (0, 5)
+    exaone = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 8}
+    assert parse(**exaone).unrotated == (3, 7)
+    assert parse(**exaone, sliding_window=None).unrotated == ()
+    assert parse(**exaone, layer_types=["full_attention"] * 8).unrotated == tuple(range(8))
 
 
 @pytest.mark.parametrize(

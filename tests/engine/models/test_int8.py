@@ -19,7 +19,7 @@ from yardstick_llm.engine.models.decoder import MLP, Decoder, DecoderLayer
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.loader import load_model
-from yardstick_llm.engine.models.modules import Linear
+from yardstick_llm.engine.models.modules import GroupedLinear, Linear
 from yardstick_llm.engine.settings import EngineSettings
 from yardstick_llm.kernels.int8 import Panels, instructions, pack, quantize_rows
 from yardstick_llm.kernels.linear import multiplies_bfloat16
@@ -72,6 +72,34 @@ def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
         found, exact = logits(decoder), logits(plain)
         assert checked == 3 * 4
         assert 0.001 < (found - exact).norm() / exact.norm() < 0.1
+
+
+@able
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_experts_multiply_rounded_operands(tmp_path: Path, family: str) -> None:
+    """And the shared expert of Qwen2-MoE."""
+    directory = make_checkpoint(tmp_path, family)
+    decoder, plain = load_model(directory, quantize="int8"), load_model(directory)
+    checked = 0
+
+    def check(name: str, module: nn.Module, given: tuple[Tensor, Tensor, None], named: dict[str, bool], output: Tensor) -> None:
+        nonlocal checked
+        (x, experts, _), by_pair, like = given, named.get("by_pair", False), plain.get_submodule(name)
+        assert isinstance(like, GroupedLinear)
+        rows = rounded(x if by_pair else x.repeat_interleave(experts.shape[1], 0))
+        matrices = torch.stack([rounded(matrix) for matrix in like.weight])[experts.flatten()]
+        expected = (matrices @ rows[..., None])[..., 0]
+        assert (output - expected).norm() / expected.norm() < 1e-3  # a few codes are rounded to the other side
+        checked += 1
+
+    for name, module in decoder.named_modules():
+        assert not isinstance(module, GroupedLinear)
+        if isinstance(module, int8.Int8GroupedLinear):
+            module.register_forward_hook(partial(check, name), with_kwargs=True)
+    with torch.no_grad():
+        found, exact = logits(decoder), logits(plain)
+    assert checked == 2 * (3 if family == "mixtral" else 2)
+    assert 0.001 < (found - exact).norm() / exact.norm() < 0.2
 
 
 @able

@@ -24,7 +24,7 @@ from yardstick_llm.engine.models.decoder import Decoder
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.formats import stored
 from yardstick_llm.engine.models.formats.fp8 import QuantizedGroupedLinear, QuantizedLinear, QuantizingLinear
-from yardstick_llm.engine.models.formats.int8 import Int8Linear
+from yardstick_llm.engine.models.formats.int8 import Int8GroupedLinear, Int8Linear
 from yardstick_llm.engine.models.formats.packed import PackedLinear
 from yardstick_llm.engine.models.formats.stored import (
     BlockScaledLinear,
@@ -339,7 +339,33 @@ def test_experts_execute_codes(
     assert (found - exact).norm() < tolerance * exact.norm()
 
 
-@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+able = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+
+
+@pytest.mark.parametrize("family", ["glm4", "ernie4_5"])
+@pytest.mark.parametrize("form", [None, "stored", pytest.param(stored.IN_INT8, marks=able), pytest.param("int8", marks=able)])
+def test_pairs_that_are_reordered(tmp_path: Path, family: str, form: str | None) -> None:
+    """Their projection is made dense, whatever the format of the others."""
+    source = make_checkpoint(tmp_path / "source", family, hidden_size=128, intermediate_size=128, head_dim=32)
+    quantised, dense = write_quantised(source, tmp_path, "w8a16", kept=())
+    decoder = load_model(quantised, torch.float32, form)
+    assert isinstance(decoder.layers[0].get_submodule("mlp.down_proj"), WeightOnlyLinear) is (form == "stored")
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < (1e-4 if form in (None, "stored") else 0.1) * exact.norm()
+
+
+@able
+def test_experts_in_int8_are_converted(tmp_path: Path) -> None:
+    """Projections of attention take the codes of the file beside them."""
+    source = make_checkpoint(tmp_path / "source", "mixtral", hidden_size=128, intermediate_size=128)
+    quantised, dense = write_quantised(source, tmp_path, "awq", kept=())
+    decoder = load_model(quantised, torch.float32, stored.IN_INT8)
+    assert isinstance(decoder.layers[0].get_submodule("mlp.down"), Int8GroupedLinear)
+    found, exact = logits(decoder), logits(load_model(dense))
+    assert (found - exact).norm() < 0.2 * exact.norm()
+
+
+@able
 @pytest.mark.parametrize(
     ("name", "group", "bits"),
     [

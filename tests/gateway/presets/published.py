@@ -107,6 +107,28 @@ def qwen3_reranker(query: str, text: str, instruction: str) -> list[int]:
     return encode(prefix) + encode(pair, instruction=instruction, query=query, doc=text) + encode(suffix)
 
 
+def qwen3_vl_reranker(query: str, text: str, instruction: str) -> list[int]:
+    """``format_mm_instruction`` of QwenLM/Qwen3-VL-Embedding, ``qwen3_vl_reranker.py``, with Qwen3-VL's chat template, and vLLM's
+    ``qwen3_vl_reranker.jinja``."""
+    system = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+        ' Note that the answer can only be "yes" or "no".'
+    )
+    user = "<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}"
+    template = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    instruction = instruction or "Given a search query, retrieve relevant candidates that answer the query."
+    return encode(template, instruction=instruction, query=query, document=text)
+
+
+def qwen3_vl_embedding(query: str, text: str, instruction: str) -> list[int]:
+    """``format_model_input`` of QwenLM/Qwen3-VL-Embedding, ``qwen3_vl_embedding.py``, with Qwen3-VL's chat template; its
+    tokenizer.json appends ``<|endoftext|>``. The published code writes NULL for an empty text, and adds a full stop to an
+    instruction without a mark at its end; this project does neither."""
+    system = instruction or "Represent the user's input."
+    template = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
+    return encode(template, system=system, text=text)
+
+
 def mxbai_rerank_v2(query: str, text: str, instruction: str) -> list[int]:
     """``prepare_inputs`` and ``concat_input_ids`` of mixedbread-ai/mxbai-rerank, ``mxbai_rerank_v2.py``, commit 8e709dc."""
     prefix = (
@@ -213,6 +235,7 @@ def skywork_reward(query: str, text: str, instruction: str) -> list[int]:
 RERANKERS = {
     "qwen3-reranker": (qwen3_reranker, ["", INSTRUCTION]),
     "qwen3-reranker-seq-cls": (qwen3_reranker_seq_cls, ["", INSTRUCTION]),
+    "qwen3-vl-reranker": (qwen3_vl_reranker, ["", INSTRUCTION]),
     "zerank-1": (zerank_1, [""]),
     "skywork-reward": (skywork_reward, [""]),
     "mxbai-rerank-v2": (mxbai_rerank_v2, ["", INSTRUCTION]),
@@ -226,6 +249,7 @@ RERANKERS = {
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 WITHOUT_QUERY = {
     "qwen3-embedding": (qwen3_embedding, ["", TASK, INSTRUCTION]),
+    "qwen3-vl-embedding": (qwen3_vl_embedding, ["", "Retrieve images or text relevant to the user's query.", INSTRUCTION]),
     "f2llm-v2": (f2llm_v2, ["", "Given a question, retrieve passages that can help answer the question.", INSTRUCTION]),
     "qwen3guard-gen": (qwen3guard_gen, [""]),
 }

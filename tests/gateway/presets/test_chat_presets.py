@@ -282,6 +282,17 @@ MISTRAL_TEXTS = [
 ]
 
 
+def test_e5_instruct() -> None:
+    """``get_detailed_instruct`` of the card, for queries alone."""
+    library, preset = sentencepiece_with_bos(), builtin_presets()["e5-instruct"]
+    template = PresetTemplate(preset, Tokenizer.from_files(TokenizerFiles(library.to_str().encode(), None, {})))
+    task = "Given a web search query, retrieve relevant passages that answer the query"
+    for purpose, before in (("query", f"Instruct: {task}\nQuery: "), ("document", ""), (None, "")):
+        texts = [text for text in MISTRAL_TEXTS if "</s>" not in text]
+        prefix, rows = template.prompts(texts, query=None, prompt=preset.prompt_for(purpose), param="input")
+        assert [[*prefix, *row] for row in rows] == [library.encode(before + text).ids for text in texts]
+
+
 @pytest.mark.parametrize("instruction", ["", "Given a web search query, retrieve relevant passages that answer the query"])
 def test_e5_mistral(instruction: str) -> None:
     """The card's tokenizer puts ``<s>`` and ``</s>`` around a text, although its tokenizer.json has ``<s>`` alone."""

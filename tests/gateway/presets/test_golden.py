@@ -24,7 +24,7 @@ from yardstick_llm.gateway.text.preset_template import PresetTemplate
 from yardstick_llm.gateway.text.tokenizer import Tokenizer
 
 CHAT_TEMPLATES = {"qwen3guard-gen": "qwen3guard-gen.jinja", "skywork-reward": "qwen3.jinja"}
-ENDS = {"qwen3-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
+ENDS = {"qwen3-embedding": "<|endoftext|>", "qwen3-vl-embedding": "<|endoftext|>", "f2llm-v2": "<|im_end|>"}
 """Token that the post-processor of a model's tokenizer.json appends. The other models' adds none."""
 
 
@@ -118,7 +118,7 @@ def test_the_chat_template_gives_the_same_prompts(case: Case) -> None:
         assert [[*prepared.prefix, *row] for row in prepared.rows] == expected
 
 
-READ = ["qwen3-reranker", "mxbai-rerank-v2", "zerank-1", "zerank-2", "ctxl-rerank-v2", "qwen3guard-gen"]
+READ = ["qwen3-reranker", "qwen3-vl-reranker", "mxbai-rerank-v2", "zerank-1", "zerank-2", "ctxl-rerank-v2", "qwen3guard-gen"]
 
 
 @pytest.mark.parametrize("preset", [*READ, "judge", "judge-item-first", "yardstick-demo"])

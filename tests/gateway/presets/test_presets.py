@@ -122,7 +122,11 @@ PUBLISHED: list[tuple[str | None, str, tuple[str, ...], str]] = [
     ("e5", "XLMRobertaModel", EMBEDS, "multilingual-e5-small multilingual-e5-base multilingual-e5-large"),
     ("bge-en", "BertModel", EMBEDS, "bge-small-en-v1.5 bge-base-en-v1.5 bge-large-en"),
     ("nomic-embed", "NomicBertModel", EMBEDS, "nomic-embed-text-v1 nomic-embed-text-v1.5"),
-    (None, "XLMRobertaModel", EMBEDS, "multilingual-e5-large-instruct bge-m3"),
+    ("nomic-embed", "ModernBertModel", EMBEDS, "modernbert-embed-base modernbert-embed-large"),
+    ("e5-instruct", "XLMRobertaModel", EMBEDS, "multilingual-e5-large-instruct"),
+    ("qwen3-vl-reranker", "Qwen3VLForConditionalGeneration", LM, "Qwen3-VL-Reranker-2B Qwen3-VL-Reranker-8B"),
+    ("qwen3-vl-embedding", "Qwen3VLForConditionalGeneration", EMBEDS, "Qwen3-VL-Embedding-2B Qwen3-VL-Embedding-8B"),
+    (None, "XLMRobertaModel", EMBEDS, "bge-m3"),
     # Presets for these would need prompts of their own.
     (None, "Qwen3Model", EMBEDS, "F2LLM-v2-0.6B-Preview F2LLM-0.6B zembed-1"),
     (None, "MistralModel", EMBEDS, "Linq-Embed-Mistral SFR-Embedding-Mistral"),

@@ -1,4 +1,4 @@
-"""Gemma 3 of 4B and more: the text model of a checkpoint for text and images."""
+"""Gemma 3 of 4B and more, Mistral Small 3, Ministral 3 and Qwen3-VL: the text model of a checkpoint for text and images."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel, SiglipVisionConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
-from tests.checkpoints import DEFAULTS, OVERRIDES, randomize, write_tokenizer
+from tests.checkpoints import DEFAULTS, OVERRIDES, randomize, write_pooling, write_tokenizer
 from tests.engine.models.causal import causal_of
 from tests.engine.parity import some_tokens
 from tests.engine.test_loop import run, tokens_of
 from yardstick_llm.engine import wire
 from yardstick_llm.engine.loop.build import build_loop
-from yardstick_llm.engine.models.config import parse_config
+from yardstick_llm.engine.models.config import load_config, parse_config
 from yardstick_llm.engine.models.files import ModelError
 from yardstick_llm.engine.models.loader import load_model
 from yardstick_llm.engine.models.rope import LinearRope, Rope
@@ -34,6 +47,42 @@ VISION = {
 }
 NEWER_NAMES = (("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model."), ("", "model."))
 """Beginnings of names in files, and as modules of releases from 4.52 on."""
+
+
+YARN = {"type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LIMITED = {"rope_parameters": YARN | {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}}
+"""Rotation of Ministral 3."""
+AXES = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+OTHERS = ("mistral3", "ministral3", "qwen3_vl")
+
+
+def other(family: str) -> PreTrainedModel:
+    """A small model of one of :data:`OTHERS`."""
+    if family == "qwen3_vl":
+        tower = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+        marks = {"image_token_id": 310, "video_token_id": 311, "vision_start_token_id": 312, "vision_end_token_id": 313}
+        text = DEFAULTS | {"rope_parameters": AXES}
+        return Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **marks)
+        )
+    text_config = (
+        Ministral3Config(**DEFAULTS | LIMITED) if family == "ministral3" else MistralConfig(**DEFAULTS | {"sliding_window": None})
+    )
+    vision = PixtralVisionConfig(**VISION).to_dict()
+    config = Mistral3Config(
+        text_config=text_config.to_dict(), vision_config=vision, image_token_index=310, tie_word_embeddings=False
+    )
+    return Mistral3ForConditionalGeneration(config)
+
+
+def write_other(directory: Path, family: str) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = other(family)
+        randomize(model)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return model.eval()
 
 
 def write(directory: Path, **text: Any) -> PreTrainedModel:
@@ -99,11 +148,43 @@ def test_logits_equal_transformers(tmp_path: Path, renamed: bool, tied: bool) ->
     torch.testing.assert_close(own_logits(tmp_path, tokens), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", OTHERS)
+@torch.inference_mode()
+def test_logits_of_other_families_equal_transformers(tmp_path: Path, family: str) -> None:
+    model = write_other(tmp_path, family)
+    tokens = torch.randint(3, 300, (60,), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=tokens[None]).logits[0]
+    assert expected.std() > 0.3
+    torch.testing.assert_close(own_logits(tmp_path, tokens), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_body_of_text_and_images_is_read_without_its_head(tmp_path: Path) -> None:
+    """As sentence-transformers saves a Qwen3-VL-Embedding."""
+    model = write_other(tmp_path / "whole", "qwen3_vl").model
+    model.save_pretrained(tmp_path)
+    write_pooling(tmp_path)
+    tokens = torch.randint(3, 300, (30,), generator=torch.Generator().manual_seed(2))
+    decoder = load_model(tmp_path)
+    assert (decoder.config.architecture, decoder.config.lm_head) == ("Qwen3VLModel", False)
+    found = decoder(tokens, torch.arange(len(tokens)), causal_of(decoder.config))
+    torch.testing.assert_close(found, model(input_ids=tokens[None]).last_hidden_state[0], atol=1e-4, rtol=0)
+
+
+def test_ministral_3_serves_its_original_context(tmp_path: Path) -> None:
+    """Longer contexts have a scale of queries that is not computed."""
+    write_other(tmp_path, "ministral3")
+    assert load_config(tmp_path).max_context == 128
+    with pytest.raises(ModelError, match="--max-context is 129, and the model has a context of 128; lower it"):
+        load_config(tmp_path, max_context=129)
+
+
+@pytest.mark.parametrize("family", ["gemma3", *OTHERS])
 @pytest.mark.slow
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> None:
     """And scores, in steps of few tokens."""
-    model = write(tmp_path)
+    model = write(tmp_path) if family == "gemma3" else write_other(tmp_path, family)
     prompt = [token for token in some_tokens(random.Random(3), 60, 60) if token != 310]
     given = torch.tensor([prompt])
     options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 0}

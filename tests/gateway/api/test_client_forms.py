@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,3 +180,30 @@ def test_ragflow_xinference(reranker: httpx.Client) -> None:
     results = reranker.post("/v1/rerank", json=body | {"return_documents": "false"}).raise_for_status().json()["results"]
     assert "document" not in results[0]
     check_refused(reranker.post("/v1/rerank", json=body | {"return_documents": "yes"}), "return_documents")
+
+
+CONTEXT_EXCEEDED = {
+    "LiteLLM": "this model's maximum context length is",
+    "Roo Code": r"\bcontext\s*(?:length|window)\b",
+    "opencode": r"maximum context length is \d+ tokens",
+    "goose": "too long",
+}
+"""Words by which clients see that a conversation must become shorter. They do not read the code of the error, as LangChain does."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/score", {"query": LONG, "items": ["a"], "labels": [" Yes"]}),
+    ],
+)
+def test_clients_see_that_a_prompt_is_too_long(shared: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = shared.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    missed = [client for client, words in CONTEXT_EXCEEDED.items() if not re.search(words, error["message"], re.IGNORECASE)]
+    assert missed == []

@@ -207,3 +207,15 @@ def test_clients_see_that_a_prompt_is_too_long(shared: httpx.Client, path: str, 
     assert error["code"] == "context_length_exceeded"
     missed = [client for client, words in CONTEXT_EXCEEDED.items() if not re.search(words, error["message"], re.IGNORECASE)]
     assert missed == []
+
+
+def test_guidance(start: Start) -> None:
+    """Its grammar stands in the forms of old and new versions of vLLM."""
+    engine = FakeEngine()
+    client = start(engine)
+    path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Describe"}], "max_tokens": 4}
+    forms = {"guided_grammar": 'start: "red" | "blue"', "structured_outputs": {"grammar": 'start: "red" | "blue"'}}
+    client.post(path, json=body | forms | {"guided_decoding_backend": "guidance", "logprobs": True}).raise_for_status()
+    client.post(path, json=body | {"guided_grammar": forms["guided_grammar"]}).raise_for_status()
+    assert engine.generates[0].grammar == engine.generates[1].grammar != ""
+    check_refused(client.post(path, json=body | forms | {"guided_grammar": 'start: "red"'}), "structured_outputs.grammar", "both")

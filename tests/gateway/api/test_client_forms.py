@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import templates
 from tests.fakes import FakeEngine, ids
-from tests.gateway.answers import check_refused
+from tests.gateway.answers import check_refused, rendered
 from tests.gateway.api.test_embeddings_api import PRESET as EMBEDDER
 from tests.gateway.api.test_embeddings_api import SIZE, TEXTS, embed
 from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
@@ -219,3 +220,26 @@ def test_guidance(start: Start) -> None:
     client.post(path, json=body | {"guided_grammar": forms["guided_grammar"]}).raise_for_status()
     assert engine.generates[0].grammar == engine.generates[1].grammar != ""
     check_refused(client.post(path, json=body | forms | {"guided_grammar": 'start: "red"'}), "structured_outputs.grammar", "both")
+
+
+def test_thinking_of_glm(start: Start) -> None:
+    """Roo Code sends it with models of GLM; Z.AI, DeepSeek and Kimi define it."""
+    engine = FakeEngine(template=templates.THINKING)
+    client = start(engine)
+    off = "<think>\n\n</think>\n\n"
+
+    def post(**fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Describe"}], "max_tokens": 4}
+        return client.post("/v1/chat/completions", json=body | fields)
+
+    for fields, thinks in (
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, True),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, True),
+    ):
+        post(**fields).raise_for_status()
+        assert rendered(engine).endswith(off) != thinks, fields
+    check_refused(post(thinking={"type": "disabled"}, enable_thinking=True), "thinking", "does not go")
+    check_refused(post(thinking={"type": "enabled", "budget_tokens": 5}), "thinking.budget_tokens", "no field")
+    check_refused(post(thinking={"type": "adaptive"}), "thinking.type", "'disabled'")

@@ -425,15 +425,17 @@ class OutputConstraint:
 
 
 def constraint_of(request: StructuredRequest) -> OutputConstraint | None:
-    """Return the constraint of ``request``, if any. Raises :class:`InvalidRequest` for several."""
+    """Return the constraint of ``request``, if any. Raises :class:`InvalidRequest` for several that differ: guidance sends one in
+    the forms of old and new versions of vLLM."""
     found = [OutputConstraint(kind, value, name) for name, kind in _FORMS.items() if (value := getattr(request, name)) is not None]
     if (constraint := _of_response_format(request)) is not None:
         found.append(constraint)
     if request.structured_outputs is not None:
         found.append(_of_structured_outputs(request.structured_outputs))
-    if len(found) > 1:
-        names = " and ".join(f"`{constraint.param}`" for constraint in found[:2])
-        raise InvalidRequest(f"{names} both constrain the output; send one of them.", param=found[1].param)
+    for other in found[1:]:
+        if (other.kind, other.value) != (found[0].kind, found[0].value):
+            names = f"`{found[0].param}` and `{other.param}`"
+            raise InvalidRequest(f"{names} both constrain the output; send one of them.", param=other.param)
     return found[0] if found else None
 
 

@@ -388,11 +388,16 @@ def template_variables(request: ChatRequest, model: Model) -> dict[str, Any]:
         if effort is not None or enabled is not None:
             raise InvalidRequest("`reasoning` does not go with `reasoning_effort` and `enable_thinking`.", param="reasoning")
         effort, enabled = request.reasoning.effort, request.reasoning.enabled
+        effort_param, enabled_param = "reasoning.effort", "reasoning.enabled"
+    if request.thinking is not None:
+        if enabled is not None or request.reasoning is not None:
+            raise InvalidRequest("`thinking` does not go with `reasoning` and `enable_thinking`.", param="thinking")
+        enabled, enabled_param = request.thinking.type == "enabled", "thinking.type"
+    if request.reasoning is not None or request.thinking is not None:
         if enabled is False:
             effort = None
         elif effort is not None:
             enabled = None  # an effort says it already
-        effort_param, enabled_param = "reasoning.effort", "reasoning.enabled"
     if effort is not None:
         if template.reads("reasoning_effort") and not (effort == "none" and switch):
             variables["reasoning_effort"] = effort

@@ -311,6 +311,15 @@ class ChatReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """True means `include_reasoning` false."""
 
 
+class ChatThinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model thinks, in the form of Z.AI, DeepSeek and Kimi."""
+
+    type: Literal["enabled", "disabled"]
+    """See `enable_thinking`. `disabled` overrides `reasoning_effort`; `enabled` needs none."""
+    clear_thinking: bool | None = None
+    """Not used: the chat template decides whether it shows the thinking sections of earlier answers."""
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Answer a conversation."""
 
@@ -345,6 +354,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Whether the model thinks before it answers, where its chat template reads this."""
     reasoning: ChatReasoning | None = None
     """`reasoning_effort`, `enable_thinking` and `include_reasoning` in the form of OpenRouter."""
+    thinking: ChatThinking | None = None
+    """`enable_thinking` in the form of Z.AI, DeepSeek and Kimi."""
     thinking_budget: Count | None = None
     """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
     `target_length` and `applies_to` "thinking", with `min_p` 0.1 by default."""

@@ -141,7 +141,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("image_data", GENERATING, "send `image_url` parts in `messages`", ([],)),
     Refused("mm_processor_kwargs", GENERATING, PIXELS, ({},)),
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
-    Refused("thinking", ("chat",), "use `enable_thinking`"),
     Refused("typical_p", GENERATING, SAMPLERS, (1,)),
     Refused("top_a", GENERATING, SAMPLERS, (0,)),
     Refused("tfs", GENERATING, SAMPLERS, (1,)),

@@ -91,15 +91,19 @@ class Facts(msgspec.Struct, frozen=True):
     def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
         """Raise :class:`ContextExceeded` unless a prompt of ``length`` tokens and ``room`` more fit in the context."""
         if length + room > self.context:
-            raise self._exceeded(f"{length} tokens long{' and leaves no room for an answer' if room else ''}", param)
+            raise self._exceeded(f"{length} tokens{' and leaves no room for an answer' if room else ''}", param)
 
     def too_long(self, tokens: TooManyTokens, param: str, *, remedy: str = NEVER_CUT) -> ContextExceeded:
         """Return the error for a prompt that has more tokens than the context holds."""
-        return self._exceeded(f"{tokens} long", param, remedy)
+        return self._exceeded(str(tokens), param, remedy)
 
     def _exceeded(self, length: str, param: str, remedy: str = NEVER_CUT) -> ContextExceeded:
-        message = f"`{param}`: the prompt is {length}; the context of {self.name!r} holds {self.context}."
-        return ContextExceeded(f"{message} {remedy}", param=param)
+        # LiteLLM, Roo Code and other clients that shorten a conversation search for these words, not for the code.
+        message = (
+            f"`{param}`: the prompt is too long for {self.name!r}: it has {length}, and this model's maximum context length is "
+            f"{self.context} tokens. {remedy}"
+        )
+        return ContextExceeded(message, param=param)
 
 
 ID_BYTES = array("I").itemsize

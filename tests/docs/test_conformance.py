@@ -47,6 +47,7 @@ VALUES: dict[str, Any] = {
     "metadata": {"a": "b"},
     "prompt_lookup": {"max_tokens": 4},
     "reasoning": {"effort": "low"},
+    "thinking": {"type": "disabled"},
     "reasoning_effort": "low",
     "response_format": {"type": "text"},
     "stop": ["x"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import templates
 from tests.fakes import FakeEngine, ids
-from tests.gateway.answers import check_refused
+from tests.gateway.answers import check_refused, rendered
 from tests.gateway.api.test_embeddings_api import PRESET as EMBEDDER
 from tests.gateway.api.test_embeddings_api import SIZE, TEXTS, embed
 from tests.gateway.api.test_rerank_api import DOCUMENTS, QUERY
@@ -179,3 +181,65 @@ def test_ragflow_xinference(reranker: httpx.Client) -> None:
     results = reranker.post("/v1/rerank", json=body | {"return_documents": "false"}).raise_for_status().json()["results"]
     assert "document" not in results[0]
     check_refused(reranker.post("/v1/rerank", json=body | {"return_documents": "yes"}), "return_documents")
+
+
+CONTEXT_EXCEEDED = {
+    "LiteLLM": "this model's maximum context length is",
+    "Roo Code": r"\bcontext\s*(?:length|window)\b",
+    "opencode": r"maximum context length is \d+ tokens",
+    "goose": "too long",
+}
+"""Words by which clients see that a conversation must become shorter. They do not read the code of the error, as LangChain does."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/score", {"query": LONG, "items": ["a"], "labels": [" Yes"]}),
+    ],
+)
+def test_clients_see_that_a_prompt_is_too_long(shared: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = shared.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    missed = [client for client, words in CONTEXT_EXCEEDED.items() if not re.search(words, error["message"], re.IGNORECASE)]
+    assert missed == []
+
+
+def test_guidance(start: Start) -> None:
+    """Its grammar stands in the forms of old and new versions of vLLM."""
+    engine = FakeEngine()
+    client = start(engine)
+    path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Describe"}], "max_tokens": 4}
+    forms = {"guided_grammar": 'start: "red" | "blue"', "structured_outputs": {"grammar": 'start: "red" | "blue"'}}
+    client.post(path, json=body | forms | {"guided_decoding_backend": "guidance", "logprobs": True}).raise_for_status()
+    client.post(path, json=body | {"guided_grammar": forms["guided_grammar"]}).raise_for_status()
+    assert engine.generates[0].grammar == engine.generates[1].grammar != ""
+    check_refused(client.post(path, json=body | forms | {"guided_grammar": 'start: "red"'}), "structured_outputs.grammar", "both")
+
+
+def test_thinking_of_glm(start: Start) -> None:
+    """Roo Code sends it with models of GLM; Z.AI, DeepSeek and Kimi define it."""
+    engine = FakeEngine(template=templates.THINKING)
+    client = start(engine)
+    off = "<think>\n\n</think>\n\n"
+
+    def post(**fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Describe"}], "max_tokens": 4}
+        return client.post("/v1/chat/completions", json=body | fields)
+
+    for fields, thinks in (
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, True),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, True),
+    ):
+        post(**fields).raise_for_status()
+        assert rendered(engine).endswith(off) != thinks, fields
+    check_refused(post(thinking={"type": "disabled"}, enable_thinking=True), "thinking", "does not go")
+    check_refused(post(thinking={"type": "enabled", "budget_tokens": 5}), "thinking.budget_tokens", "no field")
+    check_refused(post(thinking={"type": "adaptive"}), "thinking.type", "'disabled'")

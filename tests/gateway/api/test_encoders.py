@@ -140,7 +140,7 @@ def test_many_pairs_in_one_request(cross: tuple[FakeEngine, httpx.Client]) -> No
 def test_texts_of_a_cross_encoder_can_be_refused_or_cut(cross: tuple[FakeEngine, httpx.Client]) -> None:
     engine, client = cross
     whole = {"query": QUERY, "documents": ["fox", "shoes " * 60], "truncate": False}
-    check_refused(client.post("/v1/rerank", json=whole), "documents[1]", f"holds {CONTEXT}")
+    check_refused(client.post("/v1/rerank", json=whole), "documents[1]", f"is {CONTEXT} tokens")
     partial = {"truncate": False, "partial_results": True}
     answer = post(client, "/v1/rerank", query=QUERY, documents=["shoes " * 60, "fox"], **partial).json()
     assert ([each["index"] for each in answer["results"]], [each["index"] for each in answer["errors"]]) == ([1], [0])
@@ -280,7 +280,7 @@ def test_an_unknown_prompt_is_refused_with_the_known_ones(embedder: tuple[FakeEn
         ({"input": "a", "prompt_name": "Query"}, "prompt_name", "'query', 'passage', 'Classification', 'document'"),
         ({"input": "a", "prompt_name": "query", "prompt": "b: "}, "prompt_name", ""),
         ({"input": [[1, 2]], "prompt_name": "query"}, "prompt_name", ""),
-        ({"input": "shoes " * 40, "truncate": False}, "input[0]", "holds 20"),
+        ({"input": "shoes " * 40, "truncate": False}, "input[0]", "is 20 tokens"),
     ):
         check_refused(client.post("/v1/embeddings", json=body), param, words)
     info = client.get("/info").json()

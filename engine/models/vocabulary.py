@@ -71,7 +71,7 @@ def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
     if (begins is None and ends is None) or not (own or kind in ADDING_CLASSES):
         return document
     asked = ("bos", not own if begins is None else begins), ("eos", ends)
-    bos, eos = ([special_token(config, name)] * bool(adds and config.get(f"{name}_token")) for name, adds in asked)
+    bos, eos = ([special_token(config, f"{name}_token")] * bool(adds and config.get(f"{name}_token")) for name, adds in asked)
     try:
         raw = json.loads(document)
         ids = {token["content"]: token["id"] for token in raw["added_tokens"]}

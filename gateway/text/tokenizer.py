@@ -42,8 +42,8 @@ from yardstick_llm.gateway.text.prepared import TooManyTokens
 from yardstick_llm.gateway.text.special import ControlTokens, Marked, any_of
 from yardstick_llm.gateway.text.vocabulary import Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
 
-MAX_HOLES = 1 << 15
-"""Ids without a token below the highest one. Filling them takes the process of all models' text workers two seconds."""
+MAX_HOLES = 1 << 18
+"""Ids without a token below the highest one. Filling them takes the process of all models' text workers 15 s."""
 
 
 def table_of(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:

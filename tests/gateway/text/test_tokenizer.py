@@ -74,7 +74,7 @@ def test_an_id_that_lies_about_the_size_of_the_vocabulary_is_refused(byte_librar
     """A table of all ids would take gigabytes and minutes, in the process of all models' text workers."""
     document = json.loads(byte_library.to_str())
     document["model"]["vocab"]["new"] = 1 << 31
-    with pytest.raises(TokenizerError, match="ids up to 2147483648; at most 32768 may be without one"):
+    with pytest.raises(TokenizerError, match="ids up to 2147483648; at most 262144 may be without one"):
         Tokenizer.from_files(TokenizerFiles(json.dumps(document).encode(), None, {}))
 
 

@@ -128,7 +128,7 @@ def parse_keys(content: bytes) -> ParsedKeys:
 def _decode_file(content: bytes) -> _Entries:
     try:
         return _entries.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 

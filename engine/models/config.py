@@ -133,6 +133,7 @@ GELU = "gelu_pytorch_tanh"
 """GELU, approximated by tanh."""
 OLD_GELU = "gelu"
 """Name of that GELU in ``hidden_act`` of early configurations of Gemma. In ``hidden_activation`` it names another function."""
+MAX_LAYERS, MAX_CLASSES = 1024, 1 << 20
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
 MULTI_LABEL, REGRESSION = "multi_label_classification", "regression"
@@ -337,6 +338,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
     head_dim, rotated = keys.count("head_dim", hidden_size // heads), rotary_dim(keys, family)
     rope, local_rope = parse_ropes(keys, family, max_context)
     layers = keys.count("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -492,6 +495,8 @@ def class_names(keys: Keys) -> tuple[str, ...]:
     """Names from ``id2label``, or those that Hugging Face transformers gives ``num_labels`` classes without names."""
     names = keys.numbered("id2label")
     count = keys.count("num_labels", len(names) or DEFAULT_CLASSES)
+    if count > MAX_CLASSES:
+        raise keys.error("num_labels", f"is {count}; at most {MAX_CLASSES} are supported")
     if names and len(names) != count:
         raise keys.error("num_labels", f"is {count}, but id2label has {len(names)} names; correct the file")
     return tuple(names) or tuple(f"LABEL_{number}" for number in range(count))

@@ -528,10 +528,12 @@ class Encoder(nn.Module):
     def _added_by_distance(self) -> Tensor | None:
         """Biases of scores that depend on the distance of two tokens alone: ``distances`` of
         :class:`~kernels.encoder_layers.EncoderLayers`. None: the model has none."""
+        if self.slopes is None and self.distances is None:
+            return None
         apart = torch.arange(1 - self.config.max_context, self.config.max_context)
         if self.slopes is not None:
             return -self.slopes[:, None] * apart.abs()
-        return None if self.distances is None else self._bias_at(apart).contiguous()
+        return self._bias_at(apart).contiguous()
 
     @torch.inference_mode()
     def _related(self, layer: int) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from yardstick_llm.engine.models.config import MULTI_LABEL, REGRESSION, BaseConfig, ExpertConfig, class_names
+from yardstick_llm.engine.models.config import MAX_LAYERS, MULTI_LABEL, REGRESSION, BaseConfig, ExpertConfig, class_names
 from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.config import configuration, is_encoder_file
 from yardstick_llm.engine.models.pooling import (
@@ -28,6 +28,7 @@ from yardstick_llm.engine.models.pooling import (
     STATIC,
     TASKS_KEY,
     Pooling,
+    check_inside,
     load_pooling,
     max_seq_length,
     read_config,
@@ -52,7 +53,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
 }
 """Activations by their names in configurations. ``gelu_tanh`` is GELU, approximated by tanh."""
-MAX_LAYERS = 1024
+MAX_CONTEXT = 1 << 20
 QUERY_TABLES = "SparseStaticEmbedding", "IDF"
 """Modules that weigh a query's tokens by a table; the second is an earlier name of the first."""
 SPARSE_HEAD, TOKEN_HEAD = "sparse_linear.pt", "colbert_linear.pt"
@@ -581,7 +582,7 @@ def load_encoder_config(directory: Path, max_context: int | None = None) -> Enco
         raise ModelError(f"{directory.name} says no pooling_type; use a file of an embedding model or a cross-encoder.")
     if pooling is None:
         modules = [name for name, _ in read_modules(root / MODULES_FILE)] if (root / MODULES_FILE).is_file() else []
-        found = f"the modules in {MODULES_FILE} ({', '.join(modules)}) have none" if modules else f"there is no {MODULES_FILE}"
+        found = f"the modules in {MODULES_FILE} ({', '.join(modules):.200}) have none" if modules else f"there is no {MODULES_FILE}"
         raise ModelError(
             f"The architecture {config.architecture} in config.json has no head that is read, and {found} with a Pooling or Dense "
             "module; add the model's sentence-transformers files, or use another model."
@@ -610,7 +611,8 @@ def _splade_logs(directory: Path) -> int:
     documents is read: its queries have weights from a table. Raises :class:`ModelError` for weights that are not SPLADE's usual."""
     modules = dict(read_modules(directory / MODULES_FILE))
     if modules == {ROUTER: ""}:
-        modules = _route_of_documents(directory)
+        route = _route(directory, "document")
+        modules = {name: folder for folder, name in route.items()} if next(iter(route), None) == "" else {}
     if SPLADE not in modules:
         return 0
     file = f"{modules[SPLADE]}/config.json"
@@ -627,28 +629,31 @@ def _query_folder(directory: Path) -> str:
     """Folder of the table for queries of a ``Router``; empty without one. Raises :class:`ModelError` for another route."""
     if not (directory / MODULES_FILE).is_file() or dict(read_modules(directory / MODULES_FILE)) != {ROUTER: ""}:
         return ""
-    raw = read_json(directory / ROUTER_FILE)
-    kinds = {str(folder): str(raw["types"].get(folder)).rpartition(".")[2] for folder in raw["structure"].get("query", ())}
+    kinds = _route(directory, "query")
     folder = next(iter(kinds), "")
-    if len(kinds) != 1 or kinds[folder] not in QUERY_TABLES or folder != Path(folder).name:
+    if len(kinds) != 1 or kinds[folder] not in QUERY_TABLES:
         found = ", ".join(kinds.values()) or "no module"
         raise ModelError(f"{ROUTER_FILE} has {found} for queries, which is not supported; only {QUERY_TABLES[0]} is.")
     return folder
 
 
-def _route_of_documents(directory: Path) -> dict[str, str]:
-    """Name of the class and folder of each module that reads documents, where the first one is the model in ``directory``."""
+def _route(directory: Path, kind: str) -> dict[str, str]:
+    """Folder and name of the class of each module that reads texts of a ``kind``; empty where the file has no such route. Raises
+    :class:`ModelError`."""
     raw = read_json(directory / ROUTER_FILE) if (directory / ROUTER_FILE).is_file() else {}
     try:
-        route, types = raw["structure"]["document"], raw["types"]
-        return {str(types[folder]).rpartition(".")[2]: folder for folder in route} if route[0] == "" else {}
-    except (KeyError, TypeError, IndexError):
+        found = {str(folder): str(raw["types"][folder]).rpartition(".")[2] for folder in raw["structure"][kind]}
+    except (KeyError, TypeError):
         return {}
+    check_inside(found, ROUTER_FILE)
+    return found
 
 
 def _special_tokens(directory: Path) -> tuple[int, ...]:
     """Ids of the tokeniser's special tokens."""
-    tokens = read_json(directory / "tokenizer.json").get("added_tokens", [])
+    tokens = read_json(directory / "tokenizer.json").get("added_tokens") or []
+    if not isinstance(tokens, list):
+        raise ModelError("added_tokens in tokenizer.json is not a list; download the model again.")
     found = (token.get("id") for token in tokens if isinstance(token, dict) and token.get("special"))
     return tuple(sorted(token for token in found if isinstance(token, int)))
 
@@ -675,6 +680,8 @@ def parse_encoder_config(raw: dict[str, Any]) -> EncoderConfig:
     if width != hidden_size and "embedding_projection" not in family.outer:
         raise keys.error("embedding_size", f"is not hidden_size ({hidden_size}), which is not supported; use another model")
     written = keys.count("max_position_embeddings")
+    if written > MAX_CONTEXT:
+        raise keys.error("max_position_embeddings", f"is {written}; at most {MAX_CONTEXT} are supported")
     first = (keys.pad_token_id or 0) + 1 if family.offset_positions else 0
     if first >= written:
         raise keys.error("max_position_embeddings", f"is {written}, and positions begin at {first}; correct the file")

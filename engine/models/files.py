@@ -24,13 +24,23 @@ def is_gguf(model: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises :class:`ModelError` that names the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = load_json(path)
     except FileNotFoundError:
         raise ModelError(f"There is no {path.name} in the model directory; download the model again.") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path.name} cannot be read as JSON; download the model again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path.name} is not a JSON object; download the model again.")
+    return raw
+
+
+def load_json(path: Path) -> Any:
+    """The value in a JSON file. Raises ValueError, also for half a surrogate pair, which no message can hold; OSError, and
+    RecursionError."""
+    text = path.read_text(encoding="utf-8")
+    raw = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(raw, ensure_ascii=False).encode()
     return raw
 
 
@@ -180,4 +190,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether it is a whole number of at most 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 64

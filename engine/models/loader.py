@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from yardstick_llm.engine.models.config import ModelConfig, config_json, load_co
 from yardstick_llm.engine.models.decoder import Attention, Decoder, DecoderLayer
 from yardstick_llm.engine.models.encoder import Encoder, EncoderLayer
 from yardstick_llm.engine.models.encoder_config import SPARSE_HEAD, TOKEN_HEAD, UNREAD, is_encoder, load_encoder_config
-from yardstick_llm.engine.models.files import is_gguf
+from yardstick_llm.engine.models.files import ModelError, is_gguf
 from yardstick_llm.engine.models.formats import int8
 from yardstick_llm.engine.models.formats import stored as as_stored
 from yardstick_llm.engine.models.formats.coded import CodedWeight
@@ -99,7 +100,7 @@ def load_encoder(
         config = dataclasses.replace(config, architecture=config.architecture.replace("XLMRoberta", "XLMRobertaFlash"))
     if config.architecture.startswith("JinaBert") and "encoder.layer.0.attention.self.layer_norm_q.weight" in stored:
         config = dataclasses.replace(config, architecture=config.architecture.replace("JinaBert", "JinaBertCode"))
-    with torch.device("meta"):  # a faulty configuration may ask for any amount of memory
+    with _allocating(), torch.device("meta"):  # a faulty configuration may ask for any amount of memory
         wanted = Encoder(config, dtype).checkpoint_views()
     inline = INLINE if config.architecture.startswith(HF_COLBERT) else ""
     apart = [name for name in stored if name == inline or name.rpartition(".")[2] in ("position_ids", "token_type_ids")]
@@ -158,8 +159,10 @@ def _fill_projections(directory: Path, projected: Projected, pooling: Pooling) -
             module, _, kind = name.rpartition(".")
             (residual if module == "residual" else own)[kind] = tensor
         _fill_apart(own, part)
-        if residual:
+        if str(place) in projected.residuals:
             _fill_apart(residual, projected.residuals[str(place)])
+        elif residual:
+            raise ModelError(f"{projection.folder} has weights of a residual, and its config.json no use_residual; correct it.")
 
 
 def _fill_apart(stored: Mapping[str, Stored], part: nn.Module) -> None:
@@ -184,7 +187,19 @@ def dense_bytes(directory: Path, dtype: torch.dtype) -> int:
 
 def make_decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of uninitialised weights, with a vision tower where the model has one."""
-    return Decoder(config, dtype) if config.vision is None else VisionDecoder(config, dtype)
+    with _allocating():
+        return Decoder(config, dtype) if config.vision is None else VisionDecoder(config, dtype)
+
+
+@contextmanager
+def _allocating() -> Iterator[None]:
+    """Raises :class:`~engine.models.files.ModelError` where torch cannot make tensors of the sizes that a configuration has."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ModelError(
+            "config.json has sizes of tensors that do not fit in memory; correct the file, or download the model again."
+        ) from error
 
 
 def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:

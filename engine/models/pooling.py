@@ -8,13 +8,13 @@ of a cross-encoder make its scores. Normalisation is a choice of each request.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from yardstick_llm.engine.models import checkpoint
-from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, read_json
+from yardstick_llm.engine.models.files import Keys, ModelError, is_gguf, load_json, read_json
 from yardstick_llm.engine.models.gguf.config import pooling_of
 
 Mode = Literal["cls", "last", "mean", "mean_sqrt", "max", "weightedmean"]
@@ -120,7 +120,7 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
     own = TASKS_MODULE in names and bool(read_json(directory / "config.json").get(TASKS_KEY))
     if unknown := [name for name in names if name not in KNOWN_MODULES and not (own and name == TASKS_MODULE)]:
         raise ModelError(
-            f"The module {unknown[0]} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
+            f"The module {unknown[0]:.80} in {MODULES_FILE} is not supported; use a model with {', '.join(KNOWN_MODULES)} only."
         )
     pooling = Pooling("mean" if names[0] == STATIC else None)
     if "Pooling" in names:
@@ -144,7 +144,8 @@ def load_pooling(directory: Path, hidden_size: int = 0) -> Pooling | None:
 def _inline(directory: Path) -> Pooling | None:
     """Return the projection of a model that Stanford's ColBERT wrote. Its matrix is among the weights. None for other models."""
     config = directory / "config.json"
-    if not config.is_file() or HF_COLBERT not in (read_json(config).get("architectures") or ()):
+    keys = Keys(read_json(config) if config.is_file() else {}, config.name)
+    if not keys.present("architectures") or HF_COLBERT not in keys.strings("architectures"):
         return None
     found = checkpoint.read_headers(directory, pickled=True).get(INLINE)
     if found is None or len(found.shape) != 2:
@@ -186,10 +187,18 @@ def is_static(directory: Path) -> bool:
 def read_modules(path: Path) -> list[tuple[str, str]]:
     """Name of the class and folder of each module. Raises :class:`ModelError`."""
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        return [(_class_name(str(module["type"])), str(module["path"])) for module in modules]
-    except (ValueError, OSError, TypeError, KeyError) as error:
+        modules = load_json(path)
+        found = [(_class_name(str(module["type"])), str(module["path"])) for module in modules]
+    except (ValueError, OSError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path.name} is not a list of modules with type and path; download the model again.") from error
+    check_inside((folder for _, folder in found), path.name)
+    return found
+
+
+def check_inside(folders: Iterable[str], file: str) -> None:
+    """Raise :class:`ModelError` if ``file`` names a folder outside the model's."""
+    if outside := [each for each in folders if not each.isprintable() or ".." in Path(each).parts or Path(each).is_absolute()]:
+        raise ModelError(f"{file} names a folder outside the model directory ({outside[0]!r:.80}); download the model again.")
 
 
 def max_seq_length(directory: Path) -> int | None:

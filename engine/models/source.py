@@ -15,7 +15,7 @@ from yardstick_llm.engine.models.config import architecture_of
 from yardstick_llm.engine.models.files import ModelError, is_gguf, read_json
 from yardstick_llm.engine.models.gguf.tokenizer import chat_template, special_tokens, tokenizer_json
 from yardstick_llm.engine.models.pooling import MODULES_FILE, SENTENCE_CONFIG, SENTENCE_FILES, inner_folder, read_modules, root_of
-from yardstick_llm.engine.models.vocabulary import VOCABULARY_FILES, tokenizer_json_of
+from yardstick_llm.engine.models.vocabulary import VOCABULARY_FILES, special_token, tokenizer_json_of
 from yardstick_llm.engine.settings import EngineSettings
 
 FILES = [
@@ -103,10 +103,9 @@ def _inner(directory: Path) -> Path:
         return directory
     inner = directory / inner_folder(directory)
     files = (inner / name for name in ("config.json", "tokenizer.json"))  # a static embedding has no configuration
-    below = inner in (directory, directory / inner.name) and inner.name != ".."
-    if not below or not any(path.is_file() for path in files):
+    if inner not in (directory, directory / inner.name) or not any(path.is_file() for path in files):
         raise ModelError(
-            f"{directory} has no config.json, and neither has the folder of its first module; download the model again."
+            f"{directory.name} has no config.json, and neither has the folder of its first module; download the model again."
         )
     return inner
 
@@ -179,7 +178,7 @@ def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
     return wire.TokenizerFiles(
         tokenizer_json=tokenizer_json_of(directory, config),
         chat_template=chat,
-        special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
+        special_tokens={name: special_token(config, name) for name in SPECIAL_TOKENS if config.get(name)},
         preset=_preset(directory / PRESET_FILE),
         architecture=architecture_of(directory),
         model_files=_model_files(directory),
@@ -217,25 +216,30 @@ def _preset(path: Path) -> str | None:
         return None
     if path.stat().st_size > MAX_PRESET_BYTES:
         raise ModelError(f"{path.name} in the model directory has more than {MAX_PRESET_BYTES} bytes; shorten it.")
+    return _text(path)
+
+
+def _text(path: Path) -> str:
+    """Contents of a file in UTF-8. Raises :class:`ModelError`."""
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as error:
         raise ModelError(f"{path.name} in the model directory is not UTF-8; save it in that encoding.") from error
 
 
-def _text_of(token: object) -> str:
-    """A special token is written as its text or as an object with its text under ``content``."""
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
 def _chat_templates(directory: Path, configured: object) -> tuple[str | None, str | None]:
     """The template, and one for conversations with tools. Files of their own take precedence over ``tokenizer_config.json``, which
     has one template or a list of named ones; processors of images write ``chat_template.json``."""
-    named = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {"default": configured}
+    try:
+        entries = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
+        named = {str(entry["name"]): entry["template"] for entry in entries}
+    except (KeyError, TypeError):
+        message = "chat_template in tokenizer_config.json has an entry without name and template; correct the file."
+        raise ModelError(message) from None
     if named.get("default") is None and (directory / "chat_template.json").is_file():
         named["default"] = read_json(directory / "chat_template.json").get("chat_template")
     for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
         if (directory / file).is_file():
-            named[name] = (directory / file).read_text(encoding="utf-8")
+            named[name] = _text(directory / file)
     chat, tools = (named.get(name) for name in ("default", "tool_use"))
     return chat if isinstance(chat, str) else None, tools if isinstance(tools, str) else None

@@ -49,8 +49,11 @@ def _with_tasks(document: bytes, config: Path) -> bytes:
     keys = Keys(read_json(config) if config.is_file() else {}, config.name)
     if not keys.present(TASKS_KEY):
         return document
-    raw = json.loads(document)
-    known = {*(token["id"] for token in raw["added_tokens"])} | {*range(len(raw["model"]["vocab"]))}
+    try:
+        raw = json.loads(document)
+        known = {*(token["id"] for token in raw["added_tokens"])} | {*range(len(raw["model"]["vocab"]))}
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise ModelError("tokenizer.json has no vocabulary and added_tokens; download the model again.") from error
     if len(known) != (size := keys.count("vocab_size")):
         raise keys.error("vocab_size", f"is {size}, and tokenizer.json has {len(known)} tokens; download the model again")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -68,7 +71,7 @@ def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
     if (begins is None and ends is None) or not (own or kind in ADDING_CLASSES):
         return document
     asked = ("bos", not own if begins is None else begins), ("eos", ends)
-    bos, eos = ([_named(config, name, "")] * bool(adds and config.get(f"{name}_token")) for name, adds in asked)
+    bos, eos = ([special_token(config, f"{name}_token")] * bool(adds and config.get(f"{name}_token")) for name, adds in asked)
     try:
         raw = json.loads(document)
         ids = {token["content"]: token["id"] for token in raw["added_tokens"]}
@@ -82,7 +85,7 @@ def _with_ends(document: bytes, config: dict[str, Any]) -> bytes:
 def _wordpiece(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     lines = (directory / "vocab.txt").read_text(encoding="utf-8").split("\n")
     vocabulary = {line.removesuffix("\r"): id for id, line in enumerate(lines[: len(lines) - (lines[-1] == "")])}
-    special = [_named(config, name, f"[{name.upper()}]") for name in ("pad", "unk", "cls", "sep", "mask")]
+    special = [special_token(config, f"{name}_token", f"[{name.upper()}]") for name in ("pad", "unk", "cls", "sep", "mask")]
     _, unknown, cls, sep, _ = special
     normalizer = {
         "type": "BertNormalizer",
@@ -106,7 +109,7 @@ def _byte_pairs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
     merges = [line for line in (directory / "merges.txt").read_text(encoding="utf-8").split("\n") if line.strip()]
     usual = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
-    cls, _, sep, _, mask = special = [_named(config, *names) for names in usual.items()]
+    cls, _, sep, _, mask = special = [special_token(config, f"{name}_token", text) for name, text in usual.items()]
     space = {"add_prefix_space": config.get("add_prefix_space", False), "trim_offsets": True, "use_regex": True}
     return {
         "added_tokens": _added(special, vocabulary, mask),
@@ -132,10 +135,14 @@ def _class_of(config: dict[str, Any]) -> str:
     return str(config.get("tokenizer_class") or "").removesuffix("Fast")
 
 
-def _named(config: dict[str, Any], name: str, usual: str) -> str:
-    """Text of a special token."""
-    given = config.get(f"{name}_token") or usual
-    return str(given["content"] if isinstance(given, dict) else given)
+def special_token(config: dict[str, Any], key: str, usual: str = "") -> str:
+    """Text of a special token, which ``tokenizer_config.json`` has as it is or as ``content`` of an object. Raises
+    :class:`ModelError`."""
+    given = config.get(key) or usual
+    text = given.get("content") if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        raise ModelError(f"{key} in tokenizer_config.json is {given!r:.80}, but must be the text of a token; correct the file.")
+    return text
 
 
 def _added(tokens: list[str], vocabulary: dict[str, int], mask: str | None = None) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ class EarlierCall(msgspec.Struct):
             return self.function.name, given or {}
         try:
             return self.function.name, msgspec.json.decode(given, type=dict[str, Any]) if given.strip() else {}
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return self.function.name, given
 
 

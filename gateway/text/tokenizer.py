@@ -42,13 +42,20 @@ from yardstick_llm.gateway.text.prepared import TooManyTokens
 from yardstick_llm.gateway.text.special import ControlTokens, Marked, any_of
 from yardstick_llm.gateway.text.vocabulary import Spelling, TokenizerError, Vocabulary, VocabularyTable, spelling_of
 
+MAX_HOLES = 1 << 18
+"""Ids without a token below the highest one. Filling them takes the process of all models' text workers 15 s."""
+
 
 def table_of(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:
-    """Return the bytes of all tokens of ``library``, those of its ``added`` tokens included."""
+    """Return the bytes of all tokens of ``library``, those of its ``added`` tokens included. Raises :class:`TokenizerError`."""
     pieces = {id: spelling.bytes_of(piece) for piece, id in library.get_vocab(with_added_tokens=True).items()}
     pieces |= {token["id"]: token["content"].encode() for token in added}
-    ends, end = array("I"), 0
-    for id in range(max(pieces) + 1):
+    ends, end, last = array("I"), 0, max(pieces)
+    if last - len(pieces) >= MAX_HOLES:
+        raise TokenizerError(
+            f"tokenizer.json has {len(pieces)} tokens with ids up to {last}; at most {MAX_HOLES} may be without one"
+        )
+    for id in range(last + 1):
         end += len(pieces.get(id, b""))
         ends.append(end)
     return VocabularyTable(

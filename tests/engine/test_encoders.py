@@ -969,7 +969,7 @@ def test_a_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
     (beside := tmp_path / "other" / "model").mkdir(parents=True)
     (beside / "modules.json").write_text(json.dumps([modules[0] | {"path": ".."}]))
     (beside.parent / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="folder of its first module"):
+    with pytest.raises(ModelError, match="names a folder outside the model directory"):
         locate(beside)
     (directory / "0_Transformer" / "config.json").unlink()
     with pytest.raises(ModelError, match="There is no config"):

@@ -51,7 +51,7 @@ def _state(parts: Parts) -> dict[str, Any]:
         raise ModelError(f"has a {name} of more than {MOST_STATE} bytes")
     try:
         state = json.loads(bytes(parts.tensor(name, torch.uint8, axes=1).tolist()))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ModelError(f"has a {name} that is not JSON") from None
     if not isinstance(state, dict):
         raise ModelError(f"has a {name} that is not JSON")

@@ -329,7 +329,7 @@ def _classes(model: bytes) -> tuple[list[str], str]:
 
     try:
         found = msgspec.json.decode(model, type=Model)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return [], ""
     names = [found.id2label.get(index, "") for index in range(len(found.id2label))]
     return names if all(names) else [], found.problem_type or ""

@@ -331,8 +331,9 @@ def test_a_forced_function_without_parameters_gets_none(server: Server, model: s
     assert not test_grammar.accepts(grammar, written[model].format('{"a": 1}'), controls=False)
 
 
-def test_deep_nesting_is_no_fault(server: Server) -> None:
-    deep = "[" * 900 + "]" * 900
+@pytest.mark.parametrize("depth", [900, 20_000])
+def test_deep_nesting_is_no_fault(server: Server, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
     earlier = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"x": {deep}}}'}}]}
     response = server.post("hermes", "Yes", tool_choice="required", messages=[USER, earlier, USER])
     assert response.status_code in (200, 400), response.text

@@ -88,6 +88,7 @@ def test_a_file_without_keys_revokes_all(followed: Followed, caplog: pytest.LogC
 HARM: dict[str, Callable[[Path], object]] = {
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "broken": lambda file: replace(file, '{"keys": ['),
+    "deep": lambda file: replace(file, '{"keys": ' + "[" * 100_000),
     "no valid entry": lambda file: write(file, entry("a"), entry("z") | {"sha256": entry("a")["sha256"]}, entry("b", weight=0)),
     "endless": lambda file: replace(file, " " * (MAX_FILE_BYTES + 1)),
     "a pipe, which would be waited for": lambda file: (file.unlink(), os.mkfifo(file)),

@@ -70,6 +70,14 @@ def test_a_hole_in_the_vocabulary_is_no_token() -> None:
     assert [id for id in range(9) if tokenizer.has_token(id)] == [0, 7]
 
 
+def test_an_id_that_lies_about_the_size_of_the_vocabulary_is_refused(byte_library: Library) -> None:
+    """A table of all ids would take gigabytes and minutes, in the process of all models' text workers."""
+    document = json.loads(byte_library.to_str())
+    document["model"]["vocab"]["new"] = 1 << 31
+    with pytest.raises(TokenizerError, match="ids up to 2147483648; at most 262144 may be without one"):
+        Tokenizer.from_files(TokenizerFiles(json.dumps(document).encode(), None, {}))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe", b"[]"])
 def test_a_broken_file_is_a_typed_error(content: bytes) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):

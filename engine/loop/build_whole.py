@@ -93,7 +93,9 @@ def assemble_whole(
     by_layer = isinstance(model, Encoder) and model.native_layers is None
     biased = model if isinstance(model, Encoder) and by_layer and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) and by_layer else None
-    cuts, narrow = prepare_loops(weight), settings.quantize == "int8"
+    # The threads of a step that are cut meet by the number of a layer, which is the same in all layers of ALBERT.
+    cuts = prepare_loops(weight) and not (by_layer and len({*model.layers}) < config.num_layers)
+    narrow = settings.quantize == "int8"
     if isinstance(config, EncoderConfig) and config.tasks is not None:
         of_layers = 1  # parts of a model read the tasks of a whole step
     attention = WholeAttention(

@@ -182,6 +182,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]
         ("deberta", True),
         ("modernbert", False),
         ("deberta", False),
+        ("albert", True),
+        ("albert", False),
     ],
 )
 def test_threads_divide_a_step(
@@ -192,9 +194,9 @@ def test_threads_divide_a_step(
     divided: list[tuple[int, bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By sequences, or within them where there are too few; a biased model's are cut where its layers are computed in one call
-    only. Then small steps are cut too, and the numbers are those of one thread."""
-    directory, cuts = make_encoder(tmp_path, family, "classes"), in_one_call or family != "deberta"
+    """By sequences, or within them where there are too few; those of a biased model, and of one whose layers are the same, are cut
+    where its layers are computed in one call only. Then small steps are cut too, and the numbers are those of one thread."""
+    directory, cuts = make_encoder(tmp_path, family, "classes"), in_one_call or family == "modernbert"
     if not in_one_call:
         monkeypatch.setattr(Encoder, "native_layers", None)
     assert one_call(build(directory, threads=1, **settings)) == in_one_call

@@ -93,7 +93,7 @@ def assemble_whole(
     by_layer = isinstance(model, Encoder) and model.native_layers is None
     biased = model if isinstance(model, Encoder) and by_layer and model.is_biased else None
     slopes = model.slopes if isinstance(model, Encoder) and by_layer else None
-    # The threads of a step that are cut meet by the number of a layer, which is the same in all layers of ALBERT.
+    # Threads that share a sequence wait for each other by the number of a layer. ALBERT's layers all have the same one.
     cuts = prepare_loops(weight) and not (by_layer and len({*model.layers}) < config.num_layers)
     narrow = settings.quantize == "int8"
     if isinstance(config, EncoderConfig) and config.tasks is not None:

@@ -224,7 +224,7 @@ class EncoderLayer(nn.Module):
         # Embeddings are normalised, so the first layer of ModernBERT has no norm of its own.
         self.attention_norm = None if self.before and layer == 0 else LayerNorm(config.hidden_size, config, dtype)
         self.second_norm = LayerNorm(config.hidden_size, config, dtype) if config.family.qk_norm else None
-        """Of what attention's norm gives and the layer's input."""
+        """Normalises the sum of the output of ``attention_norm`` and the layer's input."""
         self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
     @property
@@ -355,7 +355,7 @@ class Encoder(nn.Module):
         own = config.num_layers if "{}" in family.layer else min(1, config.num_layers)
         layers = [EncoderLayer(config, layer, dtype) for layer in range(own)]
         self.layers = nn.ModuleList(layers[min(layer, own - 1)] for layer in range(config.num_layers))
-        """Of a family whose layers have the same weights, one layer as often as it is computed."""
+        """Where all layers have the same weights, the list repeats one module."""
         self.final_norm = LayerNorm(size, config, dtype) if family.norms == "before" else None
         self._step_tasks = StepTasks()
         self.embed_tasks: EmbeddingTaskDelta | None = None

@@ -622,7 +622,7 @@ def of_sentence_transformers(
     prompt = (whole.prompts or {}).get(whole.default_prompt_name or "", "")
     if logits:
         return _causal_reranker(files, logits, _ACTIVATIONS[kind], prompt)
-    # If nobody chose an activation for several classes, CrossEncoder writes Identity.
+    # CrossEncoder writes Identity for a model of several classes, unless its author chose an activation.
     activation = "softmax" if classes != 1 and (named is None or kind == "Identity") else _ACTIVATIONS[kind]
     fallback = builtin_presets()[ONE_CLASS if classes == 1 else FALLBACKS["classify"]]
     truncation = _transformer(files).processing_kwargs.text.truncation

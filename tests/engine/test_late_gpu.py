@@ -125,7 +125,7 @@ class Late:
 
     @staticmethod
     def settings(**given: Any) -> EngineSettings:
-        """Of an encoder's loop."""
+        """Return the settings of an encoder's loop."""
         return EngineSettings(model="m", name="m", max_batched_tokens=24, max_wait_seconds=3600, **given)
 
     def assemble_whole(self, encoder: Path, **settings: Any) -> Loop:

@@ -42,14 +42,14 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def start(directory: Path) -> None:
-    """What an engine of ``directory`` does before it serves."""
+    """Load the model and the tokeniser's files, as an engine does when it starts."""
     settings = located(EngineSettings(model=str(directory), name="test", max_total_tokens=1024, threads=1))
     build_loop(settings)
     tokenizer_files(Path(settings.model))
 
 
 def refusal(directory: Path) -> str:
-    """The line that an engine of ``directory`` ends with."""
+    """Start an engine, which must refuse the model. -> its error"""
     with pytest.raises(ModelError) as raised:
         start(directory)
     line = str(raised.value)

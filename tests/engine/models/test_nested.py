@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,14 @@ def other(family: str) -> PreTrainedModel:
 
 
 def write_other(directory: Path, family: str) -> PreTrainedModel:
+    return saved(directory, 5, lambda: other(family))
+
+
+def saved(directory: Path, seed: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Write the model that ``make`` returns, with random weights, and a tokeniser."""
     with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = other(family)
+        torch.manual_seed(seed)
+        model = make()
         randomize(model)
     model.save_pretrained(directory)
     write_tokenizer(directory)
@@ -95,13 +101,7 @@ def write(directory: Path, **text: Any) -> PreTrainedModel:
         image_token_index=310,
         tie_word_embeddings=values["tie_word_embeddings"],
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        model = Gemma3ForConditionalGeneration(config)
-        randomize(model)
-    model.save_pretrained(directory)
-    write_tokenizer(directory)
-    return model.eval()
+    return saved(directory, 4, lambda: Gemma3ForConditionalGeneration(config))
 
 
 def rename(directory: Path) -> None:

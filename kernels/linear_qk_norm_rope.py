@@ -14,7 +14,7 @@ from torch import Tensor
 from yardstick_llm.kernels.linear import linear
 from yardstick_llm.kernels.product_tiles import Tiles, block, is_aligned, is_hopper, place
 from yardstick_llm.kernels.qk_norm_rope import bounded, check_qk_norm_rope, qk_norm_rope_write_reference, store_halves
-from yardstick_llm.kernels.quantize import FP8, scaled_linear_reference
+from yardstick_llm.kernels.quantize import FP8, expect_scales, scaled_linear_reference
 from yardstick_llm.kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 MIN_ROWS = 1024
@@ -105,15 +105,10 @@ def linear_qk_norm_rope_triton(
     """
     expect_device("x", x)
     (tokens, size), columns = x.shape, len(weight)
-    coded = x.dtype == FP8
-    dtype = torch.bfloat16 if coded else x.dtype
+    dtype = torch.bfloat16 if x.dtype == FP8 else x.dtype
     expect("x", x, x, (tokens, size), (*FLOATS, FP8))
     expect("weight", weight, x, (columns, size), (x.dtype,))
-    if coded != (x_scales is not None) or coded != (weight_scales is not None):
-        raise ValueError("x_scales and weight_scales are given with e4m3 codes, and with nothing else")
-    if x_scales is not None and weight_scales is not None:
-        expect("x_scales", x_scales, x, (tokens, 1), (torch.float32,))
-        expect("weight_scales", weight_scales, x, (columns, 1), (torch.float32,))
+    expect_scales(x, x_scales, weight_scales, columns)
     if bias is not None:
         expect("bias", bias, x, (columns,), (dtype,))
     kv_heads, head_dim = keys.shape[1:]

@@ -104,6 +104,15 @@ def scaled_linear_reference(
     return (product if bias is None else product + bias).to(dtype)
 
 
+def expect_scales(x: Tensor, x_scales: Tensor | None, weight_scales: Tensor | None, columns: int) -> None:
+    """Raise ValueError unless ``x`` has e4m3 codes with the scales of its rows and of the weight's ``columns``, or neither."""
+    if {x.dtype == FP8, x_scales is not None, weight_scales is not None} == {True, False}:
+        raise ValueError("x_scales and weight_scales are given with e4m3 codes, and with nothing else")
+    if x_scales is not None and weight_scales is not None:
+        expect("x_scales", x_scales, x, (len(x), 1), (torch.float32,))
+        expect("weight_scales", weight_scales, x, (columns, 1), (torch.float32,))
+
+
 @jit()
 def row_codes(rows: tl.tensor) -> tl.tensor:
     """Part of kernels. rows: [rows, size] float32. -> the numbers to be rounded to codes, [rows, size]; scales, [rows]."""

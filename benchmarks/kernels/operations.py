@@ -146,6 +146,7 @@ def _fused(gpu: Gpu, tokens: int, hidden: int = 1024, heads: int = 16, kv_heads:
     keys, values = torch.zeros(2, tokens, kv_heads, head_dim, device="cuda").bfloat16()
     given = one, other, 1e-6, angles.cos(), angles.sin(), keys, values, torch.randperm(tokens, device="cuda")
     (codes, scales), (weight_codes, weight_scales) = quantize_rows(x), quantize_rows(weight)
+    gate_up_codes, gate_up_scales = quantize_rows(gate_up)
     in_fp8: dict[str, Any] = {"x_scales": scales, "weight_scales": weight_scales}
 
     def rotated(qkv: Tensor) -> Tensor:
@@ -154,10 +155,20 @@ def _fused(gpu: Gpu, tokens: int, hidden: int = 1024, heads: int = 16, kv_heads:
     def product() -> Tensor:
         return scaled_linear(codes, scales, weight_codes, weight_scales)
 
+    def gate_up_product() -> Tensor:
+        return scaled_linear(codes, scales, gate_up_codes, gate_up_scales)
+
+    def gated() -> Tensor:
+        return linear_silu_mul_triton(codes, gate_up_codes, None, scales, gate_up_scales)
+
     runs: dict[str, Callable[[], Any]] = {
         "linear_silu_mul, fused": partial(linear_silu_mul_triton, x, gate_up),
         "linear_silu_mul, product": partial(linear, x, gate_up),
         "linear_silu_mul, product and silu_mul": lambda: silu_mul(linear(x, gate_up)),
+        "linear_silu_mul fp8, fused": gated,
+        "linear_silu_mul fp8, fused, and quantize_rows": lambda: quantize_rows(gated()),
+        "linear_silu_mul fp8, product": gate_up_product,
+        "linear_silu_mul fp8, product and silu_mul_quantized": lambda: silu_mul_quantized(gate_up_product()),
         "linear_qk_norm_rope, fused": partial(linear_qk_norm_rope_triton, x, weight, None, *given),
         "linear_qk_norm_rope, product": partial(linear, x, weight),
         "linear_qk_norm_rope, product and qk_norm_rope_write": lambda: rotated(linear(x, weight)),

@@ -10,16 +10,17 @@ from yardstick_llm.engine.models.decoder import MLP, Attend, Attention, Decoder,
 from yardstick_llm.engine.models.formats.fp8 import QuantizedLinear
 from yardstick_llm.engine.models.modules import Linear
 from yardstick_llm.kernels import linear_qk_norm_rope, linear_silu_mul
+from yardstick_llm.kernels.quantize import quantize_rows
 
 
 def fuse_products(decoder: Decoder) -> None:
-    """Change the layers whose weights the kernels take: dense ones, and in FP8 the projection to queries, keys and values."""
+    """Change the layers whose weights the kernels take: dense ones, and those in FP8."""
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
         attention, mlp = layer.attention, layer.mlp
         if type(attention.qkv_proj) in (Linear, QuantizedLinear) and not attention.over_heads:
             attention.__class__ = FusedAttention
-        if isinstance(mlp, MLP) and mlp.compute is None and type(mlp.gate_up_proj) is Linear:
+        if isinstance(mlp, MLP) and mlp.compute is None and type(mlp.gate_up_proj) in (Linear, QuantizedLinear):
             mlp.compute = _multiply_and_gate
 
 
@@ -44,8 +45,11 @@ class FusedAttention(Attention):
 
 
 def _multiply_and_gate(mlp: MLP, x: Rows) -> Tensor:
-    """:meth:`MLP.whole`, whose first product and gate are one launch where a kernel takes them."""
+    """:meth:`MLP.whole`, whose first product and gate are one launch where a kernel takes them. In FP8, another one quantises."""
+    codes, x_scales = x if isinstance(x, tuple) else (x, None)
     weight, bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
-    if not (isinstance(x, Tensor) and linear_silu_mul.fits(x, weight, bias)):
+    if not linear_silu_mul.fits(codes, weight, bias):
         return mlp.whole(x)
-    return mlp.down_proj(linear_silu_mul.linear_silu_mul_triton(x, weight, bias, gelu=mlp.gelu))  # type: ignore[no-any-return]
+    scales = mlp.gate_up_proj.scales if isinstance(mlp.gate_up_proj, QuantizedLinear) else None
+    gated = linear_silu_mul.linear_silu_mul_triton(codes, weight, bias, x_scales, scales, gelu=mlp.gelu)
+    return mlp.down_proj(gated if x_scales is None else quantize_rows(gated))  # type: ignore[no-any-return]

@@ -198,7 +198,7 @@ def sampling() -> dict[str, Launch]:
 
 
 def products() -> dict[str, Launch]:
-    """The fused ones load through tensor descriptors. That of codes spills some registers once a tile with Triton 3.7."""
+    """The fused ones load through tensor descriptors. Those of codes spill some registers once a tile with Triton 3.7."""
     from yardstick_llm.kernels.block_scaled import block_scaled_linear_triton
     from yardstick_llm.kernels.counted_linear import counted_linear_triton
     from yardstick_llm.kernels.grouped_experts import grouped_linear_triton, grouped_scaled_linear_triton
@@ -220,6 +220,10 @@ def products() -> dict[str, Launch]:
         angles, cache, bias = torch.empty(2048, head_dim // 2), bf16(4096, kv_heads, head_dim), None if normed else bf16(columns)
         scales = {"x_scales": torch.empty(2048, 1), "weight_scales": torch.empty(columns, 1)} if coded else {}
         return linear_qk_norm_rope_triton(x, weight, bias, norm, norm, 1e-6, angles, angles, cache, cache, longs(2048), **scales)
+
+    def gated(rows: int) -> Tensor:
+        x, weight = bf16(rows, 1024).to(FP8), bf16(2 * 3072, 1024).to(FP8)
+        return linear_silu_mul_triton(x, weight, None, torch.empty(rows, 1), torch.empty(len(weight), 1))
 
     def coded(rows: int, bits: int, experts: int = 0) -> Tensor:
         codes, shift = torch.zeros((6144, 2048 if bits == 4 else 4096), dtype=torch.uint8), bf16(6144, 32)
@@ -249,6 +253,7 @@ def products() -> dict[str, Launch]:
         "product and GELU": Launch(
             lambda: linear_silu_mul_triton(bf16(2048, 3584), bf16(2 * 18944, 3584), bf16(2 * 18944), gelu=True), fused
         ),
+        "product of codes and SiLU": Launch(lambda: gated(2048), fused, 128),
         "product, norm and rope": Launch(lambda: rope(16, 8, 128, normed=True), fused),
         "product and rope of 64": Launch(lambda: rope(14, 2, 64, normed=False), fused),
         "product of codes, norm and rope": Launch(lambda: rope(16, 8, 128, normed=True, coded=True), fused, 128),

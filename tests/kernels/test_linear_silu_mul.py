@@ -8,6 +8,7 @@ from torch import Tensor
 
 from yardstick_llm.kernels.linear_silu_mul import fits, linear_silu_mul_reference, linear_silu_mul_triton
 from yardstick_llm.kernels.product_tiles import Tiles, is_hopper
+from yardstick_llm.kernels.quantize import FP8, quantize_rows_reference
 
 SMALL = Tiles(rows=16, columns=64, step=16, warps=4, group=2)
 TILES = {
@@ -51,21 +52,42 @@ def test_chosen_tiles_in_float32(device: torch.device) -> None:
     torch.testing.assert_close(linear_silu_mul_triton(x, weight, bias), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tiles", TILES.values(), ids=list(TILES))
+@pytest.mark.parametrize(("gelu", "biased"), [(False, True), (True, False)], ids=["silu, biased", "gelu"])
+def test_products_of_codes(biased: bool, gelu: bool, tiles: Tiles, device: torch.device) -> None:
+    x, weight, bias = inputs(53, 64, 80, device, torch.bfloat16)
+    given = codes(x, weight, bias if biased else None)
+    step = 32 if device.type == "cuda" else 16
+    tiles = Tiles(64, 64, step, warps=4, group=2, tma=tiles.tma, resident=tiles.resident)
+    found = linear_silu_mul_triton(*given, gelu=gelu, tiles=tiles)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, linear_silu_mul_reference(*given, gelu=gelu), atol=3e-2, rtol=3e-2)
+
+
+def codes(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The operation's arguments with codes and scales."""
+    (x, x_scales), (weight, weight_scales) = quantize_rows_reference(x), quantize_rows_reference(weight)
+    return x, weight, bias, x_scales, weight_scales
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["bfloat16", "codes"])
 @pytest.mark.parametrize("rows", [1024, 2000, 8192])
-def test_chosen_tiles_on_a_gpu(rows: int, device: torch.device) -> None:
+def test_chosen_tiles_on_a_gpu(rows: int, coded: bool, device: torch.device) -> None:
     """Qwen3-0.6B's feed-forward layer, as captured in a CUDA graph and replayed."""
     if device.type != "cuda" or not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
-    x, weight, _ = inputs(rows, 1024, 3072, device, torch.bfloat16)
-    assert fits(x, weight)
-    linear_silu_mul_triton(x, weight)
+    x, weight, bias = inputs(rows, 1024, 3072, device, torch.bfloat16)
+    given = codes(x, weight, bias) if coded else (x, weight, bias)
+    assert fits(*given[:3])
+    linear_silu_mul_triton(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = linear_silu_mul_triton(x, weight)
-    x.mul_(-1.5)
+        found = linear_silu_mul_triton(*given)
+    raw = given[0].view(torch.uint8)  # CUDA flips no codes
+    raw.copy_(raw.flip(0))
     graph.replay()
-    expected = linear_silu_mul_reference(x.float(), weight.float())
-    torch.testing.assert_close(found.float(), expected, atol=1.6e-2, rtol=1.6e-2)
+    wide = given if coded else tuple(each.float() for each in given)
+    torch.testing.assert_close(found.float(), linear_silu_mul_reference(*wide).float(), atol=3e-2, rtol=3e-2)
 
 
 def test_what_fits(device: torch.device) -> None:
@@ -81,5 +103,7 @@ def test_arguments_are_checked(device: torch.device) -> None:
     x, weight, bias = inputs(3, 16, 8, device, torch.float32)
     with pytest.raises(ValueError, match=r"weight has shape \[15, 16\], where \[14, 16\] is expected"):
         linear_silu_mul_triton(x, weight[:15], bias)
+    with pytest.raises(ValueError, match="scales are given with e4m3 codes, and with nothing else"):
+        linear_silu_mul_triton(x.to(FP8), weight.to(FP8))
     with pytest.raises(ValueError, match="x has 8 columns, where a multiple of 16 is expected"):
         linear_silu_mul_triton(x[:, :8].contiguous(), weight[:, :8].contiguous())

@@ -41,6 +41,12 @@ def api() -> client.ApiClient:
 
 
 @cache
+def kinds_of_cluster() -> DynamicClient:
+    """A client of any kind of object, which asks once for all kinds that there are."""
+    return DynamicClient(api())
+
+
+@cache
 def chart() -> Path:
     """The chart for the cluster that KUBECONFIG names. That cluster may be older than Chart.yaml allows, with newer APIs added to
     it; the chart then is a copy that allows it."""
@@ -64,7 +70,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> float:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, f"{what}: not within {seconds} s"
-        time.sleep(0.1)
+        time.sleep(0.3)
     return time.monotonic() - began
 
 
@@ -132,7 +138,7 @@ class Release:
 
     def objects(self, *kinds: tuple[str, str]) -> set[str]:
         """Names, as KIND/NAME, of the objects of these API versions and kinds. A kind that the cluster lacks has none."""
-        dynamic, found = DynamicClient(api()), set()
+        dynamic, found = kinds_of_cluster(), set()
         for version, kind in kinds:
             try:
                 resource = dynamic.resources.get(api_version=version, kind=kind)

@@ -13,10 +13,12 @@ from typing import Any, Self
 import aiohttp
 
 LABELS = [" Yes", " No"]
+PAUSE = 0.05
+"""Seconds between an answer and its caller's next request, which leave the machine time for what happens to the cluster."""
 
 
 class Load:
-    """Between entering and leaving, ``callers`` score new items all the time; each answer is checked for being whole."""
+    """Between entering and leaving, ``callers`` score new items again and again; each answer is checked for being whole."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Load:
                     self._judge(response, await response.json())
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 self.failures[f"{type(error).__name__}: {error}"] += 1
+            await asyncio.sleep(PAUSE)
 
     def _judge(self, response: aiohttp.ClientResponse, answer: Any) -> None:
         if response.status != 200:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Self
 
@@ -13,7 +14,7 @@ import pytest
 from tests.cluster.chart.drills import ENGINES, KILL
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, wait_for
-from tests.cluster.chart.load import LABELS
+from tests.cluster.chart.load import LABELS, PAUSE
 
 COUNT = 200
 ASKED = [f"i{place}" for place in range(COUNT // 2)]
@@ -84,6 +85,7 @@ class Load:
     def _run(self, choices: random.Random) -> None:
         with self._shop.connect() as client:
             while not self._stop.is_set():
+                time.sleep(PAUSE)
                 query, ids = choices.choice(QUERIES), choices.sample(ASKED, 10)
                 try:
                     found = self._shop.scores(query, ids, client)

@@ -199,7 +199,7 @@ def test_a_row_that_alone_is_never_accepted_fails(embed: Embed, reply: Reply | N
         return reply if "2 xx" in texts else None
 
     embed.server.before = refuse
-    done = embed(100, "--batch", 1, "--concurrency", 2, "--retry-seconds", 2)
+    done = embed(100, "--batch", 1, "--concurrency", 2, "--retry-seconds", 2 if reply else 60)
     assert done.status == 1
     (failed,) = [row for row in lines(embed.output) if row["error"]]
     assert failed["row"] == 3, done.err

@@ -76,8 +76,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Making .venv; the first time takes some minutes."
 	@$(PYTHON) -m venv --upgrade-deps .venv # a current pip takes half the CPU time
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine,dev]'
-	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/openai-2 $(SDK_2)
-	@$(BIN)/python -m yardstick_llm.kernels.native & loops=$$!; \
-	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' .venv; \
-	wait $$loops && touch $@ # files for other versions of Python do not compile; the first command compiles loops for this processor
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch numba
+	@# pip works on one core, so another compiles loops for this processor meanwhile. Files for other versions of Python do not compile.
+	@PYTHONPATH=src $(BIN)/python -m yardstick_llm.kernels.native & loops=$$!; \
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/openai-2 $(SDK_2) & sdk=$$!; \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine,dev]' && wait $$sdk && \
+	{ $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' .venv; wait $$loops; } && touch $@

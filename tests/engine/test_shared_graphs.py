@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,8 +212,9 @@ def test_two_gpus_answer_as_one(tmp_path: Path) -> None:
         with Pod(model, "--tensor-parallel", processes, *flags).wait_ready() as pod:
             rows = [pod.ask("/score", message)[1].rows for message in [*scores, *scores]]  # the second time from the prefix cache
             tokens = [token for reply in pod.stream(greedy) for token in reply.tokens]
-            replayed = next(line for line in pod.client.get("/metrics").text.splitlines() if "replayed_steps_total " in line)
-        assert float(replayed.split()[1]) > 20
+            replayed = re.search(r"^yardstick_engine_replayed_steps_total (\S+)$", pod.client.get("/metrics").text, re.MULTILINE)
+        assert replayed is not None
+        assert float(replayed[1]) > 20
         found.append((np.concatenate([np.ravel(each) for each in rows]), tokens))
     np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-3)
     assert found[1][1] == found[0][1]
